@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from still_kernels.experts import Inputs as ExpertsInputs
+from still_kernels.experts_nbits import Inputs as NBitsInputs
 from still_kernels.route import Inputs as RouteInputs
 
 CHANNELS, EXPERTS, INNER = 20, 12, 14
@@ -69,3 +70,31 @@ def exact(given: ExpertsInputs) -> torch.Tensor:
             inner = inner.clamp_min(0) ** 2
         output[row, token] += given.weight[tuple(place)].double() * (given.down[number].double() @ inner)
     return output
+
+
+def nbits_inputs(
+    batch: int, tokens: int, bits: int, zero_points: bool, dtype: torch.dtype, block: int = 16, **more: Any
+) -> NBitsInputs:
+    """A call of three blocks of channels and two inside."""
+    generator = torch.Generator().manual_seed(bits)
+    dense = experts_inputs(batch, tokens, dtype=dtype)
+    channels, inner = 3 * block, 2 * block
+    rows = 2 * inner if more.get("activation", "swiglu") == "swiglu" else inner
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(torch.int32)
+
+    def matrix(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+        scales = (torch.rand(EXPERTS, rows, columns // block, generator=generator) + 0.1) / 2**bits
+        found = {name: words(EXPERTS, rows, columns * bits // 32), f"{name}_scales": scales.to(dtype)}
+        return found | ({f"{name}_zero_points": words(EXPERTS, rows, 1)} if zero_points else {})
+
+    given: dict[str, Any] = {**matrix("gate_up", rows, channels), **matrix("down", channels, inner), **more}
+    tokens_ = draw(batch, tokens, channels, seed=tokens, dtype=dtype)
+    return NBitsInputs(tokens_, dense.expert, dense.weight, **given, bits=bits, block_size=block)
+
+
+def as_dense(given: NBitsInputs) -> ExpertsInputs:
+    """The same with matrices of numbers."""
+    matrices = (given.dequantized(name) for name in ("gate_up", "down"))
+    return ExpertsInputs(given.input, given.expert, given.weight, *matrices, given.activation)

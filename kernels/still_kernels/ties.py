@@ -11,10 +11,10 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 Scores = dict[int, np.ndarray]
-"""By layer, what was compared to choose, in an array of the op's own."""
+"""By layer (~layer of watched ops), what was compared to choose, in an array of the op's own."""
 
 Leads = dict[int, np.ndarray]
-"""By layer, how clearly the reference chose, in an array of the op's own: the lead of what it took, in parts of the lead that is a tie."""
+"""By the same, how clearly the reference chose, in an array of the op's own: its lead, in parts of the lead that is a tie."""
 
 TIE = 8.0
 """A lead is a tie up to so many times the error that PyTorch's own run makes in these very scores: what two of them differ by is spread
@@ -66,6 +66,8 @@ class OpTies(Protocol):
 
     score: str
     """The state that holds what is compared."""
+    watched: str
+    """The op whose first output says what was chosen, which a proof asks for and PyTorch then follows; "": states show it."""
 
     def compare(self, pairs: Pairs, leads: Leads) -> Choices:
         """Compare what two runtimes chose; where the lead is a tie, either is right."""
@@ -131,23 +133,33 @@ class Ties:
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
         """As of OpTies."""
-        return {k: v for op in self.each for k, v in op.leads(scores, own, counts).items()}
+        return {k: v for op in self.each for k, v in op.leads(_part(op, scores), own, counts).items()}
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """As of OpTies; infinity where nothing is chosen."""
-        return min((op.closest(scores, counts) for op in self.each), default=math.inf)
+        return min((op.closest(_part(op, scores), counts) for op in self.each), default=math.inf)
+
+    @property
+    def shown(self) -> Ties:
+        """Those whose choices states show."""
+        return Ties(op for op in self.each if not op.watched)
 
     def is_score(self, output: str) -> bool:
         """Whether `output` holds what an op compares."""
         return any(output.startswith(f"present_{op.score}.") for op in self.each)
 
 
+def _part(op: OpTies, scores: Scores) -> Scores:
+    """What an op compared."""
+    return {key: x for key, x in scores.items() if (key < 0) == bool(op.watched)}
+
+
 def near_ties(leads: Leads) -> int:
-    """How many of the reference's choices another right runtime may make otherwise."""
-    return sum(int((lead <= 1).sum()) for lead in leads.values())
+    """How many of the reference's choices that states show another right runtime may make otherwise."""
+    return sum(int((lead <= 1).sum()) for layer, lead in leads.items() if layer >= 0)
 
 
 def expected_ties(leads: Leads) -> float:
     """How many choices differ where a runtime errs COARSE times as far as PyTorch's own run, each score by itself."""
     found = np.concatenate([lead[np.isfinite(lead)].ravel() for lead in leads.values()] or [np.zeros(0)])
-    return sum(0.5 * math.erfc(lead) for lead in (found * TIE / (2 * COARSE)).tolist())
+    return sum(0.5 * math.erfc(lead) for lead in np.abs(found * TIE / (2 * COARSE)).tolist())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,18 @@ from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
-_ELSEWHERE = ("mtp.", "model.visual.")
-"""Tensors of other things than the language model: further heads that guess tokens ahead, images. transformers leaves them out, too."""
+AHEAD, _IMAGES = "layers that guess tokens ahead", "images"
+_ELSEWHERE = {
+    "mtp.": AHEAD,
+    "backbone.mtp.": AHEAD,
+    "model.visual.": _IMAGES,
+    "model.vision_tower.": _IMAGES,
+    "model.multi_modal_projector.": _IMAGES,
+}
+"""Beginnings of the names of tensors of other things than the language model, and what they are for. transformers leaves them out, too."""
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Fields of configurations whose last layers guess tokens ahead."""
 _FOLLOWS = tuple(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
 """Tensors of MiniMax that follow from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
@@ -56,7 +67,7 @@ _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
-_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2"}
 """Models of text and images, and the model_type of their language model."""
 
 
@@ -72,20 +83,27 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
     return {**inherited, **text, "model_type": kind}
 
 
-def published_names(model_type: str, tensors: Weights) -> dict[str, Weight]:
-    """The language model's tensors under transformers' names.
+def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]) -> tuple[dict[str, Weight], str]:
+    """The language model's tensors under transformers' names, and what is left out, in words; "": nothing.
 
     Raises:
         CheckpointError: A convolution lacks a part.
     """
-    kept = {
-        name.replace("model.language_model.", "model.", 1): tensor
-        for name, tensor in tensors.items()
-        if not name.startswith(_ELSEWHERE) and not name.endswith(_FOLLOWS)
-    }
     parts = _NAMES.get(model_type.removeprefix("still_"), ())
-    renamed = {_renamed(name, parts): tensor for name, tensor in kept.items()}
-    return _bounded(_joined_convolutions(renamed))
+    kept: dict[str, Weight] = {}
+    others: Counter[str] = Counter()
+    behind = config.get("num_hidden_layers") if any(config.get(name) for name in _AHEAD) else None
+    for name, tensor in tensors.items():
+        ours = _renamed(name.replace("model.language_model.", "model.", 1), parts)
+        what = next((what for begin, what in _ELSEWHERE.items() if name.startswith(begin)), None)
+        if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
+            what = AHEAD
+        if what:
+            others[what] += 1
+        elif not name.endswith(_FOLLOWS):
+            kept[ours] = tensor
+    said = " and ".join(f"{count} tensors of {what}" for what, count in sorted(others.items()))
+    return _bounded(_joined_convolutions(kept)), said
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:

@@ -59,13 +59,15 @@ class _Checkpoint:
 class Source:
     """A STILL model before its weights are read.
 
-    `family` and `config` say what it is, `weights` holds each of its parameters by name (a tied one once, under the embedding's).
+    `family` and `config` say what it is, `weights` holds each of its parameters by name (a tied one once, under the embedding's),
+    `left_out` says what of the folder is no part of it.
     """
 
     family: Family
     config: Any
     weights: Weights
     generation: GenerationConfig
+    left_out: str = ""
 
     def model(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model in evaluation mode around `tensors`, which have the names, shapes and types of `weights`."""
@@ -122,7 +124,7 @@ def open_source(
     for overlay in overlays:
         _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
     found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, str(source))
-    fresh = False
+    fresh, left_out = False, ""
     released = found.model_type == "still" or convert.is_released(found.tensors)
     if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
         raise ConfigError(
@@ -156,7 +158,7 @@ def open_source(
                 f"{source} is a {found.model_type} model, whose layers are linear already: it is exported as it is. Leave out "
                 "--attach-untrained, adapters and options of STILL; --capacity-tokens may be given."
             )
-        found.tensors = published_names(found.model_type, found.tensors)
+        found.tensors, left_out = published_names(found.model_type, found.tensors, found.config)
         still = LayersConfig()
     else:
         if not attach_untrained and found.still is None and overlays:
@@ -193,7 +195,7 @@ def open_source(
         raise CheckpointError(
             f"generation_config.json of {source} is not valid: {reason} Fix the named value."
         ) from error
-    return Source(family, config, weights, generation)
+    return Source(family, config, weights, generation, left_out)
 
 
 def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from still_export.package.calls import Arrays, next_feed, without_padding
 from still_export.proof.codes import as_numbers
 from still_kernels.ties import Leads, Pairs, Ties
 
+EMPTY: Mapping[int, Sequence[np.ndarray]] = {}
 TINY = float(np.finfo(np.float64).tiny)
 
 
@@ -29,6 +30,7 @@ class Case:
         own: Of PyTorch's own run in the package's type the errors of each row (`row_errors`), for each of the pairs of `pairs`;
             behind them, of further calls.
         own_mean: The mean error of that run, by output.
+        went: By layer, the experts that tokens went to in PyTorch, a mask [B, N, E].
         own_top1: That run's best tokens that are the reference's too, and all.
     """
 
@@ -42,6 +44,7 @@ class Case:
     own: list[Arrays] = field(default_factory=list)
     own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
+    went: dict[int, np.ndarray] = field(default_factory=dict)
 
     def pairs(self, run: Steps, ties: Ties) -> tuple[Pairs, Pairs]:
         """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise. Rows in
@@ -70,6 +73,15 @@ class Case:
             done = place + 1
         return pairs, turned
 
+    def follows(self, seen: Sequence[np.ndarray]) -> bool:
+        """Whether PyTorch went where a runtime did, of which experts by place [B, N, k] were seen of each layer that has some."""
+        for (_, went), chosen in zip(sorted(self.went.items()), seen, strict=False):
+            count = min(went.shape[1], chosen.shape[1])
+            there = np.take_along_axis(went[:, :count], np.maximum(chosen[:, :count], 0), -1) | (chosen[:, :count] < 0)
+            if not there.all():
+                return False
+        return True
+
     def before(self, place: int, done: int, feed: Arrays) -> Arrays:
         """PyTorch's outputs after the steps from `done` up to `place`, whose call `feed` is."""
         assert self.step_logits is not None
@@ -95,8 +107,9 @@ class CaseSource(Protocol):
 
     count: int
 
-    def draw(self, numbers: Sequence[int]) -> list[Case]:
-        """The cases of these numbers, below `count`; asked again, with other prompts where it can."""
+    def draw(self, numbers: Sequence[int], follow: Mapping[int, Sequence[np.ndarray]] = EMPTY) -> list[Case]:
+        """The cases of these numbers, below `count`; asked again, with other prompts where it can. Those of `follow` have the prompts that
+        they had, and PyTorch goes to these experts, as of `Case.follows`."""
 
 
 def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, Arrays]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,10 @@ _KEPT = {"float64": "float32"}
 def everything(name: str) -> bool:
     """Keep every state of a call."""
     return True
+
+
+MARGINS = "margins"
+"""What routers compared of each token, and behind it 1 where a token went, as an output `present_margins.<layer>` that no package has."""
 
 
 def nothing(name: str) -> bool:
@@ -59,10 +63,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Chain:
-    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`."""
+    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`. `follow` are experts
+    that tokens go to whatever their scores, by layer [B, N, k]; -1: those of the best scores."""
 
     start: Arrays
     calls: Sequence[Call]
+    follow: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
@@ -180,6 +186,21 @@ class _Layer:
     ) -> None:
         self.model, self.cache, self.index, self.last, self.states = model, cache, index, last, states
         self.linear = linear
+        self.seen: dict[str, Tensor] = {}
+        self.follow: Tensor | None = None
+        for module in model.model.layers[index].modules():
+            if hasattr(module, "watch"):
+                module.watch = self._route
+
+    def _route(self, margins: Tensor) -> Tensor | None:
+        """Keep the margins [B, T, ., E] and where tokens go; the experts [B, T, k] that they are told."""
+        went = margins[..., -1:, :] > 0
+        told = self.follow
+        if told is not None:
+            one_hot = torch.zeros_like(went).scatter_(-1, told.clamp_min(0)[:, :, None], True)
+            went = torch.where((told < 0).any(-1)[..., None, None], went, one_hot)
+        self.seen[MARGINS] = torch.cat([margins, went.to(margins.dtype)], dim=-2)
+        return told
 
     def __call__(
         self, hidden: Any, tokens: Tensor, new: Tensor, length: Tensor, states: dict[str, Tensor]
@@ -246,22 +267,33 @@ class _Chain:
             }
 
         states = given("past", self.chain.start)
+        follow = self.chain.follow.get(index)
         for i, call in enumerate(self.chain.calls):
+            layer.follow = None if follow is None else self._at(follow, i)
             at = (self.hidden[i], self.tokens[i], self.new[i], self.lengths[i])
             self.hidden[i], states = layer(*at, states)
             if call.right is not None and not self._right(call.right, _named(states, index), alike):
                 if call.feed is None:
-                    self._keep(i, states, index)
+                    self._keep(i, states | layer.seen, index)
                     states = given("present", call.right)
                     continue
                 self.hidden[i], states = layer(*at, given("past", call.feed))
-            self._keep(i, states, index)
+            self._keep(i, states | layer.seen, index)
+
+    def _at(self, follow: np.ndarray, number: int) -> Tensor:
+        """What is told of the tokens of a call."""
+        places = self.lengths[number][:, None] + torch.arange(self.tokens[number].shape[1], device=self.device)
+        told = self._tensor(follow)
+        within = (places < told.shape[1])[..., None]
+        found = told.gather(1, places.clamp_max(told.shape[1] - 1)[..., None].expand(-1, -1, told.shape[2]))
+        return torch.where(within, found, -1)
 
     @staticmethod
     def _right(right: Arrays, found: Arrays, alike: Callable[[Arrays, Arrays], bool]) -> bool:
         return alike(as_numbers({name: right[name] for name in found}), as_numbers(found))
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
+        """States, and margins, that the call keeps."""
         keep = self.chain.calls[number].keep
         kept = _named({name: x for name, x in states.items() if keep(_present(name, index))}, index)
         self.outputs[number].update({name: _compact(x) for name, x in kept.items()})

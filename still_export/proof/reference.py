@@ -26,6 +26,7 @@ def open_runner(
     threads: int = 0,
     plugin: Path | None = None,
     check: bool = True,
+    watch: tuple[str, ...] = (),
 ) -> Runner:
     """The runner of the package `folder`.
 
@@ -37,6 +38,7 @@ def open_runner(
         threads: 0 = the runtime's choice.
         plugin: TensorRT's plugin library in the place of the package's.
         check: Compare the weights with their hashes.
+        watch: Ops whose first outputs are asked for, where the runtime can tell them.
 
     Raises:
         ConfigError: The provider is unknown, or not one of this runtime.
@@ -47,4 +49,4 @@ def open_runner(
         raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
     if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
-    return record.open(Opening(folder, manifest, provider, threads, plugin, check))
+    return record.open(Opening(folder, manifest, provider, threads, plugin, check, watch))

@@ -28,6 +28,19 @@ class Session:
         self.model = model
         self._shapes: dict[str, tuple[int, ...]] = {}
 
+    def seen(self) -> list[np.ndarray]:
+        """What was watched since the last time, in the graph's order, by places of tokens [B, N, ..]; -1: not seen, the later the truer."""
+        calls, self.model.seen = getattr(self.model, "seen", []), []  # type: ignore[attr-defined]
+        most = max((int((past + new).max(initial=0)) for past, new, _ in calls), default=0)
+        found: list[np.ndarray] = []
+        for past, new, outputs in calls:
+            for number, output in enumerate(outputs):
+                if number == len(found):
+                    found.append(np.full((len(output), most, *output.shape[2:]), -1, np.int32))
+                for row, (begin, count) in enumerate(zip(past, new, strict=True)):
+                    found[number][row, begin : begin + count] = output[row, :count]
+        return found
+
     def load(self, feed: Arrays) -> None:
         """Take the state that `feed` gives, in whatever float type, with room for its tokens."""
         states = {s.name: feed[s.past].astype(NUMPY_TYPES[s.dtype], copy=False) for s in self.model.table}
@@ -119,6 +132,8 @@ class Target:
         self.adapter = adapter or {}
         self.record = runtime_named(runtime)
         self.name = self.record.polygraphy
+        self.watch: tuple[str, ...] = ()
+        """Ops whose first outputs sessions tell, where the runtime can."""
         self.native = False
         """Whether the session that was opened last has the package's native kernel."""
 
@@ -139,7 +154,9 @@ class Target:
         """The runner that `run` opens, ready."""
         manifest = self.package.manifest
         # The hashes were compared when the package was opened.
-        model = open_runner(self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin, check=False)
+        model = open_runner(
+            self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin, check=False, watch=self.watch
+        )
         if self.adapter:
             model.use_adapter(self.adapter, "adapter")
         self.native = getattr(model, "native", None) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.cases import Case, distance, fixed_pair, row_errors, same_best
+from still_export.proof.cases import EMPTY, Case, distance, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
-from still_export.proof.layerwise import Call, Chain, LayerwiseModel, everything, nothing
+from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, everything, nothing
 from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
@@ -75,14 +75,24 @@ class TorchCases:
         self.decode_steps = min(decode_steps, limit - self.decode_prompt)
         self._drafts = list(self._kinds())
         self.count = len(self._drafts)
+        self._drawn: dict[int, _Draft] = {}
+        self._layers: list[int] = []  # that route
 
-    def draw(self, numbers: Sequence[int]) -> list[Case]:
-        """The cases of these numbers with fresh prompts."""
-        drafts = [self._drafts[number]() for number in numbers]
+    def draw(self, numbers: Sequence[int], follow: Mapping[int, Sequence[np.ndarray]] = EMPTY) -> list[Case]:
+        """The cases of these numbers with fresh prompts, as of CaseSource."""
+        drafts = [
+            self._followed(number, follow[number]) if number in follow else self._drafts[number]() for number in numbers
+        ]
+        self._drawn |= dict(zip(numbers, drafts, strict=True))
         answered = self._run(self.reference, [[d.chain, *([Chain.of(d.more)] if d.more else [])] for d in drafts])
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, answered, strict=True)]
         self._measure(drafts, cases, answered)
         return cases
+
+    def _followed(self, number: int, seen: Sequence[np.ndarray]) -> _Draft:
+        """The draft that was drawn last, on which PyTorch goes where a runtime went."""
+        draft = self._drawn[number]
+        return replace(draft, chain=replace(draft.chain, follow=dict(zip(self._layers, seen, strict=True))))
 
     def _kinds(self) -> Iterator[Callable[[], _Draft]]:
         for length in self.lengths:
@@ -161,20 +171,24 @@ class TorchCases:
                     del outputs_of[name]
             after(layer, joined(lengths))
 
-        pieces = [Chain(chain.start, [*itertools.chain(*calls)]) for chain, calls in zip(chains, cut, strict=True)]
+        pieces = [replace(chain, calls=[*itertools.chain(*calls)]) for chain, calls in zip(chains, cut, strict=True)]
         return joined(model.run(pieces, take) if after else model.run(pieces))
 
     def _measure(self, drafts: list[_Draft], cases: list[Case], answered: list[list[_Answered]]) -> None:
         """Tell the cases the errors of PyTorch's own run on their calls, and on a draft's `more`, the last of `answered`; it carries its
         state as the target does. Where its choices differ by a tie, it counts with the reference's."""
         exact = [self.ties.scores(right[0].looks) for right in answered]
+        for case, scores in zip(cases, exact, strict=True):
+            case.went = {~key: x[:, :, -1] > 0 for key, x in scores.items() if key < 0}
+            self._layers = sorted(case.went)
 
         def measure(layer: int | None, found: list[list[_Answered]]) -> None:
             for draft, case, right, scores, own in zip(drafts, cases, answered, exact, found, strict=True):
-                if layer is not None and layer in scores:
+                part = {} if layer is None else {key: x for key, x in scores.items() if key in (layer, ~layer)}
+                if part:
                     counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
                     looks = [look for answer in own[: len(own) - bool(draft.more)] for look in answer.looks]
-                    case.leads |= self.ties.leads({layer: scores[layer]}, self.ties.scores(looks), counts)
+                    case.leads |= self.ties.leads(part, self.ties.scores(looks), counts)
                 outputs = own[0].outputs if case.steps else [answer.outputs[0] for answer in own]
                 pairs = _pairs(case, outputs[: len(outputs) - bool(draft.more)], layer)
                 if layer is None:
@@ -248,7 +262,7 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
         for piece in pieces:
             answered.looks.append((past, piece))
             past = piece[LENGTH]
-        outputs = dict(pieces[-1])
+        outputs = {name: x for name, x in pieces[-1].items() if f"_{MARGINS}." not in name}
         if len(pieces) > 1 and "logits" in outputs:
             logits = [piece["logits"] for piece in pieces]
             if not calls[-1].every:  # those of each sequence's last token
@@ -273,16 +287,24 @@ def _case(draft: _Draft, answers: list[Arrays]) -> Case:
 
 
 def _own_chains(draft: _Draft, case: Case) -> list[Chain]:
-    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; and a draft's `more`."""
-    more = [Chain.of(draft.more)] if draft.more else []
+    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; and a draft's `more`. In
+    those of the case tokens go where the reference's did."""
+    more, follow = [Chain.of(draft.more)] if draft.more else [], {n: _places(x) for n, x in case.went.items()}
     if not case.steps:
-        return [*map(Chain.of, case.feeds), *more]
+        return [*(replace(Chain.of(feed), follow=follow) for feed in case.feeds), *more]
     first, *steps = map(_call, draft.feeds)
     calls = [replace(first, right=case.expected[0]), *(replace(step, keep=nothing) for step in steps)]
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         calls[place] = replace(calls[place], keep=everything)
         calls[place + 1] = replace(calls[place + 1], keep=everything, right=expected, feed=feed)
-    return [Chain(draft.chain.start, calls), *more]
+    return [Chain(draft.chain.start, calls, follow), *more]
+
+
+def _places(went: np.ndarray) -> np.ndarray:
+    """The experts of a mask [B, N, E], as of `Chain.follow`."""
+    count = went.sum(-1)
+    found = np.argsort(~went, axis=-1, kind="stable")[..., : int(count.max(initial=0))]
+    return np.where((count == found.shape[-1])[..., None], found, -1)
 
 
 def _of(outputs: Arrays, layer: int | None) -> Arrays:

@@ -101,6 +101,7 @@ class Verifier:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
         self.ties = ties_of(package.manifest)
+        target.watch = tuple(op.watched for op in self.ties.each if op.watched)
         codes = any(state["dtype"] == "int32" for state in package.manifest["states"])  # held to half precision
         rounded = codes or rounds_activations(package.manifest)  # what rounds so is nearer to half precision
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
@@ -161,19 +162,29 @@ class Verifier:
         Where two scores differ by less than rounding, either selection is right and everything after it differs. Steps go on from
         PyTorch's state there (`Case.pairs`); where it happened within a call, the prompt's of steps among them, another prompt is drawn if
         what differs exceeds the bounds of the case itself, or other selections differ by more than a tie: those of later layers and chunks
-        read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs by more than a tie where nothing ties,
+        read what the tie turned (PyTorch's own float16 run does so, too). Where the runtime tells which experts tokens go to, and they
+        are others, PyTorch goes there on the same prompt: each choice is judged by what PyTorch would have chosen there, and all numbers
+        are compared. A selection that differs by more than a tie where nothing ties,
         or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of every prompt count, judged or not.
         """
         judged: dict[int, Judged] = {}
         left = list(range(self.cases.count))
         for attempt in range(ATTEMPTS):
             again = []
+            follow = {}
             for number, case in zip(left, drawn, strict=True):
                 pairs, turned = case.pairs(session, self.ties)
+                seen = session.seen() if self.target.watch else []
                 judged[number] = case, self.ties.settle(pairs, case.leads), turned
                 found = self.ties.compare(pairs + turned, case.leads)
                 found.expected = expected_ties(case.leads)
-                redraw = attempt < ATTEMPTS - 1 and self._tied(*judged[number], pairs, found)
+                if case.went and not case.follows(seen):
+                    follow[number] = seen
+                shown = self.ties.shown.compare(pairs + turned, case.leads)
+                redraw = attempt < ATTEMPTS - 1 and (number in follow or self._tied(*judged[number], pairs, shown))
+                if number in follow and redraw:
+                    again.append(number)
+                    continue
                 if redraw:
                     again.append(number)
                     found.wrong = 0
@@ -182,15 +193,15 @@ class Verifier:
                 total.add(found)
             if not again:
                 break
-            left, drawn = again, self.cases.draw(again)
+            left, drawn = again, self.cases.draw(again, follow)
         return [judged[number] for number in range(self.cases.count)]
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:
         """Whether a tie within a call of the case asks for another prompt; `found` is what differs in `pairs` and in `turned`."""
-        within = self.ties.compare(pairs, case.leads)
+        within = self.ties.shown.compare(pairs, case.leads)
         if not within.near_ties or found.wrong > within.wrong:
             return False
-        call = self.ties.compare(pairs[:1], case.leads) if case.steps else within
+        call = self.ties.shown.compare(pairs[:1], case.leads) if case.steps else within
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
         bounds = Bounds([case], self.target.coarse, self.dtype)

@@ -94,6 +94,7 @@ def open_session(
     provider: str = "cpu",
     native: Path | None = None,
     replay: bool = False,
+    graph: bytes | None = None,
 ) -> Any:
     """An onnxruntime session of the package's model.
 
@@ -102,6 +103,7 @@ def open_session(
         provider: "cpu" or "cuda".
         native: Library of kernels to load, from `native_library`.
         replay: Let the CUDA provider capture calls into CUDA graphs.
+        graph: In the place of the package's, over its weights.
 
     Raises:
         RunError: The model or the kernel cannot be loaded.
@@ -122,8 +124,10 @@ def open_session(
     config = manifest.get("config")
     if isinstance(config, dict) and config.get("opset") == NEW_OPSET:
         os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
+    if graph is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=[*cuda, "CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(graph or str(path), options, providers=[*cuda, "CPUExecutionProvider"])
     except Exception as error:
         dtype = manifest["model"]["dtype"]
         advice = (
@@ -221,6 +225,7 @@ class OrtModel(Runner):
         profile: Write ONNX Runtime's profile beside the working directory.
         check: Compare the weights with their hashes, beside loading them.
         replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
+        watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -234,6 +239,7 @@ class OrtModel(Runner):
         profile: bool = False,
         check: bool = True,
         replay: bool | None = None,
+        watched: tuple[bytes, list[str]] | None = None,
     ) -> None:
         import onnxruntime
 
@@ -256,9 +262,13 @@ class OrtModel(Runner):
         if replay and not able:
             raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
         self.replays = able if replay is None else replay
+        graph, self._watched = watched or (None, [])
+        self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
-            self.session = open_session(self.folder, self.manifest, options, self.device, self.native, self.replays)
+            self.session = open_session(
+                self.folder, self.manifest, options, self.device, self.native, self.replays, graph
+            )
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
@@ -356,7 +366,8 @@ class OrtModel(Runner):
             for name, value in (*inputs.items(), *self._adapter.items()):
                 binding.bind_ortvalue_input(name, value)
             binding.bind_output(wanted, "cpu")
-            binding.bind_output("present_length", "cpu")
+            for name in ("present_length", *self._watched):
+                binding.bind_output(name, "cpu")
             for state in self.table:
                 past = self._past[state.name]
                 shape = [sequences, *past.shape()[1:]]
@@ -400,6 +411,9 @@ class OrtModel(Runner):
             self.session.run_with_iobinding(binding, self._options(NO_GRAPH))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
+        if self._watched:
+            others = binding.get_outputs()[2 : 2 + len(self._watched)]
+            self.seen.append((given["past_length"].copy(), counts, [self._array(value).copy() for value in others]))
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         self.length = self.length.copy()  # callers may hold it
         self.length[sequences] += counts

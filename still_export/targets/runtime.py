@@ -13,7 +13,7 @@ from still_export.runtime.base import Runner
 @dataclass(frozen=True)
 class Opening:
     """A package that a runner is to open: provider of ONNX Runtime, threads (0: the runtime's choice), TensorRT's plugin library in the
-    place of the package's, whether weights are compared with their hashes."""
+    place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -21,6 +21,7 @@ class Opening:
     threads: int = 0
     plugin: Path | None = None
     check: bool = True
+    watch: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Drawn:
         """Every case with its first prompt again."""
         self.asked = [0] * self.count
 
-    def draw(self, numbers: Sequence[int]) -> list[Case]:
+    def draw(self, numbers: Sequence[int], follow: Any = ()) -> list[Case]:
         found = []
         for number in numbers:
             tries = self.cases[number]

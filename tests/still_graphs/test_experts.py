@@ -16,11 +16,10 @@ from still_graphs.ops.experts import EXPERTS
 from still_graphs.ops.experts_nbits import EXPERTS_NBITS
 from still_graphs.ops.route import ROUTE
 from still_kernels.experts import Inputs, naive_experts
-from still_kernels.experts_nbits import Inputs as NBitsInputs
 from still_kernels.experts_nbits import naive_experts_nbits
 from still_kernels.route import naive_route
 from tests import experts_cases
-from tests.experts_cases import CHANNELS, INNER, ROUTERS, exact, experts_inputs, route_inputs
+from tests.experts_cases import CHANNELS, INNER, ROUTERS, as_dense, exact, experts_inputs, nbits_inputs, route_inputs
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.test_functions import session
 
@@ -155,25 +154,6 @@ def test_experts_that_do_not_go_together_are_refused() -> None:
         node_model(ROUTE, {"I": CHANNELS, "E": E, "k": 13}, torch.float32, ("bias",), k=13)
 
 
-def nbits_inputs(batch: int, tokens: int, bits: int, zero_points: bool, dtype: torch.dtype, **more: Any) -> NBitsInputs:
-    """A call of 48 channels and 32 inside, in blocks of 16."""
-    generator = torch.Generator().manual_seed(bits)
-    dense = experts_inputs(batch, tokens, dtype=dtype)
-    channels, inner, rows = 48, 32, 64 if more.get("activation", "swiglu") == "swiglu" else 32
-
-    def words(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(torch.int32)
-
-    def matrix(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
-        scales = (torch.rand(E, rows, columns // 16, generator=generator) + 0.1) / 2**bits
-        found = {name: words(E, rows, columns * bits // 32), f"{name}_scales": scales.to(dtype)}
-        return found | ({f"{name}_zero_points": words(E, rows, 1)} if zero_points else {})
-
-    given: dict[str, Any] = {**matrix("gate_up", rows, channels), **matrix("down", channels, inner), **more}
-    tokens_ = experts_cases.draw(batch, tokens, channels, seed=tokens, dtype=dtype)
-    return NBitsInputs(tokens_, dense.expert, dense.weight, **given, bits=bits, block_size=16)
-
-
 @pytest.mark.parametrize("onnxruntime", [False, True], ids=["portable", "own"])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("bits, zero_points", [(4, True), (4, False), (8, False)])
@@ -188,9 +168,7 @@ def test_experts_of_few_bits(bits: int, zero_points: bool, dtype: torch.dtype, o
     runner = session(model)
     for batch, tokens in CALLS:
         given = nbits_inputs(batch, tokens, bits, zero_points, dtype)
-        dense = experts_cases.ExpertsInputs(
-            given.input, given.expert, given.weight, given.dequantized("gate_up"), given.dequantized("down")
-        )
+        dense = as_dense(given)
         assert far(naive_experts_nbits(given), exact(dense)) < LIMITS[dtype]
         error = far(runner.run(None, feeds(given))[0], exact(dense))
         assert error < (0.02 if onnxruntime else LIMITS[dtype]), (batch, tokens, error)

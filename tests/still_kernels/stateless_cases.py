@@ -19,12 +19,13 @@ from tests.still_kernels.triton_cases import guarded_workspaces
 def launched(
     launch: Callable[..., None], given: Any, expected: Sequence[Tensor], table: TileTable | None, device: str
 ) -> list[Tensor]:
-    """The outputs of a launch, shaped as what is expected: float16, or integers where those are. They start as NaN or a sentinel, a write
+    """The outputs of a launch, shaped as what is expected: of its type, float16 where that is
+    float64. They start as NaN or a sentinel, a write
     outside of them is an error."""
     with guarded_workspaces() as guarded:
         inputs = replace(given, **{name: guarded.copy(x.to(device)) for name, x in tensors_of(given).items()})
         like = next(iter(tensors_of(inputs).values()))
-        kinds = (torch.float16 if x.is_floating_point() else x.dtype for x in expected)
+        kinds = (torch.float16 if x.dtype == torch.float64 else x.dtype for x in expected)
         outputs = [guarded.empty(like, tuple(x.shape), kind) for x, kind in zip(expected, kinds, strict=True)]
         launch(inputs, *outputs, table=table)
         guarded.check()
@@ -33,7 +34,7 @@ def launched(
 
 def worst_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Greatest relative error of an output, by Frobenius norm; infinity where a number is none."""
-    pairs = zip(outputs, expected, strict=True)
+    pairs = zip(outputs, (y.double() for y in expected), strict=True)
     return max(((x.cpu().double() - y).norm() / y.norm()).nan_to_num(float("inf")).item() for x, y in pairs)
 
 

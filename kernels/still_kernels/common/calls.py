@@ -52,6 +52,21 @@ class Draw:
         drawn = (drawn / shape[0] ** 0.5 if len(shape) > 1 else drawn).to(self.dtype)
         return self._own(drawn.T.contiguous() if turned else drawn)
 
+    def stack(self, count: int, outputs: int, inputs: int) -> Tensor:
+        """Weights [count, outputs, inputs]."""
+        drawn = torch.randn((count, outputs, inputs), device=self.device, generator=self._generator, dtype=self.dtype)
+        return self._own(drawn.div_(inputs**0.5))
+
+    def chosen(self, count: int, k: int) -> Tensor:
+        """k different ones of `count` for each token, int32 [B, T, k]."""
+        shape = (self.kind.batch, self.kind.tokens, count)
+        return torch.rand(shape, device=self.device, generator=self._generator).topk(k).indices.int()
+
+    def shares(self, k: int) -> Tensor:
+        """Numbers above 0 whose sum is 1 for each token, float32 [B, T, k]."""
+        shape = (self.kind.batch, self.kind.tokens, k)
+        return torch.randn(shape, device=self.device, generator=self._generator).softmax(-1)
+
     def norm(self, size: int) -> Tensor:
         """The weight of a norm."""
         drawn = torch.rand(size, device=self.device, generator=self._generator)
@@ -95,7 +110,9 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
 
         def launch(state: Held, output: Tensor, table: TileTable) -> None:
             parts = output.view(-1).split([x.numel() for x in outputs])  # one behind the other
-            op.launch(state.inputs, *(p.view(x.shape) for p, x in zip(parts, outputs, strict=True)), table=table)
+            op.launch(
+                state.inputs, *(p.view(x.dtype).view(x.shape) for p, x in zip(parts, outputs, strict=True)), table=table
+            )
 
         def plain(state: Held) -> Tensor:
             if calls.plain is None:
@@ -103,7 +120,7 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
             return _joined(calls.plain(state.beside))
 
         return Work(
-            float(sum(x.nbytes for x in (*tensors_of(inputs).values(), *outputs))),
+            float(sum(x.nbytes for x in (*tensors_of(inputs).values(), *outputs)) - calls.unread(inputs)),
             calls.flop(inputs),
             state=lambda: drawn(layer, draw),
             reference=plain,

@@ -85,6 +85,7 @@ class Calls:
         plain: The op by PyTorch's operators in the activations' own type, of what `beside` makes; results as those of the definition,
             which it is by default.
         beside: What `plain` takes in the place of inputs, made once for each state.
+        unread: Bytes of the inputs that a call need not read.
     """
 
     draw: Callable[[Mapping[str, int], str, Draw], Any]
@@ -97,6 +98,7 @@ class Calls:
     sizes: Mapping[str, int] = field(default_factory=dict)
     plain: Callable[[Any], Tensor | tuple[Tensor, ...]] | None = None
     beside: Callable[[Any], Any] = lambda inputs: inputs
+    unread: Callable[[Any], int] = lambda inputs: 0
 
 
 @dataclass(frozen=True, kw_only=True)

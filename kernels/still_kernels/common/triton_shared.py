@@ -154,3 +154,11 @@ def absorb(b_acc, b_max, b_sum, b_dot, b_v, scale2, SETTLE: tl.constexpr, DOT: t
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=DOT)
     b_acc = settle(b_acc, SETTLE)
     return b_acc, b_new, b_sum
+
+
+@triton.jit
+def ranked(b_number, o_place):
+    """int64 whose order is that of numbers, and of equal ones that of places from behind; zeros of both signs are equal."""
+    b_bits = (b_number.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
+    b_order = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    return (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - o_place).to(tl.int64)

@@ -56,5 +56,5 @@ def naive_experts_nbits(inputs: Inputs) -> Tensor:
 
 def _codes(words: Tensor, bits: int) -> Tensor:
     """Codes of words along the last axis, the lowest first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)

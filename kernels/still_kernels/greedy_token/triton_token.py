@@ -6,13 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _ranked(b_logit, o_token):
-    """int64 whose order is that of logits, and of equal ones that of tokens from behind; zeros of both signs are equal."""
-    b_bits = (b_logit.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
-    b_order = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
-    return (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - o_token).to(tl.int64)
+from still_kernels.common.triton_shared import ranked
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -22,11 +16,11 @@ def greedy_kernel(p_logits, p_token, V, BC: tl.constexpr, ALIGNED: tl.constexpr)
         V = V // 8 * 8  # which tells the compiler
     i_row = tl.program_id(0).to(tl.int64)
     o_column = tl.arange(0, BC)
-    b_best = _ranked(tl.full([BC], float("-inf"), tl.float32), o_column)
+    b_best = ranked(tl.full([BC], float("-inf"), tl.float32), o_column)
     for begin in range(0, V, BC):
         o_token = begin + o_column
         b_logit = tl.load(p_logits + i_row * V + o_token, mask=o_token < V, other=float("-inf"))
-        b_best = tl.maximum(b_best, _ranked(b_logit, o_token))
+        b_best = tl.maximum(b_best, ranked(b_logit, o_token))
     tl.store(p_token + i_row, (0x7FFFFFFF - (tl.max(b_best, 0) & 0x7FFFFFFF)).to(tl.int32))
 
 

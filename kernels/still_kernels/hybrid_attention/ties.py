@@ -24,6 +24,8 @@ class SelectionTies:
     choice is a chunk of a head. Settings as of `HybridAttentionConfig`."""
 
     score = SCORE
+    watched = ""
+    unseen = False
 
     def __init__(self, chunk_size: int, salient_per_chunk: int, select_scope: str, kv_heads: int) -> None:
         self.chunk, self.salient, self.scope, self.kv_heads = chunk_size, salient_per_chunk, select_scope, kv_heads

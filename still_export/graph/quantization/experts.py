@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from still_export.errors import UnsupportedError
 from still_export.graph.quantization.forms import Form
-from still_export.graph.quantization.policy import RUNTIME, Quantization
+from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.stored import store_values
 from still_export.models.blocks import BlockWeight
@@ -29,12 +29,14 @@ class StackedWeight:
     """A weight [E, rows, inputs] in blocks, made once for all that is stored of it.
 
     Raises:
-        UnsupportedError: The target has no experts of few bits.
+        UnsupportedError: The target's 8 bits have no blocks, which the op has.
     """
 
     def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization) -> None:
-        if asked.layout.nodes != RUNTIME:
-            raise UnsupportedError(f"--to {asked.to} has no quantized experts ({name}). Export with --to onnx.")
+        if form.bits > 4 and not asked.layout.blocks_of_eight:
+            raise UnsupportedError(
+                f"--to {asked.to} has no experts of {form.bits} bits ({name}). Export with --quantize int4 or --to onnx."
+            )
         self.name, self.weight, self.form, self.asked = name, weight, form, asked
         self.shape: tuple[int, ...] = tuple(weight.shape)
         self._made: list[BlockWeight] = []

@@ -16,6 +16,7 @@ from still_graphs.ops.experts import EXPERTS
 from still_graphs.ops.route import ROUTE
 from still_kernels.experts.naive import Inputs
 from still_kernels.route.naive import Inputs as RouteInputs
+from still_kernels.route.naive import margins, naive_route
 
 BIAS = "e_score_correction_bias"
 """Added to scores where experts are chosen; float32 in a model of any type."""
@@ -92,9 +93,13 @@ class Router(nn.Module):
         if not 1 <= at.k <= candidates:
             raise ConfigError(f"a token goes to {at.k} experts and has {candidates} of {number} to choose from.")
 
+        self.watch: Callable[[Tensor], Tensor | None] | None = None
+        """Told the margins of a call's choices; gives experts to go to, as of `naive_route`."""
+
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """As of `route`."""
-        return route(RouteInputs(hidden, self.weight, getattr(self, BIAS), **asdict(self.routing)))
+        inputs = RouteInputs(hidden, self.weight, getattr(self, BIAS), **asdict(self.routing))
+        return route(inputs) if self.watch is None else naive_route(inputs, self.watch(margins(inputs)))
 
 
 class Stacked(nn.Module):

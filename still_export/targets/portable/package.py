@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -59,6 +60,8 @@ def write_portable(
     text = _write_text_files(options, folder)
     progress("reading the model")
     source = find_source(options)
+    if source.left_out:
+        logging.getLogger(__name__).warning("left out, as no part of the language model: %s", source.left_out)
     model = source.outline()
     manifest = {**_describe(model, options, command), **text}
     cache, dtype = model.config.still.deployment.cache, manifest["model"]["dtype"]

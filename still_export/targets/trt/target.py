@@ -124,7 +124,6 @@ TRT = Target(
     ),
     finish=partial(finish, plugins=True),
     caches=("int8",),
-    lacks=("Experts",),
     traits=traits,
     ready=ready,
     dtype="float16",

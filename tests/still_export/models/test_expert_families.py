@@ -210,9 +210,79 @@ def test_concatenated_experts_and_the_text_of_a_model_that_sees_images(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": config}))
     named = {n.replace("model.", "model.language_model.", 1): x for n, x in theirs.state_dict().items()}
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in named
-    save_file(named | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
-    found = load_model(tmp_path)
+    others = {"mtp.fc.weight": torch.zeros(2, 2), "model.visual.patch_embed.weight": torch.zeros(2, 2)}
+    save_file(named | others, tmp_path / "model.safetensors", {"format": "pt"})
+    source = open_source(tmp_path)
+    assert source.left_out == "1 tensors of images and 1 tensors of layers that guess tokens ahead"
+    found = source.read()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "kimi_linear": dict(
+        architectures=["KimiLinearForCausalLM"],
+        auto_map={
+            "AutoConfig": "configuration_kimi.KimiLinearConfig",
+            "AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM",
+        },
+        first_k_dense_replace=1,
+        linear_attn_config=dict(
+            full_attn_layers=[2], kda_layers=[1, 3], head_dim=12, num_heads=3, short_conv_kernel_size=4
+        ),
+        moe_layer_freq=1,
+        moe_router_activation_func="sigmoid",
+        use_grouped_topk=True,
+    ),
+    "nemotron_h": dict(
+        architectures=["NemotronHForCausalLM"],
+        auto_map={"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+        hybrid_override_pattern="ME*-E",
+        num_hidden_layers=5,
+        mlp_hidden_act="relu2",
+    ),
+}
+"""What configurations of published folders say in other words; their code is never run."""
+_FIELDS = (
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "linear_head_dim",
+    "linear_num_heads",
+    "linear_conv_kernel_dim",
+)
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_configurations_of_remote_code_are_read_without_running_it(family: str, tmp_path: Path) -> None:
+    expert_model(family).save_pretrained(tmp_path)
+    expected = open_source(tmp_path).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in _FIELDS}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, **PUBLISHED[family]}))
+    for name in ("configuration_kimi", "configuration_nemotron_h", "modeling_kimi"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the code of a model was run')\n")
+    found = open_source(tmp_path).config
+    assert {name: getattr(found, name, None) for name in _FIELDS} == {
+        name: getattr(expected, name, None) for name in _FIELDS
+    }
+
+
+def test_layers_that_guess_tokens_ahead_are_left_out_and_said(tmp_path: Path) -> None:
+    """Ling has them behind the others, as further layers."""
+    expert_model("bailing_hybrid").save_pretrained(tmp_path)
+    expected = load_model(tmp_path)
+    change_file(
+        tmp_path,
+        lambda t: t.update({n.replace(".2.", ".3."): x.clone() for n, x in t.items() if ".layers.2.input" in n}),
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1, "num_mtp_layers": 1}))
+    source = open_source(tmp_path)
+    assert source.left_out == "1 tensors of layers that guess tokens ahead"
+    assert all(torch.equal(a, b) for a, b in zip(source.read().parameters(), expected.parameters(), strict=True))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0, "num_mtp_layers": 0}))
+    with pytest.raises(CheckpointError, match="num_hidden_layers=3, the weights have 4 layers"):
+        open_source(tmp_path)
 
 
 def test_an_own_folder_is_read_again_and_corrections_stay_float32(tmp_path: Path) -> None:

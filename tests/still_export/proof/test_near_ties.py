@@ -22,6 +22,7 @@ class Chooser:
     """An op whose choices are told by what the target says: 1 a near tie, 2 a wrong choice, 3 both."""
 
     score = "score"
+    watched = ""
 
     def compare(self, pairs: Any, leads: Any) -> Choices:
         kinds = [actual["kind"][0] for _, actual in pairs]
@@ -46,7 +47,7 @@ def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
     class Draws:
         count = 1
 
-        def draw(self, numbers: Any) -> list[Case]:
+        def draw(self, numbers: Any, follow: Any = ()) -> list[Case]:
             number, (*kinds, error) = next(left)
             case = Draw("case", [], [], steps=(np.ones((1, 1)),) * (len(kinds) - 1), own=[OWN] * len(kinds))
             case.number, case.kinds, case.error = number, kinds, error  # type: ignore[attr-defined]

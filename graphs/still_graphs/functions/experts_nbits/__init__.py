@@ -13,9 +13,9 @@ from still_graphs.functions.experts import activation_of, loop_over_experts, sca
 from still_graphs.ops.experts_nbits import EXPERTS_NBITS
 
 WORD_BITS = 32
-ACCURACY_LEVEL = 4
-"""Activations are rounded to 8 bits, block by block, as MatMulNBits does here: 4 bits take 0.76 ms a token in the place of 1.9
-(E 64, M 512, k 6, ONNX Runtime 1.31.1), 8 bits have no other kernel."""
+ACCURACY_LEVEL = {FLOAT: 4, TensorProto.FLOAT16: 0}
+"""4: activations are rounded to 8 bits, block by block, as MatMulNBits does here: 4 bits take 0.76 ms a token in the place of 1.9
+(E 64, M 512, k 6, ONNX Runtime 1.31.1), 8 bits have no other kernel. Float16 stands in for kernels of GPUs, which round nothing."""
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -85,7 +85,7 @@ def runtime_body(
         normalize_routing_weights=0,
         expert_weight_bits=bits,
         block_size=block,
-        accuracy_level=ACCURACY_LEVEL,
+        accuracy_level=ACCURACY_LEVEL[dtype],
     )
     b("Identity", mixed, out="output")
     return b.function(EXPERTS_NBITS, node, imports, "expert")

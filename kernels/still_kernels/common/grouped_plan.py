@@ -1,0 +1,186 @@
+"""Ops that multiply each token by the matrices that it goes to: their plan, block sizes and calls. Imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from still_graphs.ops import OpSpec
+from still_kernels.common.gemm_tiles import WIDE_SHARED
+from still_kernels.common.stateless import Calls, StatelessOp, StatelessVariant, keyed, stateless_op
+from still_kernels.op_kernels import DTYPES
+from still_kernels.plan import Branch, Check, Launch, Plan, Region, Step
+from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, TileTable, one, stages
+
+FEW_ROWS = 16
+FEW = f"tokens <= {FEW_ROWS}"
+"""So few tokens that most of them go to matrices of their own."""
+SOME = "tokens * K <= 32 * E"
+"""So few that a matrix has less than a block of many."""
+_BLOCKS = {
+    "few_inner": "few_gate_up.BN",
+    "few_outputs": "few_down.BN",
+    "pair_block": "sort.BP",
+    "some_rows": "some_down.BM",
+    "some_inner": "some_gate_up.BN",
+    "some_outputs": "some_down.BN",
+    "many_rows": "many_down.BM",
+    "many_inner": "many_gate_up.BN",
+    "many_outputs": "many_down.BN",
+    "column_block": "add.BC",
+}
+"""The plan's constants, and where kernels have them."""
+
+
+def _gemms(kind: str) -> tuple[Step, Step]:
+    return tuple(
+        Launch(f"{kind}_{name}", (f"blocks * ceil_div({outputs}, {kind}_{block})", "1", "1"))
+        for name, outputs, block in (("gate_up", "R", "inner"), ("down", "I", "outputs"))
+    )  # type: ignore[return-value]
+
+
+def grouped_plan(spec: OpSpec, inner: str, key: Mapping[str, str], checks: Sequence[Check] = ()) -> Plan:
+    """The plan of an op with the symbols B, T tokens, K matrices a token, E in all, I channels, R rows of the first matrix.
+
+    inner: Channels inside, an expression.
+    key: What variants have beside those of `GroupedVariant`.
+    """
+    return Plan(
+        spec,
+        key=keyed(
+            activation="activation",
+            experts="max(16, pow2(E))",
+            aligned=f"I % 32 == 0 and {inner} % 32 == 0",  # loads and stores of 16 bytes
+            **key,
+        ),
+        constants=tuple(_BLOCKS),
+        checks=(
+            Check(
+                f"R == (2 * {inner} if activation == 'swiglu' else {inner})",
+                "gate_up has {R} rows with {activation}, down {" + inner + "} columns.",
+            ),
+            *checks,
+        ),
+        define={
+            "pairs": "tokens * K",
+            "counted": "ceil_div(pairs, pair_block)",
+            "block_rows": f"some_rows if {SOME} else many_rows",
+            "blocks": "ceil_div(pairs, block_rows) + min(pairs, E)",
+        },
+        workspace=(
+            Region("middle", "T", (f"max(tokens, {FEW_ROWS})", "K", inner)),
+            Region("counts", "int32", ("counted", "E"), f"not ({FEW})"),
+            Region("firsts", "int32", ("E",), f"not ({FEW})"),
+            Region("blocks", "int32", ("ceil_div(pairs, some_rows) + E", 3), f"not ({FEW})"),
+            Region("order", "int32", ("pairs",), f"not ({FEW})"),
+            Region("parts", "T", ("pairs", "I"), f"not ({FEW})"),
+        ),
+        arguments={"P": "pairs", "C": "K", "E": "E", "N": "I", "M": inner, "R": "R", "counted": "counted", "NB": "blocks",
+                   "rows": "block_rows"},
+        steps=(
+            Branch(
+                FEW,
+                (
+                    Launch("few_gate_up", ("ceil_div(R, few_inner)", "K", "tokens")),
+                    Launch("few_down", ("ceil_div(I, few_outputs)", "tokens", "1")),
+                ),
+                (
+                    Launch("count", ("counted", "1", "1")),
+                    Launch("offsets", ("1", "1", "1")),
+                    Launch("sort", ("counted", "1", "1")),
+                    Branch(SOME, _gemms("some"), _gemms("many")),
+                    Launch("add", ("tokens", "ceil_div(I, column_block)", "1")),
+                ),
+            ),
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GroupedVariant(StatelessVariant):
+    """What kernels are compiled for.
+
+    activation: swiglu or relu2.
+    experts: How many there are, filled up to a power of two.
+    aligned: Whether channels, also those inside, are multiples of 32, which may be read and stored at once.
+    """
+
+    DTYPES = DTYPES
+    activation: str = "swiglu"
+    experts: int = 256
+    aligned: int = 1
+
+
+def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
+    """Block sizes on an architecture (90 for sm_90)."""
+    wide = variant.dtype == "float32"
+    roomy = SHARED_BYTES[arch] >= WIDE_SHARED and not wide and variant.aligned
+    many = (128, 128, 64, 8, 3) if roomy else (64, 64, 32, 4, 2 if wide else 3)
+
+    def block(rows: int, outputs: int, inner: int, warps: int, stages: int) -> KernelTile:
+        return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
+
+    some = (16, 128, 64, 4, 4) if roomy else (16, 64, 32, 4, 2 if wide else 3)
+    return TileTable(
+        {
+            "few_gate_up": KernelTile({"BN": 16, "BK": 256, "STAGES": 3}, 4, 3),
+            "few_down": KernelTile({"BN": 8, "BK": 512, "STAGES": 3}, 4, 3),
+            "count": KernelTile({"BP": 512}, 4),
+            "offsets": KernelTile({}, 8),
+            "sort": KernelTile({"BP": 512}, 8),
+            "some_gate_up": block(*some),
+            "some_down": block(*some),
+            "many_gate_up": block(*many),
+            "many_down": block(*many),
+            "add": KernelTile({"BC": 1024}, 4),
+        }
+    )
+
+
+def constants_of(variant: Any) -> dict[str, Any]:
+    """Compile-time values of a variant."""
+    return {
+        "GATED": int(variant.activation == "swiglu"),
+        "EP": variant.experts,
+        "ALIGNED": variant.aligned,
+        "DOT": "tf32x3" if variant.dtype == "float32" else "tf32",
+        "BITS": getattr(variant, "bits", 0),
+        "BLOCK": getattr(variant, "block_size", 32),
+    }
+
+
+_BLOCK_MOVES: list[Setting] = [
+    *one("BN", 64, 128, 256),
+    *one("BK", 32, 64, 128),
+    *stages(2, 3, 4),
+    *one("num_warps", 4, 8),
+]
+_FEW_MOVES = [*one("BN", 4, 8, 16, 32), *one("BK", 128, 256, 512, 1024), *stages(2, 3, 4), *one("num_warps", 2, 4, 8)]
+MOVES = {
+    "few_gate_up": _FEW_MOVES,
+    "few_down": _FEW_MOVES,
+    **{name: _BLOCK_MOVES for name in ("some_gate_up", "some_down", "many_gate_up", "many_down")},
+}
+SIZES = {"heads": 16, "experts": 256, "chosen": 8}
+"""Of Qwen3.5-35B-A3B, whose hidden size is 2,048."""
+
+
+def grouped_op(
+    plan: Plan, variant: type[GroupedVariant], defaults: Sequence[GroupedVariant], definition: Callable[[Any], Any], calls: Calls,
+    covers: str, **more: Any,
+) -> StatelessOp:  # fmt: skip
+    """The op of such a plan; arguments as of `stateless_op`."""
+    return stateless_op(
+        plan,
+        variant,
+        defaults,
+        tile_table,
+        definition,
+        calls,
+        module="still_kernels.common.triton_grouped",
+        covers=covers,
+        compiled=constants_of,
+        blocks=_BLOCKS,
+        **more,
+    )

@@ -1,0 +1,120 @@
+"""Did a runtime choose other experts than PyTorch, which then followed it, and was it a near tie? Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from still_graphs.ops.route import ROUTE
+from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores
+
+MARGINS = "margins"
+"""What PyTorch's run tells of each token: `naive.margins`, and behind them 1 where it went."""
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class RoutingTies:
+    """The experts of each token, [B, N]. A lead is that of the last chosen expert over the next, or of the last chosen group; below 0 that
+    of the best expert that was not taken over the worst that was, where a runtime was followed."""
+
+    score = MARGINS
+    watched = ROUTE.name
+    span = 1 << 30
+
+    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
+        """Of all tokens, whatever the pairs."""
+        found = Choices()
+        for lead in (lead for key, lead in leads.items() if key < 0):
+            found.compared += int(np.isfinite(lead).sum())
+            found.near_ties += int(((lead < 0) & (lead >= -1)).sum())
+            found.wrong += int((lead < -1).sum())
+            found.widest = max(found.widest, float((-lead).max(where=np.isfinite(lead), initial=0)))
+        return found
+
+    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
+        """The pairs: PyTorch went where the target did."""
+        return pairs
+
+    def alike(self, expected: Arrays, actual: Arrays) -> bool:
+        """True, as far as states show."""
+        return True
+
+    def chooses(self, lengths: np.ndarray) -> bool:
+        """Every step does, and no state of one says more than another."""
+        return False
+
+    def scores(self, looks: Sequence[Look]) -> Scores:
+        """Margins [B, N, 2 or 3, E]; zeros where no look shows a token."""
+        most = max(int(outputs["present_length"].max(initial=0)) for _, outputs in looks)
+        found: Scores = {}
+        for past, outputs in looks:
+            for name, margins in outputs.items():
+                if name.startswith(f"present_{MARGINS}."):
+                    shape = len(margins), most, *margins.shape[2:]
+                    whole = found.setdefault(~int(name.rpartition(".")[2]), np.zeros(shape, np.float32))
+                    for row, (begin, end) in enumerate(zip(past, outputs["present_length"], strict=True)):
+                        whole[row, begin:end] = margins[row, : end - begin]
+        return found
+
+    def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
+        """A tie is TIE times the larger of two errors of PyTorch's own run: of the difference between which was chosen, and of all margins
+        (root of the mean square)."""
+        found = {}
+        for key, exact in scores.items():
+            margins, went, other = exact[:, :, :-1], exact[:, :, -1] > 0, own[key][:, :, :-1]
+            with np.errstate(invalid="ignore"):  # groups that were not taken are infinitely far from it
+                error = np.where(np.isfinite(margins) & np.isfinite(other), other - np.float64(margins), 0)
+            usual = np.sqrt(np.square(error - error.mean(-1, keepdims=True)).mean(-1))
+            first, second = _natural(margins)
+            lead = _relative(margins, error, usual, first, second).min(-1)
+            elsewhere = np.zeros(lead.shape, bool)
+            for rank in range(margins.shape[2]):  # groups, then experts where groups are the same
+                ours, taken = margins[:, :, rank] > 0, margins[:, :, rank]
+                last = rank == margins.shape[2] - 1
+                dropped = np.where(ours & ~went, taken, -np.inf) if last else np.where(ours, -taken, -np.inf)
+                added = np.where(went & ~ours & np.isfinite(taken), -taken, -np.inf)
+                turned = np.isfinite(added).any(-1) & ~elsewhere
+                elsewhere |= turned
+                places = dropped.argmax(-1)[..., None], added.argmax(-1)[..., None]
+                row = slice(rank, rank + 1)
+                gap = _relative(margins[:, :, row], error[:, :, row], usual[:, :, row], *places)[..., 0]
+                lead = np.where(turned, -np.abs(gap), lead)
+            found[key] = np.where(np.arange(lead.shape[1]) < counts[:, None], lead, np.inf)
+        return found
+
+    def closest(self, scores: Scores, counts: np.ndarray) -> float:
+        """Over all tokens."""
+        found = []
+        for margins in (x[:, :, :-1] for x in scores.values()):
+            one = np.full(margins.shape[:3], 1 / TIE)
+            lead = _relative(margins, np.zeros(margins.shape), one, *_natural(margins)).min(-1)
+            found.append(lead[np.arange(lead.shape[1]) < counts[:, None]])
+        return min((float(lead.min()) for lead in found if lead.size), default=float("inf"))
+
+
+def _natural(margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the last chosen and of the next."""
+    last = np.where(margins > 0, margins, np.inf).argmin(-1)
+    return last, np.where(margins > 0, -np.inf, margins).argmax(-1)
+
+
+def _relative(
+    margins: np.ndarray, error: np.ndarray, usual: np.ndarray, one: np.ndarray, other: np.ndarray
+) -> np.ndarray:
+    """The lead of the one over the other, in parts of the lead that is a tie; infinity where all are chosen, 0 where two are equal."""
+
+    def between(x: np.ndarray) -> np.ndarray:
+        first, second = (np.take_along_axis(x, place[..., None], -1)[..., 0] for place in (one, other))
+        return first.astype(np.float64) - second
+
+    with np.errstate(invalid="ignore"):  # groups that were not taken
+        lead = np.where((margins > 0).all(-1), np.inf, between(margins))
+    lead = np.where((margins == 0).any(-1), 0.0, lead)
+    return np.asarray(lead / (TIE * np.maximum(np.maximum(usual, np.abs(between(error))), SMALLEST)))
+
+
+def ties_of(manifest: Mapping[str, Any]) -> RoutingTies:
+    """The ties of a package that has such layers."""
+    return RoutingTies()
