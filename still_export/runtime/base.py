@@ -62,6 +62,8 @@ class Runner(ABC):
     """`step` and `greedy` replay a captured step."""
     least_rows = 0
     """Rows that a growing state has at least."""
+    guesses = 0
+    """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
     adapter = ""
     """Digest of the LoRA adapter that is added to the weights; empty: none."""
 
@@ -159,6 +161,25 @@ class Runner(ABC):
             Integers [R, 1], or [R, T] where `feed` returns logits of every token.
         """
         return likeliest(self.feed(input_ids, new_tokens, first))
+
+    def guess(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """Run one call as `feed` does, of at most 1 + `guesses` tokens, whose states wait for `accept`; without it nothing was fed.
+
+        Returns:
+            Logits float32 [R, T, V]; a sequence that brings n tokens has theirs in its last n rows.
+
+        Raises:
+            RunError: The package was exported without --speculate, this runner takes no guesses, or they are too many.
+        """
+        raise RunError("this runner takes no guesses: use --runtime ort, and a package exported with --speculate.")
+
+    def accept(self, accepted: np.ndarray) -> None:
+        """Keep, of the tokens that each of the R sequences brought to the last `guess`, the first `accepted` [R].
+
+        Raises:
+            RunError: They are more than it brought, or nothing was guessed.
+        """
+        raise RunError("nothing was guessed.")
 
     def forget(self, sequence: int) -> None:
         """Make one sequence empty, for another; room and the others stay as they are."""
