@@ -26,6 +26,7 @@ from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError
+from still_export.runtime.speculation import Speculation
 from still_graphs.states import NEXT_TOKEN, REPLAY, State, rows_after
 
 CUDA = "CUDAExecutionProvider"
@@ -272,8 +273,9 @@ class OrtModel(Runner):
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self.guesses = int(self.manifest.get("speculate", 0)) if self.device == "cpu" else 0
+        self.speculation = Speculation(self.guesses) if self.guesses else None
         self._fold: Any = None
-        self._guessed: tuple[int, slice, np.ndarray, int] | None = None
+        self.guessed: tuple[int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
@@ -311,7 +313,7 @@ class OrtModel(Runner):
         past: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}
         self._held: dict[str, Any] = {}  # where a call of guesses leaves other states
-        self._guessed = None
+        self.guessed = None
         shapes = self.state_shapes()
         for state in self.table:
             shape, kept = shapes[state.name], self._past.get(state.name)
@@ -426,9 +428,9 @@ class OrtModel(Runner):
         return self._call(input_ids, new_tokens, first, GUESSED)
 
     def accept(self, accepted: np.ndarray) -> None:
-        if self._guessed is None:
+        if self.guessed is None:
             raise RunError("nothing was guessed, or another call was made since.")
-        first, part, brought, tokens = self._guessed
+        first, part, brought, tokens = self.guessed
         given, accepted = np.asarray(accepted, np.int64), np.zeros_like(brought)
         if given.shape != brought[part].shape or (given < 0).any() or (given > brought[part]).any():
             raise RunError(
@@ -453,7 +455,7 @@ class OrtModel(Runner):
             inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + len(brought)]))
             self._fold.run_with_iobinding(binding)
         self._advance(slice(first, first + len(brought)), accepted)
-        self._guessed = None
+        self.guessed = None
 
     def _advance(self, sequences: slice, counts: np.ndarray) -> None:
         """The sequences have seen so many tokens more, and what was not written in place lies in the other buffers."""
@@ -474,7 +476,7 @@ class OrtModel(Runner):
         """Run one call; its output `wanted`."""
         count, tokens = input_ids.shape
         counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
-        self._guessed = None
+        self.guessed = None
         self.reserve(counts, first)
         begin = first
         if self._spare:  # what is not written in place changes its buffer as a whole
@@ -491,7 +493,7 @@ class OrtModel(Runner):
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         if wanted == GUESSED:
-            self._guessed = begin, slice(first - begin, first - begin + count), counts, tokens
+            self.guessed = begin, slice(first - begin, first - begin + count), counts, tokens
         else:
             self._advance(sequences, counts)
         return found[first - begin : first - begin + count]
@@ -516,7 +518,7 @@ class OrtModel(Runner):
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for state in self.table:
             self._past[state.name] = self._tensor(arrays[state.name], state.dtype)
-        self._bindings, self._guessed = {}, None
+        self._bindings, self.guessed = {}, None
         self._step = None
 
     def _options(self, graph: int) -> Any:

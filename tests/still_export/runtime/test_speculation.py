@@ -128,8 +128,8 @@ def test_verify_reads_guesses_and_sees_one_that_does_not_hold(
     right = OrtModel.accept
 
     def one_too_many(model: OrtModel, accepted: np.ndarray) -> None:
-        assert model._guessed is not None
-        more = np.minimum(accepted + 1, model._guessed[2])
+        assert model.guessed is not None
+        more = np.minimum(accepted + 1, model.guessed[2])
         right(model, more)
         model.length = model.length - (more - accepted)
 
