@@ -20,6 +20,7 @@ def load(
     adapter: str | Path | None = None,
     prefix_cache: str | int = 0,
     prefix_dir: str | Path | None = None,
+    guess: str | Path = "lookup",
 ) -> LanguageModel:
     """The model of an exported package, ready to answer.
 
@@ -39,10 +40,12 @@ def load(
         adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` takes another.
         prefix_cache: Bytes, or "2GiB", for states of prompts and answers: a call reads what is new in its prompt alone.
         prefix_dir: Folder in which they outlive the process.
+        guess: Who guesses tokens, where the package was exported with --speculate: "lookup" in what was read and said, "none", or
+            the folder of a draft model's package.
 
     Raises:
         ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.
-        RunError: The package does not run here.
+        RunError: The package does not run here, it takes no guesses of a draft, or that has another tokenizer.
     """
     from still_export.package.folder import open_package
     from still_export.package.trust import trust_package
@@ -55,6 +58,12 @@ def load(
         trust_package(folder)
     chosen = runtime_of(manifest["target"], runtime)
     runner = open_runner(folder, manifest, chosen, provider, threads, plugin, check)
+    if guess == "none":
+        runner.speculation = None
+    elif guess != "lookup":
+        from still_export.runtime.draft import open_draft
+
+        runner.speculation = open_draft(runner, load(guess, threads=threads, check=check, guess="none").runner)
     model = LanguageModel(runner)
     if adapter is not None:
         model.use_adapter(adapter)

@@ -16,6 +16,9 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 NEXT_TOKEN = "next_token"
 """Output of the graphs that say which token is the likeliest, int32, one for each row of logits."""
 
+REPLAY = "replay_"
+"""Begin of the names of outputs that graphs give for speculation: what their ops computed states from."""
+
 
 def rows_after(rule: Mapping[str, Any], tokens: int, capacity_tokens: int) -> int:
     """Rows that a state has after `tokens` tokens, by its resolved growth rule.

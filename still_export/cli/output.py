@@ -34,6 +34,15 @@ TrustNative = Annotated[
 ]
 """Flag of the verbs that run packages."""
 
+Guess = Annotated[
+    str,
+    typer.Option(
+        help="Who guesses tokens of a package exported with --speculate: lookup (in what was read and said), none, "
+        "or the folder of a draft model's package."
+    ),
+]
+"""Flag of the verbs that answer."""
+
 ReportFile = Annotated[
     Path | None,
     typer.Option("--report", help="Also write this HTML file, to look at: one file of 1 MB with tables and plots."),

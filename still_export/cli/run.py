@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, TrustNative
+from still_export.cli.output import Guess, Output, TrustNative
 from still_export.errors import ConfigError, PackageError
 
 EXAMPLES = """
@@ -62,6 +62,7 @@ def run(
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Chat: folder in which they outlive the program; as large as the cache at most.")
     ] = None,
+    guess: Guess = "lookup",
     threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
@@ -107,6 +108,7 @@ def run(
             trust_native=trust_native,
             check=check,
             adapter=adapter,
+            guess=guess,
         )
         prefix = Snapshot.load(load_state) if load_state else None
         if not given:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, TrustNative
+from still_export.cli.output import Guess, Output, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.extras import demand
 
@@ -53,6 +53,7 @@ def serve(
         Path | None, typer.Option(help="Folder in which they outlive the server; as large as the cache at most.")
     ] = None,
     stop_timeout: Annotated[int, typer.Option(min=0, help="Seconds that SIGTERM leaves to what runs.")] = 30,
+    guess: Guess = "lookup",
     threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
@@ -86,6 +87,7 @@ def serve(
             plugin=plugin,
             trust_native=trust_native,
             check=check,
+            guess=guess,
         )
         if "tokenizer.json" not in model.runner.manifest["files"]:
             raise RunError(f"{package} has no tokenizer.json, so it cannot be served: answers are text.")

@@ -66,9 +66,16 @@ class ExportOptions:
         None, "Weights that share a scale: 16 to 256, of engines 64 or 128.", shown="32, of engines 64", panel=BITS
     )
     lora: str | None = option(None, "LoRA pairs of an --overlay: apart or merged.", shown=DEFAULT_LORA, panel=BITS)
+    speculate: int = option(
+        0, "Tokens that may be guessed in one step, at most a chunk.", shown="none", least=0, panel=MODEL
+    )
     adapters: bool = option(False, "`run --adapter` may add a LoRA adapter.", panel=BITS)
 
     def __post_init__(self) -> None:
+        if self.speculate < 0:
+            raise ConfigError(f"--speculate {self.speculate}: a number of tokens, or 0 for none.")
+        if self.speculate and self.all_logits:
+            raise ConfigError("--all-logits is not for --speculate, which has logits of the last tokens of a call.")
         if self.quantize is None and (self.quantize_method or self.quantize_block or self.lora or self.adapters):
             raise ConfigError("--quantize-method, --quantize-block, --lora and --adapters are for --quantize.")
 

@@ -51,11 +51,11 @@ def _varies(states: StateTable, dimension: str) -> bool:
 class _StatefulForward(nn.Module):
     """`forward_with_state` with its states as one flat argument list."""
 
-    def __init__(self, model: Any, states: StateTable, last_only: bool, alike: list[int]) -> None:
+    def __init__(self, model: Any, states: StateTable, keep: int, alike: list[int]) -> None:
         super().__init__()
         self.model = model
         self.states = [state for state in states if alike[state.layer] == state.layer]
-        self.last_only = last_only
+        self.keep = keep
         self.alike = alike
         self.hidden = Hidden()
 
@@ -65,19 +65,17 @@ class _StatefulForward(nn.Module):
             given[key.layer][_name(key)] = tensor
         layers = [given[layer] for layer in self.alike]
         self.hidden.states.clear()
-        logits, present = forward_with_state(
-            self.model, input_ids, new_tokens, past_length, layers, last_only=self.last_only
-        )
+        logits, present = forward_with_state(self.model, input_ids, new_tokens, past_length, layers, self.keep)
         kept = [present[key.layer][_name(key)] for key in self.states]
         return [logits.float(), *kept, past_length + new_tokens, *self.hidden.states]
 
 
-def trace_model(model: Any, all_logits: bool = False, whole: bool = False) -> TracedModel:
+def trace_model(model: Any, keep: int = 1, whole: bool = False) -> TracedModel:
     """Trace `model` with dynamic batch, tokens and rows of the states that grow.
 
     Args:
         model: A STILL model of any family, on the CPU; stand-ins for its weights will do.
-        all_logits: Logits of every position instead of each row's last new token.
+        keep: Of how many of each sequence's last new tokens there are logits; 0: of all.
         whole: Trace all layers, also those that are like others.
 
     Returns:
@@ -88,7 +86,7 @@ def trace_model(model: Any, all_logits: bool = False, whole: bool = False) -> Tr
     states = state_table(config, model.dtype)
     layers = empty_states(config, TRACE_BATCH, model.dtype, capacity=states.period * TRACE_CAPACITY_PERIODS)
     alike = list(range(config.num_hidden_layers)) if whole else like(model, states)
-    wrapper = _StatefulForward(model, states, not all_logits, alike).eval()
+    wrapper = _StatefulForward(model, states, keep, alike).eval()
     past = [layers[state.layer][_name(state)] for state in wrapper.states]
 
     batch = torch.export.Dim("batch", min=1, max=1 << 16)

@@ -18,7 +18,7 @@ def forward_with_state(
     new_tokens: Tensor,
     past_length: Tensor,
     states: Sequence[dict[str, Tensor]],
-    last_only: bool = True,
+    keep: int = 1,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Run a STILL model without data-dependent control flow, hidden state or Python counters.
 
@@ -29,13 +29,14 @@ def forward_with_state(
         past_length: Tokens that each sequence has seen, int64 [B].
         states: Per layer, tensors by name, those of its ops' OpSpecs. All-zero states with past_length 0 start a sequence; see
             `still_export.mixers.cache.empty_states`.
-        last_only: Logits of each sequence's last new token instead of all.
+        keep: Of how many of each sequence's last new tokens there are logits, where it has so many; 0: of all.
 
     Returns:
-        Logits [B, 1, V] or [B, T, V], and the states after the call in the order and shapes of `states`.
+        Logits [B, min(T, keep), V], or [B, T, V], and the states after the call in the order and shapes of `states`.
     """
     cache = StillCache.from_states(model.config, states, past_length)
     cache.progress.begin(new_tokens, None)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
     hidden = model.decode(positions, cache, input_ids=input_ids).last_hidden_state
-    return model.logits(last_rows(hidden, new_tokens, 1 if last_only else 0)), cache.states()
+    kept = keep if keep < 2 else torch.sym_min(input_ids.shape[1], keep)
+    return model.logits(last_rows(hidden, new_tokens, kept)), cache.states()

@@ -19,6 +19,8 @@ MODEL = "model.onnx"
 DATA = "model.onnx.data"
 PORTABLE = "portable.onnx"
 """The graph that every target is lowered from, over the same weights."""
+FOLD = "fold.onnx"
+"""The graph that takes the tokens of a call of guesses that hold into the states, over the same weights."""
 PLUGIN = "libstill_tensorrt"
 """How the names of plugin libraries begin."""
 

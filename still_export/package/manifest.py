@@ -164,6 +164,7 @@ class Manifest(Record):
     eos_token_ids: list[Whole]
     chat: Chat | None = None
     portable: str | None = None
+    speculate: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
     native: Native | None = None
     quantization: Quantization | None = None
     trt: TensorRt | None = None

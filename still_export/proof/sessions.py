@@ -15,6 +15,7 @@ from still_export.proof.reference import open_runner
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.targets.registry import runtime_named
 from still_export.targets.runtime import Opening
+from still_graphs.states import rows_after
 
 
 class Session:
@@ -106,6 +107,51 @@ class Session:
         return last_logits(logits, start["new_tokens"])[:, 0].argmax(-1).astype(np.int32)
 
 
+class Guessing(Session):
+    """The same, where steps are calls of guessed tokens of which all, none or some hold, of each sequence others.
+
+    Args:
+        model: A runner that takes guesses.
+    """
+
+    def __init__(self, model: Runner) -> None:
+        super().__init__(model)
+        self.random = np.random.default_rng(model.guesses)
+
+    def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
+        """As of Session; tokens that do not hold are among those that are brought behind and between `tokens`."""
+        model, right = self.model, np.concatenate(tokens, axis=1)
+        (batch, count), vocabulary = right.shape, model.manifest["model"]["vocab_size"]
+        capacity = model.table.capacity_tokens if model.table.bounded else np.iinfo(np.int64).max
+        logits, done = np.zeros((batch, count, vocabulary), np.float32), np.zeros(batch, np.int64)
+        while (done < count).any():
+            brought = self.random.integers(1, model.guesses + 2, batch)
+            brought = np.where(done < count, np.minimum(brought, capacity - model.length), 0)
+            some = self.random.integers(1, model.guesses + 2, batch)
+            hold = np.choose(self.random.integers(3, size=batch), [brought, np.ones_like(brought), some])
+            hold = np.minimum(hold, np.minimum(brought, count - done))
+            ids = self.random.integers(vocabulary, size=(batch, model.guesses + 1))
+            for sequence, (first, accepted) in enumerate(zip(done, hold, strict=True)):
+                ids[sequence, :accepted] = right[sequence, first : first + accepted]
+            found = model.guess(ids, brought)
+            model.accept(hold)
+            for sequence, (first, accepted) in enumerate(zip(done, hold, strict=True)):
+                row = found.shape[1] - brought[sequence]
+                logits[sequence, first : first + accepted] = found[sequence, row : row + accepted]
+            done += hold
+        return self._outputs(logits)
+
+    def _outputs(self, logits: np.ndarray) -> Arrays:
+        """Rows behind those of a sequence's tokens, which nobody reads, are empty."""
+        outputs = super()._outputs(logits)
+        for state in self.model.table:
+            if state.growth is not None and not state.growth["fixed"]:
+                for sequence, length in enumerate(self.model.length):
+                    rows = rows_after(state.growth, int(length), self.model.table.capacity_tokens)
+                    np.moveaxis(outputs[state.present][sequence], state.growth["axis"] - 1, 0)[rows:] = 0
+        return outputs
+
+
 class Target:
     """The runtime that is proven.
 
@@ -174,6 +220,10 @@ class Target:
         """Calls that polygraphy's own command can repeat, with the types that it must pass."""
         manifest = self.package.manifest
         calls = [(typed_states(f, manifest), typed_states(e, manifest)) for f, e in zip(feeds, expected, strict=True)]
+        if manifest.get("speculate"):  # its graph has logits of several tokens
+            calls = [
+                (f, {n: x for n, x in e.items() if n != "logits" or f["input_ids"].shape[1] == 1}) for f, e in calls
+            ]
         if self.record.engines:  # those that fit the prefill profile; longer ones the runner feeds in pieces
             longest = int(manifest["engines"][0]["prefill_tokens"])
             calls = [(_narrow(f), _narrow(e)) for f, e in calls if f["input_ids"].shape[1] <= longest]

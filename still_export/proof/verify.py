@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from still_export.package.staging import staged_files
 from still_export.proof.cases import Case, CaseSource, distance, same_best
 from still_export.proof.checks import Check
 from still_export.proof.codes import in_codes
-from still_export.proof.sessions import Session, Target
+from still_export.proof.sessions import Guessing, Session, Target
 from still_export.proof.tolerance import Bounds
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, Pairs, expected_ties
@@ -126,6 +126,8 @@ class Verifier:
             for case, *_ in judged:
                 if case.steps and self.replays:
                     checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
+            if session.model.guesses:
+                judged += self._guessed(Guessing(session.model), judged, selections)
         checks += self.target.checks(self.replays)
         cases = [case for case, *_ in judged]
         bounds = Bounds(cases, self.target.coarse, self.dtype)
@@ -195,6 +197,15 @@ class Verifier:
                 break
             left, drawn = again, self.cases.draw(again, follow)
         return [judged[number] for number in range(self.cases.count)]
+
+    def _guessed(self, session: Guessing, judged: list[Judged], total: Choices) -> list[Judged]:
+        """The cases of `judged` that take steps, once more with guessed tokens, and their outputs."""
+        found = []
+        for case in [replace(case, name=f"{case.name}, guessed") for case, *_ in judged if case.steps]:
+            pairs, turned = case.pairs(session, self.ties)
+            found.append((case, self.ties.settle(pairs, case.leads), turned))
+            total.add(self.ties.compare(pairs + turned, case.leads))
+        return found
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:
         """Whether a tie within a call of the case asks for another prompt; `found` is what differs in `pairs` and in `turned`."""

@@ -6,8 +6,9 @@ Exports copy this file into packages, with the other runners (`still_export.runt
 from __future__ import annotations
 
 import resource
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from still_export.package.checked import read_manifest
 from still_export.runtime.sampling import RunError, Sampling, likeliest
+from still_export.runtime.speculation import Speculation
 from still_graphs.states import StateTable
 
 NUMPY_TYPES = {
@@ -62,6 +64,12 @@ class Runner(ABC):
     """`step` and `greedy` replay a captured step."""
     least_rows = 0
     """Rows that a growing state has at least."""
+    guesses = 0
+    """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
+    guessed: Any = None
+    """The call of `guess` that waits for `accept`; None: there is none."""
+    speculation: Speculation | None = None
+    """Guesses in `generate`; None: nobody does."""
     adapter = ""
     """Digest of the LoRA adapter that is added to the weights; empty: none."""
 
@@ -159,6 +167,25 @@ class Runner(ABC):
             Integers [R, 1], or [R, T] where `feed` returns logits of every token.
         """
         return likeliest(self.feed(input_ids, new_tokens, first))
+
+    def guess(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        """Run one call as `feed` does, of at most 1 + `guesses` tokens, whose states wait for `accept`; without it nothing was fed.
+
+        Returns:
+            Logits float32 [R, T, V]; a sequence that brings n tokens has theirs in its last n rows.
+
+        Raises:
+            RunError: The package was exported without --speculate, this runner takes no guesses, or they are too many.
+        """
+        raise RunError("this runner takes no guesses: use --runtime ort, and a package exported with --speculate.")
+
+    def accept(self, accepted: np.ndarray) -> None:
+        """Keep, of the tokens that each of the R sequences brought to the last `guess`, the first `accepted` [R].
+
+        Raises:
+            RunError: They are more than it brought, or nothing was guessed.
+        """
+        raise RunError("nothing was guessed.")
 
     def forget(self, sequence: int) -> None:
         """Make one sequence empty, for another; room and the others stay as they are."""
@@ -274,10 +301,11 @@ class Runner(ABC):
         sampling: Sampling,
         stop: Iterable[int] = (),
         progress: Progress | None = None,
+        before: Sequence[int] = (),
     ) -> Iterator[int]:
         """Tokens that follow `prompt` in the single sequence, at most `count`, ending after one of `stop` (which is not yielded).
 
-        The last one is not fed to the model.
+        The last one is not fed to the model. `before`: what it has read, for guesses alone.
 
         Raises:
             RunError: They and the prompt may exceed the capacity; nothing was fed then.
@@ -286,13 +314,47 @@ class Runner(ABC):
         self.check_capacity(int(self.length[0]) + len(prompt) + count - 1)
         token = sampling.choose(self.prefill(prompt, progress))
         rest = self._sampled(token, count - 1, sampling)
-        if sampling.temperature == 0:
+        if self.speculation is not None:
+            rest = self._guessing(token, count - 1, sampling, self.speculation, [*before, *prompt])
+        elif sampling.temperature == 0:
             rest = (int(following[0]) for following in self.greedy(np.array([token]), count - 1))
         for _ in range(count):
             if token in stops:
                 return
             yield token
             token = next(rest, -1)
+
+    def _guessing(
+        self, token: int, count: int, sampling: Sampling, speculation: Speculation, known: list[int]
+    ) -> Iterator[int]:
+        """The tokens that `_sampled` gives, by steps with guesses. Each is chosen from the logits behind those before it, by one random
+        number, as without guesses: so their distribution is the same."""
+        guesser = speculation.guesser([*known, token])
+        while count > 0:
+            begun = time.perf_counter()
+            guesses = speculation.guess(guesser, count - 1)
+            if guesses:
+                rows = self.guess(np.array([[token, *guesses]]))[0]
+                call, said = self.guessed, list[int]()
+                spent = time.perf_counter() - begun
+                try:
+                    for row, guess in zip(rows, [*guesses, -1], strict=True):
+                        said.append(sampling.choose(row))
+                        yield said[-1]
+                        if said[-1] != guess:
+                            break
+                finally:  # also where nobody wants more: what is fed is what was said, but for the last
+                    if self.guessed is call:
+                        begun = time.perf_counter()
+                        self.accept(np.array([len(said)]))
+                        spent += time.perf_counter() - begun
+                speculation.guessed(spent, [len(guesses)], [len(said) - 1])
+            else:
+                said = [sampling.choose(self.step(np.array([token]))[0])]
+                speculation.plain(time.perf_counter() - begun)
+                yield said[0]
+            guesser.extend(said)
+            count, token = count - len(said), said[-1]
 
     def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[int]:
         for _ in range(count):

@@ -98,6 +98,7 @@ class Conversation:
             progress=told,
             stopped=stopped,
             cached=known,
+            before=prompt[:known],
         )
         write_answer(answer, stream)
         self._said = prompt + answer.tokens

@@ -166,6 +166,7 @@ class LanguageModel:
             progress=told,
             stopped=stopped,
             cached=known,
+            before=self._said[:known],
         )
         return self._last
 

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import MODEL, Hashing, check_hash
+from still_export.package.files import FOLD, MODEL, Hashing, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError
-from still_graphs.states import NEXT_TOKEN, State, rows_after
+from still_export.runtime.speculation import Speculation
+from still_graphs.states import NEXT_TOKEN, REPLAY, State, rows_after
 
 CUDA = "CUDAExecutionProvider"
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
@@ -48,6 +49,9 @@ KERNELS_OF_OURS = "plugin"
 
 NEW_OPSET = 27
 """Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
+
+GUESSED, FOLDED = "guessed", "folded"
+"""Calls whose states wait, and those that take what holds into the states before."""
 
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
@@ -94,16 +98,16 @@ def open_session(
     provider: str = "cpu",
     native: Path | None = None,
     replay: bool = False,
-    graph: bytes | None = None,
+    graph: str | bytes = MODEL,
 ) -> Any:
-    """An onnxruntime session of the package's model.
+    """An onnxruntime session of the package's model, or of another `graph` of it.
 
     Args:
         options: onnxruntime.SessionOptions, completed here.
         provider: "cpu" or "cuda".
         native: Library of kernels to load, from `native_library`.
         replay: Let the CUDA provider capture calls into CUDA graphs.
-        graph: In the place of the package's, over its weights.
+        graph: The file's name, or a graph in memory over the same weights.
 
     Raises:
         RunError: The model or the kernel cannot be loaded.
@@ -120,14 +124,16 @@ def open_session(
             ) from error
     # float32 is float32: its GEMMs would be rounded to 10 bits otherwise
     cuda = [(CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(replay))})] if provider == "cuda" else []
-    path = folder / MODEL
+    path = folder / (graph if isinstance(graph, str) else MODEL)
     config = manifest.get("config")
     if isinstance(config, dict) and config.get("opset") == NEW_OPSET:
         os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
-    if graph is not None:
+    if isinstance(graph, bytes):
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
-        session = onnxruntime.InferenceSession(graph or str(path), options, providers=[*cuda, "CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            graph if isinstance(graph, bytes) else str(path), options, providers=[*cuda, "CPUExecutionProvider"]
+        )
     except Exception as error:
         dtype = manifest["model"]["dtype"]
         advice = (
@@ -147,13 +153,13 @@ def open_session(
     return session
 
 
-def weight_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of the files that the package's graph takes its weights from; the graph itself is checked.
+def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> list[str]:
+    """Names of the files that a graph of the package takes its weights from; the graph itself is checked.
 
     Raises:
         RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
     """
-    return listed_weights(check_hash(folder, manifest, MODEL), manifest)
+    return listed_weights(check_hash(folder, manifest, graph), manifest)
 
 
 def recorded_text(manifest: dict[str, Any], field: str) -> str:
@@ -248,10 +254,15 @@ class OrtModel(Runner):
         self._open(folder)
         weights = weight_files(self.folder, self.manifest)
         self.device = "cuda" if provider == "cuda" else "cpu"
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or default_threads()
+
+        def session_options() -> Any:
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = threads or default_threads()
+            options.log_severity_level = 4  # what is wrong comes as an exception, in one line
+            return options
+
+        options, self._session_options = session_options(), session_options
         options.enable_profiling = profile
-        options.log_severity_level = 4  # what is wrong comes as an exception, in one line
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
             raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
         self.native = native_library(self.folder, self.manifest, self.device)
@@ -262,7 +273,7 @@ class OrtModel(Runner):
         if replay and not able:
             raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
         self.replays = able if replay is None else replay
-        graph, self._watched = watched or (None, [])
+        graph, self._watched = watched or (MODEL, [])
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
@@ -272,6 +283,10 @@ class OrtModel(Runner):
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
+        self.guesses = int(self.manifest.get("speculate", 0)) if self.device == "cpu" else 0
+        self.speculation = Speculation(self.guesses) if self.guesses else None
+        self._fold: Any = None
+        self.guessed: tuple[int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
@@ -296,6 +311,10 @@ class OrtModel(Runner):
         """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
         return state.in_place or self.native is not None
 
+    def _grows(self, state: State) -> bool:
+        """Tokens that do not hold leave nothing in it that is read."""
+        return state.growth is not None and not state.growth["fixed"]
+
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
 
@@ -304,6 +323,8 @@ class OrtModel(Runner):
         self.room = self.ample(tokens, max(SPARE_TOKENS, tokens // 8) if self.room else 0)
         past: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}
+        self._held: dict[str, Any] = {}  # where a call of guesses leaves other states
+        self.guessed = None
         shapes = self.state_shapes()
         for state in self.table:
             shape, kept = shapes[state.name], self._past.get(state.name)
@@ -317,6 +338,8 @@ class OrtModel(Runner):
                 past[state.name] = self._tensor(array, state.dtype)
             if not self._in_place(state):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
+            elif self.guesses and not self._grows(state):
+                self._held[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
         self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
         self._step: Any = None
@@ -350,42 +373,114 @@ class OrtModel(Runner):
             return (array.astype(np.uint32) << 16).view(np.float32)
         return array.copy()
 
+    @staticmethod
+    def _replays(session: Any) -> list[str]:
+        """The outputs of a call of guesses that the fold reads."""
+        return [value.name for value in session.get_outputs() if value.name.startswith(REPLAY)]
+
     def _binding(self, first: int, sequences: int, tokens: int, wanted: str) -> tuple[Any, dict[str, Any]]:
         """I/O binding for calls of `tokens` tokens of so many `sequences` from `first` on in this turn that give `wanted`, with the values
         that it reads its inputs from."""
         key = (first, sequences, tokens, self._turn, wanted)
         if key not in self._bindings:
-            for other in [k for k in self._bindings if k[2] not in (tokens, 1)]:
+            for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
-            binding = self.session.io_binding()
+            session = self._fold if wanted == FOLDED else self.session
+            binding = session.io_binding()
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             # On the session's device: a host array would be copied there when it is bound, before it is filled.
             inputs = {
                 n: self._value.ortvalue_from_numpy(np.zeros(s, np.int64), self.device, 0) for n, s in shapes.items()
             }
+            read = {value.name for value in session.get_inputs()}
             for name, value in (*inputs.items(), *self._adapter.items()):
-                binding.bind_ortvalue_input(name, value)
-            binding.bind_output(wanted, "cpu")
-            for name in ("present_length", *self._watched):
-                binding.bind_output(name, "cpu")
+                if name in read:
+                    binding.bind_ortvalue_input(name, value)
+            given = [value.name for value in session.get_outputs()]
+            replayed = self._replays(session) if wanted == GUESSED else []
+            for name in ("logits" if wanted == GUESSED else wanted, "present_length", *replayed, *self._watched):
+                if name in given:
+                    binding.bind_output(name, "cpu")
             for state in self.table:
-                past = self._past[state.name]
+                past, present = self._past[state.name], self._spare.get(state.name)
+                if state.past not in read:
+                    continue
+                if wanted == GUESSED and present is None:
+                    present = self._held.get(state.name)
+                present = past if present is None else present
                 shape = [sequences, *past.shape()[1:]]
-                if sequences < self.batch and past.tensor_size_in_bytes():  # in place; the batch is the first dimension
-                    address = past.data_ptr() + first * past.tensor_size_in_bytes() // self.batch
-                    memory = self.device, 0, ONNX_TYPES[state.dtype], shape, address
-                    binding.bind_input(state.past, *memory)
-                    binding.bind_output(state.present, *memory)
+                if sequences < self.batch and past.tensor_size_in_bytes():  # the batch is the first dimension
+                    for bind, name, value in (
+                        (binding.bind_input, state.past, past),
+                        (binding.bind_output, state.present, present),
+                    ):
+                        address = value.data_ptr() + first * value.tensor_size_in_bytes() // self.batch
+                        bind(name, self.device, 0, ONNX_TYPES[state.dtype], shape, address)
                     continue
                 if sequences < self.batch:
-                    past = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
+                    past = present = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
                 binding.bind_ortvalue_input(state.past, past)
-                binding.bind_ortvalue_output(state.present, past if self._in_place(state) else self._spare[state.name])
+                binding.bind_ortvalue_output(state.present, present)
             self._bindings[key] = binding, inputs
         return self._bindings[key]
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        return self._call(input_ids, new_tokens, first, "logits")
+        logits = self._call(input_ids, new_tokens, first, "logits")
+        return logits[:, -1:] if self.guesses else logits
+
+    def guess(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+        if not self.guesses:
+            return super().guess(input_ids, new_tokens, first)
+        if input_ids.shape[1] > 1 + self.guesses:
+            raise RunError(
+                f"{input_ids.shape[1] - 1} guesses in one call, and this package takes {self.guesses}. Export with a larger --speculate."
+            )
+        if self._fold is None:
+            names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
+            assert set(names) <= set(self.manifest["files"])
+            self._fold = open_session(
+                self.folder, self.manifest, self._session_options(), self.device, self.native, graph=FOLD
+            )
+        return self._call(input_ids, new_tokens, first, GUESSED)
+
+    def accept(self, accepted: np.ndarray) -> None:
+        if self.guessed is None:
+            raise RunError("nothing was guessed, or another call was made since.")
+        first, part, brought, tokens = self.guessed
+        given, accepted = np.asarray(accepted, np.int64), np.zeros_like(brought)
+        if given.shape != brought[part].shape or (given < 0).any() or (given > brought[part]).any():
+            raise RunError(
+                f"accepted={given.tolist()} of the {brought[part].tolist()} tokens that the sequences brought."
+            )
+        accepted[part] = given
+        whole = len(brought) == self.batch and np.array_equal(accepted, brought)
+        if whole:  # the states after the call are those
+            for name, held in self._held.items():
+                self._past[name], self._held[name] = held, self._past[name]
+            self._turn ^= 2
+        else:
+            guessed, _ = self._bindings[first, len(brought), tokens, self._turn, GUESSED]
+            fresh = (first, len(brought), tokens, self._turn, FOLDED) not in self._bindings
+            binding, inputs = self._binding(first, len(brought), tokens, FOLDED)
+            if fresh:
+                names = ["logits", "present_length", *self._replays(self.session)]
+                values = dict(zip(names, guessed.get_outputs(), strict=False))
+                for name in names:
+                    binding.bind_ortvalue_input(name, values[name])
+            inputs["new_tokens"].update_inplace(accepted)
+            inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + len(brought)]))
+            self._fold.run_with_iobinding(binding)
+        self._advance(slice(first, first + len(brought)), accepted)
+        self.guessed = None
+
+    def _advance(self, sequences: slice, counts: np.ndarray) -> None:
+        """The sequences have seen so many tokens more, and what was not written in place lies in the other buffers."""
+        self.length = self.length.copy()  # callers may hold it
+        self.length[sequences] += counts
+        for name, spare in self._spare.items():
+            self._past[name], self._spare[name] = spare, self._past[name]
+        if self._spare:
+            self._turn ^= 1
 
     def feed_greedy(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
         """As of Runner; logits stay on the device where the graph says which token is the likeliest."""
@@ -397,6 +492,7 @@ class OrtModel(Runner):
         """Run one call; its output `wanted`."""
         count, tokens = input_ids.shape
         counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        self.guessed = None
         self.reserve(counts, first)
         begin = first
         if self._spare:  # what is not written in place changes its buffer as a whole
@@ -412,15 +508,14 @@ class OrtModel(Runner):
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         if self._watched:
-            others = binding.get_outputs()[2 : 2 + len(self._watched)]
+            before = 2 + (len(self._replays(self.session)) if wanted == GUESSED else 0)
+            others = binding.get_outputs()[before : before + len(self._watched)]
             self.seen.append((given["past_length"].copy(), counts, [self._array(value).copy() for value in others]))
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
-        self.length = self.length.copy()  # callers may hold it
-        self.length[sequences] += counts
-        for name, spare in self._spare.items():
-            self._past[name], self._spare[name] = spare, self._past[name]
-        if self._spare:
-            self._turn ^= 1
+        if wanted == GUESSED:
+            self.guessed = begin, slice(first - begin, first - begin + count), counts, tokens
+        else:
+            self._advance(sequences, counts)
         return found[first - begin : first - begin + count]
 
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -443,7 +538,7 @@ class OrtModel(Runner):
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
         for state in self.table:
             self._past[state.name] = self._tensor(arrays[state.name], state.dtype)
-        self._bindings = {}
+        self._bindings, self.guessed = {}, None
         self._step = None
 
     def _options(self, graph: int) -> Any:

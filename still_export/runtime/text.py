@@ -176,6 +176,7 @@ class Answer:
         stop: Texts that end the answer; not part of it.
         stopped: Asked before every token whether the answer shall end here.
         cached: Tokens before `prompt` that the model has read already, and that belong to it.
+        before: Those, for guesses.
 
     Attributes:
         tokens: Generated so far. ended: "end" (the model's own), "length", "stop" or "interrupted".
@@ -194,6 +195,7 @@ class Answer:
         progress: Progress | None = None,
         stopped: Callable[[], bool] = lambda: False,
         cached: int = 0,
+        before: Sequence[int] = (),
     ) -> None:
         stops = StopTexts(stop)
         self.tokens: list[int] = []
@@ -202,7 +204,8 @@ class Answer:
         self._written: list[str] = []
         self._times: list[float] = []
         self._begin = time.perf_counter()
-        self._pieces = self._made(model, text, prompt, count, sampling, stops, progress, stopped)
+        self._pieces = self._made(model, text, prompt, count, sampling, stops, progress, stopped, before)
+        self._speculation = model.speculation
 
     def _made(
         self,
@@ -214,9 +217,11 @@ class Answer:
         stops: StopTexts,
         progress: Progress | None,
         stopped: Callable[[], bool],
+        before: Sequence[int],
     ) -> Iterator[str]:
         def tokens() -> Iterator[int]:
-            for token in model.generate(prompt, count, sampling, model.manifest["eos_token_ids"], progress):
+            ends = model.manifest["eos_token_ids"]
+            for token in model.generate(prompt, count, sampling, ends, progress, before):
                 self._times.append(time.perf_counter())
                 self.tokens.append(token)
                 self.ended = "length" if len(self.tokens) == count else "interrupted"
@@ -263,6 +268,7 @@ class Answer:
             "ended": self.ended,
             "first_token_s": round(self.first_token_s, 4),
             "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
+            **({} if self._speculation is None else {"speculation": self._speculation.to_dict()}),
         }
 
 

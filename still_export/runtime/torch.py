@@ -49,7 +49,7 @@ class TorchModel(Runner):
         self, input_ids: np.ndarray, counts: np.ndarray, length: np.ndarray, states: list[dict[str, Tensor]]
     ) -> tuple[np.ndarray, list[dict[str, Tensor]]]:
         ids, new, past = (torch.from_numpy(np.ascontiguousarray(x, np.int64)) for x in (input_ids, counts, length))
-        logits, present = forward_with_state(self.model, ids, new, past, states, last_only=not self.all_logits)
+        logits, present = forward_with_state(self.model, ids, new, past, states, keep=0 if self.all_logits else 1)
         return logits.float().numpy(), present
 
     def _by_layer(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, Tensor]]:

@@ -48,6 +48,14 @@ class Metrics:
                 lambda: prefixes.bytes
             )
             gauge("prefixes", "States that the prefix cache keeps.").set_function(lambda: prefixes.states)
+        if (speculation := scheduler.model.speculation) is not None:
+            for name, text, read in (
+                ("guessed_tokens", "Tokens that were guessed.", lambda: speculation.guesses),
+                ("accepted_tokens", "Of them those that were said.", lambda: speculation.held),
+                ("guessing_steps", "Steps with guesses.", lambda: speculation.steps),
+                ("guesses_won_seconds", "Time that guesses won; what they lost is below 0.", lambda: speculation.won_s),
+            ):
+                gauge(name, text).set_function(read)
         gauge("state_bytes", "Memory of the state.").set_function(lambda: scheduler.state_bytes(scheduler.model.room))
 
     def observe(self, request: Request, ended: str, now: float) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from still_export.runtime.base import Runner, checked_prompt
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.speculation import Guesser
 from still_export.runtime.text import StopTexts, Text, TextPieces
 
 Ended = Literal["end", "length", "stop", "failed", "refused"]
@@ -88,6 +89,7 @@ class _Row:
         self.read = 0  # tokens of the prompt
         self.fork = 0  # of them that the prompt has in common with others that were read
         self.pieces, self.stops = TextPieces(text), StopTexts(request.stop)
+        self.guesser: Guesser | None = None
 
     def say(self, token: int, ends: Sequence[int]) -> Event:
         """The event of the next token."""
@@ -269,8 +271,8 @@ class Scheduler:
             return
         row = self._readers[0]
         piece = row.request.prompt[row.read : self._place(row)]
-        logits = self._call([row], np.asarray(piece, np.int64)[None], self.model.feed)
-        if logits is None:
+        found = self._call([row], [piece], self.model.feed)
+        if found is None:
             return
         self._readers.popleft()
         row.read += len(piece)
@@ -282,7 +284,7 @@ class Scheduler:
             self._free(row)
             self._finish(row.request, Event("", "end"))
         else:
-            self._say(row, row.request.sampling.choose(logits[0]))
+            self._say(row, row.request.sampling.choose(found[0][-1]))
             self._keep(row)
 
     def _place(self, row: _Row) -> int:
@@ -327,37 +329,75 @@ class Scheduler:
             self.prefixes.clear()
 
     def _speak(self) -> None:
-        """One more token of every answer that has begun."""
+        """One more token of every answer that has begun, and those that were guessed."""
         rows = [r for r in self._rows if r is not None and r.request.tokens]
         if not rows:
             return
-        first = rows[0].number
-        ids = np.zeros((rows[-1].number + 1 - first, 1), np.int64)
-        for row in rows:
-            ids[row.number - first] = row.request.tokens[-1]
+        begun, speculation = time.perf_counter(), self.model.speculation
+        guesses = [self._guesses(row, len(rows)) for row in rows]
+        last = [[row.request.tokens[-1], *guessed] for row, guessed in zip(rows, guesses, strict=True)]
+        if any(guesses):
+            self._speak_guessed(rows, last, begun)
+            return
         greedy = all(row.request.sampling.temperature == 0 for row in rows)
-        found = self._call(rows, ids, self.model.feed_greedy if greedy else self.model.feed)
-        if found is not None:
-            for row in rows:
-                said = found[row.number - first]
-                self._say(row, int(said) if greedy else row.request.sampling.choose(said))
+        found = self._call(rows, last, self.model.feed_greedy if greedy else self.model.feed)
+        if speculation is not None:
+            speculation.plain(time.perf_counter() - begun, len(rows))
+        for row, said in zip(rows, found or (), strict=False):
+            self._say(row, int(said[-1]) if greedy else row.request.sampling.choose(said[-1]))
 
-    def _call(self, rows: list[_Row], ids: np.ndarray, feed: Callable[..., np.ndarray]) -> np.ndarray | None:
-        """What `feed` says behind the last token of every row from the first to the last of `rows`: logits [R, V], or tokens [R]; None
-        where the call failed and they ended.
+    def _guesses(self, row: _Row, sequences: int) -> list[int]:
+        """What may follow in a row, of as many that speak."""
+        request, speculation = row.request, self.model.speculation
+        if speculation is None:
+            return []
+        if row.guesser is None:
+            row.guesser = speculation.guesser([*request.prompt, *request.tokens])
+        return speculation.guess(row.guesser, request.max_tokens - len(request.tokens) - 1, sequences)
 
-        A call that fails may leave their states half written; other rows it does not touch.
+    def _speak_guessed(self, rows: list[_Row], last: list[list[int]], begun: float) -> None:
+        """The tokens of answers that follow `last`, what was said and guesses behind it, as far as these are what is chosen."""
+        found, speculation = self._call(rows, last, self.model.guess), self.model.speculation
+        if found is None or speculation is None:
+            return
+        told: list[list[Event]] = []
+        for row, logits, given in zip(rows, found, last, strict=True):
+            events = list[Event]()
+            for choices, guess in zip(logits[-len(given) :], [*given[1:], -1], strict=True):
+                token = row.request.sampling.choose(choices)
+                events.append(self._event(row, token))
+                if events[-1].ended or token != guess:
+                    break
+            told.append(events)
+        accepted = np.zeros(rows[-1].number + 1 - rows[0].number, np.int64)
+        accepted[[row.number - rows[0].number for row in rows]] = [len(events) for events in told]
+        self.model.accept(accepted)  # before an answer that ended is kept
+        held = [len(events) - 1 for events in told]
+        speculation.guessed(time.perf_counter() - begun, [len(given) - 1 for given in last], held)
+        for row, events in zip(rows, told, strict=True):
+            for event in events:
+                self._tell(row, event)
+
+    def _call(
+        self, rows: list[_Row], tokens: Sequence[Sequence[int]], feed: Callable[..., np.ndarray]
+    ) -> list[np.ndarray] | None:
+        """What `feed` says of each row that reads its tokens; None where the call failed and they ended.
+
+        A call spans the rows from the first to the last of `rows`. One that fails may leave their states half written; other rows it does
+        not touch.
         """
         first = rows[0].number
+        ids = np.zeros((rows[-1].number + 1 - first, max(map(len, tokens))), np.int64)
         counts = np.zeros(len(ids), np.int64)
-        counts[[row.number - first for row in rows]] = ids.shape[1]
+        for row, given in zip(rows, tokens, strict=True):
+            ids[row.number - first, : len(given)], counts[row.number - first] = given, len(given)
         try:
-            found = feed(ids, counts, first)[:, -1]
+            found = feed(ids, counts, first)
         except Exception as error:  # of any runtime; other requests go on
             self._fail(rows, error)
             return None
         self.broken = ""
-        return found
+        return [found[row.number - first] for row in rows]
 
     def _fail(self, rows: list[_Row], error: BaseException) -> None:
         """End the requests of `rows` with an error."""
@@ -370,8 +410,14 @@ class Scheduler:
 
     def _say(self, row: _Row, token: int) -> None:
         """Say the next token of a row."""
-        ends = () if row.request.ignore_eos else self._ends
-        event = row.say(token, ends)
+        self._tell(row, self._event(row, token))
+
+    def _event(self, row: _Row, token: int) -> Event:
+        if row.guesser is not None:
+            row.guesser.extend([token])
+        return row.say(token, () if row.request.ignore_eos else self._ends)
+
+    def _tell(self, row: _Row, event: Event) -> None:
         if event.ended:
             self._keep(row, lasting=True)
             self._free(row)

@@ -16,14 +16,14 @@ from still_export.errors import ConfigError, PackageError
 from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.weights_file import save_streaming
-from still_export.package.files import DATA, MANIFEST, MODEL, PORTABLE
+from still_export.package.files import DATA, FOLD, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.runtime.bundle import PROGRAMS
 from still_export.targets import registry
 from still_export.targets.dump import dumper
 from still_export.targets.portable.narrow import demand_narrow, narrow_package
 from still_export.targets.registry import target_of, targets_of
-from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
+from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Target
 from still_graphs.pipelines import Dump, run_steps
 
 PORTABLE_FOLDER = ".portable.part"
@@ -85,6 +85,9 @@ def lower(
 def demand(target: Target, asked: ExportOptions, options: Any) -> None:
     """Raise ConfigError, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
     target.demand(asked, options)
+    if asked.speculate and not target.speculates:
+        known = ", ".join(t.name for t in registry.TARGETS if t.speculates)
+        raise ConfigError(f"--speculate is for {known}, not for {target.name}. Export without it.")
     cache = asked.still.get("cache")
     if not any(cache in t.caches for t in registry.TARGETS) or cache in target.caches:
         return  # a type that no target has is refused with those that there are
@@ -137,10 +140,12 @@ def lower_into(
     target.check_model(content, options)
     say(f"lowering for {target.to}")
     traits = {*target.traits(options), *(() if content.get("quantization") else (FLOAT_WEIGHTS,))}
+    traits |= {SPECULATION} if content.get("speculate") else set()
     lowering = Lowering(folder, content, options, say, dump)
     graph, rewritten = _lowered(source, lowering, target, traits)
     skip = {
         MODEL,
+        FOLD,
         MANIFEST,
         *PROGRAMS.values(),
         *([DATA] if rewritten else []),

@@ -18,6 +18,9 @@ from still_graphs.pipelines import Dump, Step
 FLOAT_WEIGHTS = "float weights"
 """Trait of a package whose weights are not quantized."""
 
+SPECULATION = "speculation"
+"""Trait of a package exported with --speculate."""
+
 
 class BuildError(StillExportError):
     """The builder of engines is missing, refused the graph, or built an engine that is not what was asked for."""
@@ -79,6 +82,7 @@ class Target:
         runtime: Who runs it here, None: nobody.
         host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
         build: Builds its engines in a package, with options of its own, and tells each step; None: it has none.
+        speculates: Its packages may have steps of guessed tokens.
         decode_steps: Steps of greedy decoding that a verification compares.
     """
 
@@ -102,6 +106,7 @@ class Target:
     runtime: Runtime | None = None
     host: str | None = None
     build: Callable[[Package, Any, Any], list[Path]] | None = None
+    speculates: bool = False
     decode_steps: int = 72
 
     @property

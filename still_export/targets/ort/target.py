@@ -12,6 +12,7 @@ from still_export.graph.fuse import fuse_nodes, nodes_fused
 from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
+from still_export.package.files import FOLD, MODEL
 from still_export.package.trust import trust
 from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.kernels import add_native
@@ -19,7 +20,7 @@ from still_export.targets.ort.library import build_library, demand_build, find_l
 from still_export.targets.ort.options import OrtOptions, demand
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.scales import part_scales, scales_of_one_row
-from still_export.targets.target import FLOAT_WEIGHTS, Lowering, Target
+from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Target
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, opset_at_least, still_nodes
 from still_graphs.later_ir import ir
 from still_graphs.ops import FUSED_OPSET, OPS, OPSET
@@ -28,6 +29,7 @@ from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.fuse_gates import all_gates_fused, fuse_all_gates
 from still_graphs.passes.fuse_low_rank import fuse_low_rank, low_rank_fused
 from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings, rotary_embeddings_fused
+from still_graphs.passes.keep_replay import fold_graph, gives_replay, keep_replay
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.pipelines import Step
 
@@ -77,6 +79,13 @@ FUSE = Step(
 )
 STRIP = Step(
     strip_functions, "bodies are attached last, when the nodes are known", requires=known_ops, ensures=no_functions
+)
+GUESS = Step(
+    keep_replay,
+    "tokens that hold are folded into the states",
+    only=(SPECULATION,),
+    requires=no_functions,
+    ensures=gives_replay,
 )
 BARE = partial(Step, requires=no_functions)
 ON_GPUS = (
@@ -140,6 +149,8 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
             lowering.folder, library, options.cpu, options.onnxruntime_include, options.archs
         )
         trust(lowering.folder / manifest["native"]["library"])
+    if manifest.get("speculate"):  # over the weights as they were written
+        ir.save(fold_graph(ir.load(lowering.folder / MODEL)), lowering.folder / FOLD)
     write_programs(lowering.folder, ["ort"])
 
 
@@ -165,7 +176,8 @@ ORT_CPU = Target(
     DTYPES,
     ONNXRUNTIME,
     OrtOptions,
-    steps=(SCALES, FUSE, STRIP, *BODIES),
+    steps=(SCALES, FUSE, STRIP, GUESS, *BODIES),
+    speculates=True,
     finish=finish,
     caches=("float16", "int8"),
     traits=traits,

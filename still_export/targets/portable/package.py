@@ -66,6 +66,7 @@ def write_portable(
     manifest = {**_describe(model, options, command), **text}
     cache, dtype = model.config.still.deployment.cache, manifest["model"]["dtype"]
     check(manifest)
+    _check_speculation(options.speculate, manifest["states"])
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     model.generation_config.save_pretrained(folder)
@@ -91,7 +92,7 @@ def _write_graph(
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
 
-    lowered = portable_graph(model, weights, options.all_logits)
+    lowered = portable_graph(model, weights, 0 if options.all_logits else 1 + options.speculate)
     if dump is not None:
         dump("lower_program", lowered)
     said: dict[str, Any] = {}
@@ -137,7 +138,15 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
             "all_logits": options.all_logits,
         },
         "prefill_tokens": PREFILL_TOKENS,
+        **({"speculate": options.speculate} if options.speculate else {}),
     }
+
+
+def _check_speculation(guesses: int, states: list[dict[str, Any]]) -> None:
+    """Raise ConfigError where guesses may be more than a chunk: what is promoted in their midst would be guessed itself."""
+    chunk = min((s["growth"]["per"] for s in states if s["growth"] and s["growth"]["lag"]), default=guesses)
+    if guesses > chunk:
+        raise ConfigError(f"--speculate {guesses} is more than a chunk of this model, {chunk} tokens. Guess fewer.")
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_state_function_equals_the_model(layer_types: tuple[str, ...] | None) ->
             part = [row[int(seen) : int(seen) + n] for row, seen, n in zip(rows, length, piece, strict=True)]
             ids, _ = padded(part, columns=max(piece) + 2)
             last, following = forward_with_state(model, ids, new, length, states)
-            every, _ = forward_with_state(model, ids, new, length, states, last_only=False)
+            every, _ = forward_with_state(model, ids, new, length, states, keep=0)
             length = length + new
             states = following
             assert [{n: t.shape for n, t in layer.items()} for layer in states] == shapes

@@ -15,7 +15,7 @@ CONTEXT = 200
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 
 
-def exported(folder: Path, family: str, **still: str) -> Path:
+def exported(folder: Path, family: str, speculate: int = 0, **still: str) -> Path:
     """A package of hybrid and softmax layers, chunks of 8 tokens, a capacity of CONTEXT tokens."""
     import torch
 
@@ -25,7 +25,7 @@ def exported(folder: Path, family: str, **still: str) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
-    request = ExportOptions(str(folder / "model"))
+    request = ExportOptions(str(folder / "model"), speculate=speculate)
     return export(request, folder / "tiny", command="still-export tiny").path
 
 
@@ -33,6 +33,12 @@ def exported(folder: Path, family: str, **still: str) -> Path:
 def byte_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package as it is without options."""
     return exported(tmp_path_factory.mktemp("served"), "llama")
+
+
+@pytest.fixture(scope="session")
+def guessing_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four tokens may be guessed in a step."""
+    return exported(tmp_path_factory.mktemp("guessing"), "llama", speculate=4)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,128 @@
+"""Give what a call's ops computed their states from, so that a part of its tokens can be folded into the states before it.
+
+A call of guesses leaves the states as they were; `fold_graph` then takes the tokens that hold into them, by the same ops and no linear
+layer. A cache with a row for each position needs neither: rows of tokens that do not hold are written again.
+
+requires: no functions; nodes in the order of their OpSpec.
+ensures: an output `replay_<input>.<state>` for every activation of an op whose states need more than a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from still_graphs.edits import Writer, attribute, typed
+from still_graphs.later_ir import ir
+from still_graphs.ops import DOMAIN, OPS, OpSpec
+from still_graphs.ops.spec import CACHE, TensorSpec
+from still_graphs.states import REPLAY
+
+
+def keep_replay(model: ir.Model) -> int:
+    """Add the outputs, in place; how many there are."""
+    writer = Writer(model.graph)
+    there = {str(value.name) for value in model.graph.outputs}
+    added = 0
+    for node, spec in list(_folded(model)):
+        kept = next(value.dtype for value in node.outputs if value.dtype is not None)
+        for value, tensor in _activations(node, spec):
+            name = _name(node, spec, tensor.name)
+            if name in there:
+                continue
+            dtype = value.dtype or (kept if tensor.dtype == "T" else ir.DataType.FLOAT)
+            shape = ["batch", "tokens", *(value.shape or tensor.shape)[2:]]
+            if value.producer() is None or value.is_graph_output():
+                value = writer.node("Identity", [value], name)
+            value.name = name  # no copy
+            model.graph.outputs.append(typed(value, shape, dtype))
+            added += 1
+    return added
+
+
+def fold_graph(model: ir.Model) -> ir.Model:
+    """The graph that folds tokens of a call of `model`, which has the outputs, into the states before it.
+
+    Inputs are `new_tokens`, the tokens that hold, [B]; `past_length` [B]; states; and what the call gave. Outputs are the states after
+    them. Functions are those of `model`.
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(model.opset_imports), name="fold")
+    copies: dict[ir.Value, ir.Value] = {}
+
+    def given(name: str, like: ir.Value) -> ir.Value:
+        value = ir.Value(name=name, shape=like.shape, type=like.type)
+        graph.inputs.append(value)
+        return value
+
+    def copied(value: ir.Value | None) -> ir.Value | None:
+        if value is not None and value not in copies:
+            if value.is_graph_input():
+                copies[value] = given(str(value.name), value)
+            elif value.is_initializer():
+                new = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
+                graph.initializers.add(new)
+                copies[value] = new
+            else:
+                _copy(value.producer())
+        return None if value is None else copies[value]
+
+    def _copy(node: ir.Node | None) -> ir.Node:
+        assert node is not None
+        new = ir.Node(
+            node.domain,
+            node.op_type,
+            [copied(value) for value in node.inputs],
+            node.attributes.values(),
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            name=node.name,
+        )
+        graph.append(new)
+        for old, value in zip(node.outputs, new.outputs, strict=True):
+            value.name, value.shape, value.type = old.name, old.shape, old.type
+            copies[old] = value
+        return new
+
+    replays = {str(value.name): value for value in model.graph.outputs}
+    for node, spec in _folded(model):
+        for value, tensor in _activations(node, spec):
+            name = _name(node, spec, tensor.name)
+            copies[value] = next((v for v in graph.inputs if v.name == name), None) or given(name, replays[name])
+        states = {f"present_{state.name}" for state in spec.states}
+        new = _copy(node)
+        for name, value in zip(spec.output_names(), new.outputs, strict=False):
+            if name in states and value.name:
+                graph.outputs.append(value)
+    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+
+def gives_replay(model: ir.Model) -> str:
+    """The graph gives what every op with such states needs again."""
+    there = {value.name for value in model.graph.outputs}
+    names = [_name(node, spec, t.name) for node, spec in _folded(model) for _, t in _activations(node, spec)]
+    return "".join(f"no output {name}" for name in names[:1] if name not in there)
+
+
+def _folded(model: ir.Model) -> Iterator[tuple[ir.Node, OpSpec]]:
+    """The ops with states of which a position does not say everything."""
+    for node in model.graph:
+        spec = OPS.get(node.op_type) if node.domain == DOMAIN else None
+        if spec is None:
+            continue
+        spec = spec.resolve({CACHE.name: attribute(node, CACHE.name, CACHE.default)})
+        growths = [state.growth for state in spec.states]
+        if any(growth is None or (growth.rows, growth.per, growth.lag) != (1, 1, 0) for growth in growths):
+            yield node, spec
+
+
+def _activations(node: ir.Node, spec: OpSpec) -> Iterator[tuple[ir.Value, TensorSpec]]:
+    """Its inputs with a row for each token."""
+    for value, tensor in zip(node.inputs, spec.inputs, strict=False):
+        if value is not None and tensor.role == "activation":
+            yield value, tensor
+
+
+def _name(node: ir.Node, spec: OpSpec, name: str) -> str:
+    """Of an input: `replay_<input>.<state>`, with the op's first state, which tells it from others."""
+    first = node.inputs[len(spec.inputs)]
+    assert first is not None
+    return f"{REPLAY}{name}.{str(first.name).removeprefix('past_')}"

@@ -1,0 +1,77 @@
+"""A draft model: a smaller one whose likeliest tokens are the guesses of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from still_export.runtime.base import Runner
+from still_export.runtime.sampling import RunError, likeliest
+from still_export.runtime.speculation import Speculation
+from still_export.runtime.text import Text
+
+
+class Draft:
+    """Guesses for any number of sequences, one after the other.
+
+    Args:
+        runner: Of the draft's package, for one sequence.
+        vocabulary: Tokens of the model that it guesses for.
+    """
+
+    def __init__(self, runner: Runner, vocabulary: int) -> None:
+        self.runner, self.vocabulary = runner, vocabulary
+        runner.start()
+        self._last: Drafted | None = None
+
+    def guesser(self, tokens: Sequence[int]) -> Drafted:
+        """Of a sequence that begins with `tokens`; what the latest one has read of them is not read again."""
+        new, last = Drafted(self, tokens), self._last
+        if last is not None and new.tokens[: last.read] == last.tokens[: last.read]:
+            new.read, new.state = last.read, last.state
+        self._last = new
+        return new
+
+
+class Drafted:
+    """What a draft has read of a sequence, and the state after it: its own guesses are forgotten."""
+
+    def __init__(self, draft: Draft, tokens: Sequence[int]) -> None:
+        self.draft, self.tokens, self.read = draft, list(tokens), 0
+        self.state: dict[str, np.ndarray] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """As of Guesser."""
+        self.tokens += tokens
+
+    def guess(self, most: int, least: int) -> list[int]:
+        """As of Guesser; none at the end of the draft's capacity."""
+        runner, vocabulary = self.draft.runner, self.draft.vocabulary
+        if runner.table.bounded and len(self.tokens) + most > runner.table.capacity_tokens:
+            return []
+        runner.put(0, self.state, self.read)
+        logits = runner.prefill(self.tokens[self.read :])
+        self.read, self.state = len(self.tokens), {name: array.copy() for name, array in runner.take().items()}
+        guesses = [int(likeliest(logits[:vocabulary]))]
+        while len(guesses) < most:
+            guesses.append(int(likeliest(runner.step(np.array(guesses[-1:]))[0, :vocabulary])))
+        return guesses
+
+
+def open_draft(model: Runner, draft: Runner) -> Speculation:
+    """Guesses of the model `draft` for `model`.
+
+    Raises:
+        RunError: `model` takes no guesses, or they have different tokenizers.
+    """
+    if not model.guesses:
+        raise RunError(
+            f"{model.folder} takes no guesses of a draft: export it with --speculate, and run it with ONNX Runtime."
+        )
+    if Text(model).tokenizer.get_vocab() != Text(draft).tokenizer.get_vocab():
+        raise RunError(
+            f"the draft {draft.folder} has another tokenizer than {model.folder}: its tokens mean something else. "
+            "Give a package of a model of the same family."
+        )
+    return Speculation(model.guesses, Draft(draft, model.manifest["model"]["vocab_size"]).guesser)

@@ -1,0 +1,169 @@
+"""Calls of guessed tokens: states and logits are those of plain decoding, whatever of the guesses holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from still_export.errors import ConfigError
+from still_export.graph.options import ExportOptions
+from still_export.proof.package import VerifyOptions, verify
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.sampling import RunError
+from still_export.targets.export import export
+from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.targets.ort.options import OrtOptions
+from still_export.targets.trt.options import TrtOptions
+from tests.still_export.conftest import Exporter
+from tests.still_export.linear_models import linear_model
+from tests.still_export.tiny import CHUNK, MIXED, VOCAB
+from tests.tolerances import MODEL
+
+pytestmark = pytest.mark.slow  # each exports a model
+
+CLOSE = dict.fromkeys(("rtol", "atol"), MODEL["float32"])
+GUESSES, SEQUENCES, STEPS = 4, 3, 3 * CHUNK
+LENGTHS = np.array([1, CHUNK + 5, 2 * CHUNK - 1])
+RANDOM = np.random.default_rng(7)
+PROMPT, TOKENS = (RANDOM.integers(3, VOCAB, (SEQUENCES, n)) for n in (LENGTHS.max(), STEPS))
+
+Hold = Callable[[np.random.Generator, np.ndarray], np.ndarray]
+HOLDS: dict[str, Hold] = {
+    "all": lambda random, brought: brought,
+    "none": lambda random, brought: np.minimum(brought, 1),
+    "random": lambda random, brought: random.integers(0, brought + 1),
+}
+"""Of the tokens that each sequence brings, how many hold."""
+
+
+@pytest.fixture(params=[False, None], ids=["bodies", "kernels"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool | None:
+    if request.param is None:
+        monkeypatch.setenv(CACHE_VARIABLE, str(request.getfixturevalue("kernels_cache")))
+    return request.param  # type: ignore[no-any-return]
+
+
+def begun(path: Path) -> OrtModel:
+    model = OrtModel(path, threads=1)
+    model.start(SEQUENCES)
+    model.feed(PROMPT, LENGTHS)
+    return model
+
+
+def guessed(model: OrtModel, hold: Hold, part: slice = slice(0, SEQUENCES)) -> np.ndarray:
+    """Logits of `TOKENS`, read by the sequences of `part` in calls of guesses, with others behind those that hold."""
+    random, done = np.random.default_rng(1), np.zeros(SEQUENCES, np.int64)
+    done[: part.start], done[part.stop :] = STEPS, STEPS
+    logits = np.zeros((SEQUENCES, STEPS, VOCAB), np.float32)
+    while (done < STEPS).any():
+        brought = np.where(done < STEPS, random.integers(1, GUESSES + 2, SEQUENCES), 0)
+        holds = np.minimum(hold(random, brought), STEPS - done)
+        ids = random.integers(3, VOCAB, (SEQUENCES, GUESSES + 1))
+        for b, count in enumerate(holds):
+            ids[b, :count] = TOKENS[b, done[b] : done[b] + count]
+        rows = model.guess(ids[part], brought[part], part.start)
+        model.accept(holds[part])
+        for b, row in zip(range(SEQUENCES)[part], rows, strict=True):
+            first = len(row) - brought[b]
+            logits[b, done[b] : done[b] + holds[b]] = row[first : first + holds[b]]
+        done += holds
+    return logits
+
+
+def check(path: Path) -> None:
+    plain = begun(path)
+    logits = np.concatenate([plain.feed(TOKENS[:, i : i + 1]) for i in range(STEPS)], axis=1)
+    expected = [{n: x.copy() for n, x in plain.take(b).items()} for b in range(SEQUENCES)]
+    for name, hold in HOLDS.items():
+        for part in (slice(0, SEQUENCES), slice(1, SEQUENCES)):
+            model = begun(path)
+            found, those = guessed(model, hold, part), range(SEQUENCES)[part]
+            np.testing.assert_allclose(found[part], logits[part], err_msg=name, **CLOSE)
+            assert (model.length[part] == plain.length[part]).all()
+            for b in those:
+                for state, array in model.take(b).items():
+                    np.testing.assert_allclose(array, expected[b][state], err_msg=f"{name} {state}", **CLOSE)
+
+
+STILL: list[dict[str, Any]] = [
+    dict(layer_types=MIXED),
+    dict(overflow="fold_min_score", capacity_tokens=3 * CHUNK),
+    dict(cache="int8", select_scope="kv_group_max", sizes=dict(head_dim=12)),
+]
+
+
+def test_still_beside_softmax_layers(export_tiny: Exporter, native: bool | None) -> None:
+    package = export_tiny(options={"speculate": GUESSES, "native": native}, layer_types=MIXED)
+    assert (OrtModel(package.path).native is None) == (native is False)
+    check(package.path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("still", STILL[1:], ids=str)
+def test_other_states_of_still(export_tiny: Exporter, still: dict[str, Any], native: bool | None) -> None:
+    check(export_tiny(options={"speculate": GUESSES, "native": native}, **still).path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "granitemoehybrid", "falcon_h1", "mamba2", "gla", "lfm2", "kimi_linear", "delta_net"]
+)
+def test_linear_families(family: str, native: bool | None, tmp_path: Path) -> None:
+    linear_model(family).save_pretrained(tmp_path / "model")
+    asked = ExportOptions(str(tmp_path / "model"), speculate=GUESSES)
+    check(export(asked, tmp_path / "package", options=OrtOptions(native=native)).path)
+
+
+def test_verify_reads_guesses_and_sees_one_that_does_not_hold(
+    export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = export_tiny(options={"speculate": GUESSES, "native": None}, layer_types=MIXED)
+    options = VerifyOptions(lengths=(CHUNK + 1,), decode_steps=CHUNK + 3)
+    report = verify(package.path, options, tmp_path).report
+    assert report.passed and any(output.case.endswith("guessed") for output in report.outputs)
+    right = OrtModel.accept
+
+    def one_too_many(model: OrtModel, accepted: np.ndarray) -> None:
+        assert model.guessed is not None
+        more = np.minimum(accepted + 1, model.guessed[2])
+        right(model, more)
+        model.length = model.length - (more - accepted)
+
+    monkeypatch.setattr(OrtModel, "accept", one_too_many)
+    report = verify(package.path, options, tmp_path).report
+    failed = {output.case for output in report.outputs if not output.passed}
+    assert failed and all(case.endswith("guessed") for case in failed)
+
+
+def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
+    package = export_tiny(options={"speculate": GUESSES, "native": None}, layer_types=MIXED)
+    model, two = begun(package.path), np.full((SEQUENCES, 2), 5)
+    with pytest.raises(RunError, match="nothing was guessed"):
+        model.accept(np.ones(SEQUENCES))
+    for wrong in ([3, 1, 1], [-1, 1, 1], [1, 1]):
+        model.guess(two)
+        with pytest.raises(RunError, match=r"accepted=.* of the \[2, 2, 2\] tokens"):
+            model.accept(np.array(wrong))
+    model.guess(two)
+    model.feed(two[:, :1])
+    with pytest.raises(RunError, match="another call was made since"):
+        model.accept(np.ones(SEQUENCES))
+    with pytest.raises(RunError, match="5 guesses in one call, and this package takes 4"):
+        model.guess(np.full((SEQUENCES, GUESSES + 2), 5))
+    with pytest.raises(RunError, match="exported with --speculate"):
+        begun(export_tiny(layer_types=MIXED).path).guess(two)
+    source = package.manifest["config"]["model"]
+    with pytest.raises(
+        ConfigError, match=f"--speculate {CHUNK + 1} is more than a chunk of this model, {CHUNK} tokens"
+    ):
+        export(ExportOptions(source, speculate=CHUNK + 1), tmp_path / "more")
+    with pytest.raises(ConfigError, match="--speculate is for ort-cpu, not for trt"):
+        export(ExportOptions(source, speculate=1), tmp_path / "trt", to="trt", options=TrtOptions())
+    with pytest.raises(ConfigError, match="--speculate -1"):
+        ExportOptions(source, speculate=-1)
+    with pytest.raises(ConfigError, match="--all-logits is not for --speculate"):
+        ExportOptions(source, speculate=1, all_logits=True)

@@ -1,0 +1,121 @@
+"""Answers with guessed tokens beside plain ones: 40 tasks of editing and copying, 40 free chats.
+
+  python -m tools.benchmarks.guesses PACKAGE --threads 2 --tokens 96
+
+PACKAGE was exported with --speculate. Each prompt is answered greedily with guesses and without, in turns. Where the answers part, `lead`
+is by how much the model prefers its own token to the other there: two roundings of one logit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+
+import still_export
+from still_export.runtime.language_model import LanguageModel
+from still_export.runtime.text import Answer
+from tools.benchmarks.common import Findings, parser_of
+
+SOURCES = (
+    "def area(width, height):\n    size = width * height\n    return size\n\ndef edge(width, height):\n    return 2 * (width + height)\n",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total = total + value\n    return total / len(values)\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items.append(item)\n",
+    "name: Ada Klein\nstreet: 12 Mill Road\ntown: Norwich\nphone: 01603 555 210\norder: two lamps and a ladder\n",
+    "invoice 4471\ndate: 3 March 2021\nclient: Harbour Books\namount: 318.40\ndue: 2 April 2021\nnote: paid in two parts\n",
+    "The ferry leaves at eight, crosses the sound in forty minutes and waits for the bus. In winter it leaves at nine, and on "
+    "days of strong wind it does not leave at all.\n",
+    "Boil the beans for an hour, pour off the water and let them cool. Cut the onions fine, warm the oil in a wide pan, and "
+    "turn the onions in it until they are soft and brown.\n",
+    "The well was dug by the first settlers, and its walls are of the same grey stone as the church. Nobody knows how deep it "
+    "is, though many children have dropped stones and counted.\n",
+    '{"id": 17, "title": "Night train", "year": 1959, "length": 99, "tags": ["drama", "rail", "sea"], "seen": true}\n',
+    "[server]\nhost = 10.0.0.12\nport = 8080\nworkers = 4\n\n[log]\npath = /var/log/app.log\nlevel = warning\nkeep = 14\n",
+)
+EDITS = (
+    "Repeat this text exactly, without changes:\n\n{}",
+    "Copy this text twice:\n\n{}",
+    "Here is a text:\n\n{0}\nWrite it again with its first line left out.",
+    "Text:\n\n{0}\nQuote the text, then say in one sentence what it is.",
+)
+SUBJECTS = (
+    "a fox",
+    "the sea",
+    "an old clock",
+    "bread",
+    "a long winter",
+    "chess",
+    "the moon",
+    "a lost key",
+    "trains",
+    "rain",
+)
+CHATS = (
+    "Tell me a short story about {}.",
+    "What do people like about {}?",
+    "Give me three facts about {}.",
+    "Write a letter to a friend about {}.",
+)
+
+
+def prompts(kinds: tuple[str, ...], parts: tuple[str, ...]) -> list[str]:
+    return [kind.format(part) for kind, part in itertools.product(kinds, parts)]
+
+
+def seconds(answer: Answer) -> float:
+    """Of the tokens behind the first one."""
+    return (len(answer.tokens) - 1) / answer.decode_tokens_per_s if answer.decode_tokens_per_s else 0.0
+
+
+def lead(model: LanguageModel, prompt: str, ours: list[int], theirs: list[int]) -> float | None:
+    """How far the likelier token is ahead where two answers part; None: they do not."""
+    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return None
+    model.runner.start()
+    logits = model.runner.prefill(model.text.dialogue([{"role": "user", "content": prompt}]) + ours[:place])
+    return abs(float(logits[ours[place]] - logits[theirs[place]]))
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--every", type=int, default=1, help="ask every so many of the prompts")
+    given = parser.parse_args()
+    found = Findings()
+    plain = still_export.load(given.package, threads=given.threads, guess="none")
+    for name, texts in (("edits", prompts(EDITS, SOURCES)), ("chats", prompts(CHATS, SUBJECTS))):
+        guessing = still_export.load(given.package, threads=given.threads)
+        rates, leads = list[float](), list[float]()
+        spent = {"plain": 0.0, "guessing": 0.0}
+        for number, prompt in enumerate(texts[:: given.every]):
+            messages = [{"role": "user", "content": prompt}]
+            answers = {}
+            for kind, model in [("plain", plain), ("guessing", guessing)][:: 1 - 2 * (number % 2)]:
+                answers[kind] = model.generate(messages, max_tokens=given.tokens)
+            times = {kind: seconds(answer) / max(1, len(answer.tokens) - 1) for kind, answer in answers.items()}
+            if all(times.values()):
+                rates.append(times["plain"] / times["guessing"])
+                for kind, time in times.items():
+                    spent[kind] += time
+            ahead = lead(plain, prompt, answers["plain"].tokens, answers["guessing"].tokens)
+            if ahead is not None:
+                leads.append(ahead)
+        assert guessing.runner.speculation is not None
+        found.add(
+            prompts=name,
+            count=len(rates),
+            times_plain=round(spent["plain"] / spent["guessing"], 3),
+            median_times_plain=round(statistics.median(rates), 3),
+            least_times_plain=round(min(rates), 3),
+            parted=len(leads),
+            greatest_lead=round(max(leads, default=0.0), 4),
+            **guessing.runner.speculation.to_dict(),
+        )
+    found.record(given.record, "guesses", {"package": given.package.name}, ["still_export/runtime"])
+
+
+if __name__ == "__main__":
+    main()
