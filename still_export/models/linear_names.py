@@ -50,7 +50,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),
-    "gla": (*_FLA, (".attn.g_norm.", ".attn.o_norm.")),
+    **dict.fromkeys(("gla", "retnet"), (*_FLA, (".attn.g_norm.", ".attn.o_norm."))),
 }
 _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
@@ -124,7 +124,7 @@ def _joined_convolutions(tensors: Weights) -> dict[str, Weight]:
         else:
             result[name] = tensor
     for module, found in parts.items():
-        order = "qfi" if "f" in found else "qkv"
+        order = "qkv" if "f" not in found else "qfi" if "q" in found else "fi"
         if set(found) != set(order):
             raise CheckpointError(
                 f"{module} has convolutions of {', '.join(sorted(found))} alone; expected {', '.join(order)}. Fetch the model again."

@@ -114,6 +114,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "delta_net": dict(_WIDE, num_heads=2, expand_k=1.0, expand_v=1.0),
     "gla": dict(_WIDE, expand_k=2.0, expand_v=2.0, attn=dict(SOFTMAX, num_heads=2, num_kv_heads=1)),
     "hgrn2": dict(_WIDE, expand_ratio=64),
+    "hgrn": _WIDE,
+    "retnet": dict(_WIDE, num_heads=2),
 }
 """Changes that make sizes the multiples of 16 that published models have, for runtimes that demand them."""
 

@@ -108,6 +108,8 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
         ("gla", {"attn": {**SOFTMAX, "window_size": 37}}),
         ("hgrn2", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False}),
+        ("hgrn", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False, "expand_ratio": 2}),
+        ("retnet", {"use_short_conv": True, "conv_size": 3, "use_output_gate": False, "expand_v": 1.0}),
         ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
     ],
@@ -179,6 +181,8 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
             {"use_short_conv": False},
             "use_short_conv=False in config.json of a delta_net model; covered: True",
         ),
+        ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
+        ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
         (
             "lfm2",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
