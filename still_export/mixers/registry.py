@@ -12,7 +12,7 @@ from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentio
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
 from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.liger_gla.mixer import LigerGLAMixer
-from still_export.mixers.lightning_attention import LightningAttentionMixer
+from still_export.mixers.lightning_attention.mixer import LightningAttentionMixer
 from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer

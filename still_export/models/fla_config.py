@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from operator import index
 from typing import Any
 
-from still_export.errors import ConfigError, StillExportError, UnsupportedModelError
+from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
+from still_export.models.stack import read_values
 
 LINEAR = "linear_attention"
 
@@ -42,14 +44,7 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedModelError(
                 f"{name}={config[name]!r} in config.json of a {kind} model; covered: {' or '.join(map(repr, covered))}."
             )
-    try:
-        return _values(kind, config)
-    except StillExportError:
-        raise
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"config.json is no valid {kind} configuration: {type(error).__name__}: {error}. Fix the named value."
-        ) from error
+    return read_values(kind, config, partial(_values, kind))
 
 
 def _values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:

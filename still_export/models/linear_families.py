@@ -41,12 +41,13 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
-from still_export.mixers.layers import FULL
+from still_export.mixers.layers import FULL, head_size
 from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM
+from still_export.models.transnormer import TRANSNORMER
 
 _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
@@ -124,7 +125,12 @@ class Mamba2ModelMixin(LinearModelMixin):
 
 
 class MiniMaxConfigMixin(LinearConfigMixin):
-    """What of MiniMax is not covered."""
+    """Sizes of its Lightning layers, and what of MiniMax is not covered."""
+
+    def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
+        """H, D, V and the output's scale of layer `index`."""
+        size = head_size(self)
+        return self.num_attention_heads, size, size, 1.0  # type: ignore[attr-defined]
 
     def check(self, still: LayersConfig) -> None:
         super().check(still)
@@ -226,6 +232,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
             title="NemotronH",
         ),
         *FLA_FAMILIES,
+        TRANSNORMER,
     )
 }
 """Families by transformers' model_type."""

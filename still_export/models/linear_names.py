@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
+from still_export.models import transnormer
 from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -56,14 +57,18 @@ _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
+_TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    **dict.fromkeys(MIXERS, translated),
+    "transnormer": transnormer.translated,
+}
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models of text and images, and the model_type of their language model."""
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model alone, for those that see images, too; under our names, for flash-linear-attention's."""
-    if config["model_type"] in MIXERS:
-        return translated(config)
+    """The configuration of the language model alone, for those that see images, too; under our names, where transformers has no class."""
+    if (translate := _TRANSLATED.get(config["model_type"])) is not None:
+        return translate(config)
     text = config.get("text_config")
     kind = _TEXT_OF.get(config["model_type"])
     if kind is None or not isinstance(text, dict):

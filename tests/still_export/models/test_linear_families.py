@@ -110,6 +110,8 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("hgrn2", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False}),
         ("hgrn", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False, "expand_ratio": 2}),
         ("retnet", {"use_short_conv": True, "conv_size": 3, "use_output_gate": False, "expand_v": 1.0}),
+        ("transnormer", {"bias": True, "glu_dim": -1, "no_scale_embedding": True, "decoder_attention_heads": 6}),
+        ("transnormer", {"hidden_dim": 36, "linear_use_lrpe_list": [0, 0, 0], "tie_word_embeddings": True}),
         ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
     ],
@@ -181,6 +183,11 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
             {"use_short_conv": False},
             "use_short_conv=False in config.json of a delta_net model; covered: True",
         ),
+        (
+            "transnormer",
+            {"linear_act_fun": "relu"},
+            "linear_act_fun='relu' in config.json of a transnormer model; covered",
+        ),
         ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
         ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
         (
@@ -218,6 +225,13 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("gla", {"num_heads": 5}, r"^config\.json gives heads of 9.6 keys and 7.2 values, which"),
         ("gla", {"attn": {**SOFTMAX, "window_size": 0}}, r"^attn\.window_size=0 in config\.json is outside 1\.\.65536"),
         ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
+        ("transnormer", {"decoder_layers": 1}, "decoder_layers=1 in config.json: the decay of a layer is divided"),
+        (
+            "transnormer",
+            {"linear_use_lrpe_list": [1]},
+            "linear_use_lrpe_list in config.json has 1 entries for decoder_layers=3",
+        ),
+        ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],
 )
 def test_configurations_that_do_not_fit(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
