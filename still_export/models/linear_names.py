@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models import transnormer
+from still_export.models import minicpm_sala, transnormer
 from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -60,6 +60,7 @@ _LOWER_BOUNDS = "model.lower_bounds"
 _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(MIXERS, translated),
     "transnormer": transnormer.translated,
+    "minicpm_sala": minicpm_sala.translated,
 }
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models of text and images, and the model_type of their language model."""

@@ -24,7 +24,7 @@ def read_values(
         return read(config)
     except StillExportError:
         raise
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"config.json is no valid {kind} configuration: {type(error).__name__}: {error}. Fix the named value."
         ) from error

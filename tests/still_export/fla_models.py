@@ -189,7 +189,7 @@ class FlaModel:
         q, k, v = ((x @ w[f"{n}_proj.weight"].T + w[f"{n}_proj.bias"]).unflatten(-1, (-1, dim)) for n in "qkv")
         angles = torch.arange(tokens)[:, None] / attn["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-        q, k = (_turned(h, turn) for h in (q, k))
+        q, k = (turned(h, turn) for h in (q, k))
         k, v = (h.repeat_interleave(attn["num_heads"] // attn["num_kv_heads"], 2) for h in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
         behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
@@ -226,7 +226,7 @@ class FlaModel:
             decay = kept.log()[:, None].expand(*x.shape[:2], queries, dim).flatten(2).to(x.dtype)
             angles = torch.arange(x.shape[1])[:, None] / 1e4 ** (torch.arange(0, dim, 2).double() / dim)
             turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-            q, k = (_turned(h.unflatten(-1, (-1, dim)), turn).flatten(2) for h in (q, k))
+            q, k = (turned(h.unflatten(-1, (-1, dim)), turn).flatten(2) for h in (q, k))
         elif self.family == "gla":
             decay = logsigmoid(x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]) / 16
             decay = decay if c.get("clamp_min") is None else decay.clamp_min(c["clamp_min"])
@@ -255,7 +255,7 @@ class FlaModel:
         return output @ w["o_proj.weight"].T
 
 
-def _turned(x: Tensor, turn: Tensor) -> Tensor:
+def turned(x: Tensor, turn: Tensor) -> Tensor:
     """Channels i and i + D / 2 as a complex number, turned."""
     first, second = x.double().chunk(2, -1)
     turned = torch.complex(first, second) * turn
