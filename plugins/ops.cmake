@@ -16,4 +16,6 @@ set(STILL_OP_FOLDERS
     "${CMAKE_CURRENT_LIST_DIR}/cpu/route"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/experts"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/experts_nbits"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/select_blocks"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/block_attention"
 )

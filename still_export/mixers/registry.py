@@ -6,13 +6,14 @@ from typing import Any
 
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
+from still_export.mixers.block_attention.mixer import BlockAttentionMixer
 from still_export.mixers.feed_forward import FeedForwardMixer
 from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
 from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.liger_gla.mixer import LigerGLAMixer
-from still_export.mixers.lightning_attention import LightningAttentionMixer
+from still_export.mixers.lightning_attention.mixer import LightningAttentionMixer
 from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
@@ -36,6 +37,7 @@ MIXERS: dict[str, Mixer] = {
         ParallelMamba2Mixer(),
         ShortConvMixer(),
         LightningAttentionMixer(),
+        BlockAttentionMixer(),
         FeedForwardMixer(),
     )
 }

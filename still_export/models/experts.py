@@ -24,7 +24,7 @@ _NAMES = (
     (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
 )
 """Granite's and LFM2's, and ours."""
-FLOAT32 = ("e_score_correction_bias", "expert_bias")
+FLOAT32 = ("e_score_correction_bias", "expert_bias", ".lrpe.theta")
 """Ends of the names of tensors that are float32 in a model of any type: what they decide is not rounded."""
 
 

@@ -100,7 +100,8 @@ class FlaMixer(nn.Module):
         queries, keys = self.num_q_heads * self.head_k_dim, self.num_k_heads * self.head_k_dim
         values = self.num_v_heads * self.head_v_dim
         self.outputs = self.head_v_dim * max(self.num_q_heads, self.num_v_heads)
-        self.q_proj = nn.Linear(hidden, queries, bias=False)
+        if queries:
+            self.q_proj = nn.Linear(hidden, queries, bias=False)
         for name, outputs in zip(self.names, (keys, values), strict=True):
             self.add_module(name, nn.Linear(hidden, outputs, bias=False))
         if self.taps:
@@ -164,6 +165,22 @@ class FlaHGRN2(FlaMixer):
         self.g_norm = GatedRMSNorm(config.hidden_size, HGRN2_EPSILON, None)
 
 
+class FlaHGRN(FlaHGRN2):
+    """Of an HGRN, the first, which has no queries."""
+
+    def add_parts(self, config: Any) -> None:
+        super().add_parts(config)
+        self.g_proj = nn.Linear(config.hidden_size, self.outputs, bias=False)
+        self.g_norm = GatedRMSNorm(self.outputs, config.rms_norm_eps, "silu")
+
+
+class FlaRetNet(FlaMixer):
+    """Of a RetNet."""
+
+    def add_parts(self, config: Any) -> None:
+        self.add_gate_and_norm(config)
+
+
 class FlaAttention(nn.Module):
     """Of a softmax layer."""
 
@@ -182,6 +199,8 @@ MIXERS: dict[str, type[FlaMixer]] = {
     "delta_net": FlaDeltaNet,
     "gla": FlaGLA,
     "hgrn2": FlaHGRN2,
+    "hgrn": FlaHGRN,
+    "retnet": FlaRetNet,
 }
 """By model_type."""
 
@@ -209,5 +228,6 @@ class FlaBlock(nn.Module):
 def fla_stack(config: Any) -> Stack:
     """The layers of a model with the configuration `config`."""
     layers = [FlaBlock(config, index) for index in range(config.num_hidden_layers)]
-    rotary = LlamaRotaryEmbedding(config) if FULL in config.layer_types else None
+    turned = FULL in config.layer_types or config.model_type.removeprefix("still_") == "retnet"
+    rotary = LlamaRotaryEmbedding(config) if turned else None
     return Stack(config, layers, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)

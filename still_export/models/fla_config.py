@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from operator import index
 from typing import Any
 
-from still_export.errors import ConfigError, StillExportError, UnsupportedModelError
+from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
+from still_export.models.stack import read_values
 
 LINEAR = "linear_attention"
 
@@ -33,19 +35,16 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kind in ("gated_deltanet", "delta_net"):
         refused["use_short_conv"] = (True,)
+    if (
+        kind == "retnet"
+    ):  # of softmax layers, whose heads are turned otherwise, and of heads that share keys there is no checkpoint
+        refused |= {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
     for name, covered in refused.items():
         if name in config and config[name] not in covered:
             raise UnsupportedModelError(
                 f"{name}={config[name]!r} in config.json of a {kind} model; covered: {' or '.join(map(repr, covered))}."
             )
-    try:
-        return _values(kind, config)
-    except StillExportError:
-        raise
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"config.json is no valid {kind} configuration: {type(error).__name__}: {error}. Fix the named value."
-        ) from error
+    return read_values(kind, config, partial(_values, kind))
 
 
 def _values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,8 +52,8 @@ def _values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, ratio = given["hidden_size"], given.get("hidden_ratio") or 4
     return {
         **{name: config[name] for name in _KEPT if name in config},
-        **_HEADS[kind](given),
         **_softmax(given),
+        **_HEADS[kind](given),
         "intermediate_size": given.get("intermediate_size") or 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256),
         "rms_norm_eps": given.get("norm_eps", 1e-6),
         "linear_conv_kernel_dim": given.get("conv_size", 4) if given["use_short_conv"] else 0,
@@ -82,6 +81,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "delta_net": {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_short_conv": True, "use_gate": False},
     "gla": {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "use_short_conv": False, "use_output_gate": True},
     "hgrn2": {"expand_ratio": 128, "use_short_conv": False, "use_lower_bound": True},
+    "hgrn": {"expand_ratio": 1, "use_short_conv": False, "use_lower_bound": True},
+    "retnet": {
+        "num_heads": 8,
+        "expand_k": 1.0,
+        "expand_v": 2.0,
+        "hidden_ratio": 2,
+        "use_short_conv": False,
+        "use_output_gate": True,
+    },
 }
 """What a config.json may leave out."""
 
@@ -121,7 +129,29 @@ def _hgrn2(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_HEADS = {"gated_deltanet": _gated_delta_net, "delta_net": _delta_net, "gla": _gla, "hgrn2": _hgrn2}
+def _hgrn(given: Mapping[str, Any]) -> dict[str, Any]:
+    channels = int(given["hidden_size"] * given["expand_ratio"])
+    return _sizes(channels, channels, 1, 1) | {
+        "linear_num_query_heads": 0,
+        "linear_conv_activation": "none",
+        "lower_bounds": given["use_lower_bound"],
+    }
+
+
+def _retnet(given: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = _delta_net(given | {"use_gate": given["use_output_gate"]})
+    turned = {"head_dim": sizes["linear_key_head_dim"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    return sizes | turned
+
+
+_HEADS = {
+    "gated_deltanet": _gated_delta_net,
+    "delta_net": _delta_net,
+    "gla": _gla,
+    "hgrn2": _hgrn2,
+    "hgrn": _hgrn,
+    "retnet": _retnet,
+}
 
 
 def _sizes(key_heads: int, value_heads: int, dim: float, size: float) -> dict[str, Any]:

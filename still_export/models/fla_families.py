@@ -1,4 +1,4 @@
-"""The families of flash-linear-attention: GLA, DeltaNet, Gated DeltaNet, HGRN2."""
+"""The families of flash-linear-attention: GLA, RetNet, HGRN and HGRN2, DeltaNet, Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def _family(name: str, title: str, mixer: str) -> Family:
 FLA_FAMILIES: tuple[Family, ...] = (
     _family("gla", "GLA", "gated_linear_attention"),  # the gated rule with a decay per key channel
     _family("hgrn2", "HGRN2", "gated_linear_attention"),  # the same, what is written follows from what is forgotten
+    _family("hgrn", "HGRN", "gated_linear_attention"),  # the same in each channel by itself
+    _family("retnet", "RetNet", "gated_linear_attention"),  # a decay of each head for all tokens
     _family("delta_net", "DeltaNet", "delta_net"),
     _family("gated_deltanet", "GatedDeltaNet", "gated_delta_net"),
 )

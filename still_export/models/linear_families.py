@@ -41,12 +41,14 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
-from still_export.mixers.layers import FULL
+from still_export.mixers.layers import FULL, head_size
 from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.minicpm_sala import SALA
 from still_export.models.stack import Stack, StackForCausalLM
+from still_export.models.transnormer import TRANSNORMER
 
 _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
@@ -124,7 +126,12 @@ class Mamba2ModelMixin(LinearModelMixin):
 
 
 class MiniMaxConfigMixin(LinearConfigMixin):
-    """What of MiniMax is not covered."""
+    """Sizes of its Lightning layers, and what of MiniMax is not covered."""
+
+    def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
+        """H, D, V and the output's scale of layer `index`."""
+        size = head_size(self)
+        return self.num_attention_heads, size, size, 1.0  # type: ignore[attr-defined]
 
     def check(self, still: LayersConfig) -> None:
         super().check(still)
@@ -226,6 +233,8 @@ LINEAR_FAMILIES: dict[str, Family] = {
             title="NemotronH",
         ),
         *FLA_FAMILIES,
+        TRANSNORMER,
+        SALA,
     )
 }
 """Families by transformers' model_type."""
@@ -235,7 +244,7 @@ _SPARSE = "its softmax layers select keys"
 _BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
-    **dict.fromkeys(("qwen4_exp", "glm5_next", "minicpm_sala", "deepseek_v32", "nsa"), _SPARSE),
+    **dict.fromkeys(("qwen4_exp", "glm5_next", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
     "rwkv7": "RWKV-7 moves its state by two more vectors of each token, which no rule of the op does",
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
+from still_export.models import minicpm_sala, transnormer
 from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -61,20 +62,25 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),
-    "gla": (*_FLA, (".attn.g_norm.", ".attn.o_norm.")),
+    **dict.fromkeys(("gla", "retnet"), (*_FLA, (".attn.g_norm.", ".attn.o_norm."))),
 }
 _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
+_TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    **dict.fromkeys(MIXERS, translated),
+    "transnormer": transnormer.translated,
+    "minicpm_sala": minicpm_sala.translated,
+}
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2"}
 """Models of text and images, and the model_type of their language model."""
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model alone, for those that see images, too; under our names, for flash-linear-attention's."""
-    if config["model_type"] in MIXERS:
-        return translated(config)
+    """The configuration of the language model alone, for those that see images, too; under our names, where transformers has no class."""
+    if (translate := _TRANSLATED.get(config["model_type"])) is not None:
+        return translate(config)
     text = config.get("text_config")
     kind = _TEXT_OF.get(config["model_type"])
     if kind is None or not isinstance(text, dict):
@@ -142,7 +148,7 @@ def _joined_convolutions(tensors: Weights) -> dict[str, Weight]:
         else:
             result[name] = tensor
     for module, found in parts.items():
-        order = "qfi" if "f" in found else "qkv"
+        order = "qkv" if "f" not in found else "qfi" if "q" in found else "fi"
         if set(found) != set(order):
             raise CheckpointError(
                 f"{module} has convolutions of {', '.join(sorted(found))} alone; expected {', '.join(order)}. Fetch the model again."

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from still_export.errors import ConfigError, StillExportError
+
+
+def read_values(
+    kind: str, config: Mapping[str, Any], read: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `read` makes of the config.json of a `kind` model that is no configuration of transformers.
+
+    Raises:
+        ConfigError: A value is missing or none of its type; and what `read` raises.
+    """
+    try:
+        return read(config)
+    except StillExportError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"config.json is no valid {kind} configuration: {type(error).__name__}: {error}. Fix the named value."
+        ) from error
 
 
 class Stack(nn.Module):
@@ -18,16 +38,22 @@ class Stack(nn.Module):
         layers: In their order.
         norm: Behind the last one.
         rotary: From hidden states and positions to `position_embeddings`, which layers get; None: they have no positions.
+        scale: Embeddings of token ids are multiplied with it.
     """
 
     def __init__(
-        self, config: Any, layers: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None = None
+        self,
+        config: Any,
+        layers: Sequence[nn.Module],
+        norm: nn.Module,
+        rotary: nn.Module | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.rotary_emb = rotary
+        self.rotary_emb, self.scale = rotary, scale
 
     def forward(
         self,
@@ -39,6 +65,8 @@ class Stack(nn.Module):
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, channels] of token ids, or embeddings, behind the norm."""
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None and self.scale != 1.0:
+            hidden = hidden * self.scale
         if self.rotary_emb is not None:
             kwargs["position_embeddings"] = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:

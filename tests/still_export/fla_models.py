@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = dict(
     max_position_embeddings=512,
     tie_word_embeddings=False,
     bos_token_id=1,
-    eos_token_id=2,
+    eos_token_id=None,  # random models must not stop by chance
     pad_token_id=None,
     attn=None,
 )
@@ -39,6 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
     "gla": dict(num_heads=4, num_kv_heads=2, expand_k=2.0, expand_v=1.5, use_short_conv=False, attn=SOFTMAX),
     "hgrn2": dict(num_heads=None, expand_ratio=8, use_lower_bound=True, use_short_conv=False),
+    "hgrn": dict(expand_ratio=1, use_lower_bound=True, use_short_conv=False),
+    "retnet": dict(num_heads=3, expand_k=1.0, expand_v=2.0, use_short_conv=False),
 }
 """What each family's configuration has beside `COMMON`."""
 
@@ -107,6 +109,8 @@ class FlaModel:
                 c["head_dim"],
                 int(c["head_dim"] * c["expand_v"]),
             )
+        if self.family == "hgrn":
+            return 0, hidden * c["expand_ratio"], hidden * c["expand_ratio"], 1, 1
         if self.family == "hgrn2":
             heads = hidden // c["expand_ratio"]
             return heads, heads, heads, c["expand_ratio"], hidden // heads
@@ -117,14 +121,16 @@ class FlaModel:
     def _mixer_shapes(self) -> dict[str, tuple[int, ...]]:
         c, hidden = self.config, self.config["hidden_size"]
         queries, keys, values, dim, size = self.sizes
-        names = "qfi" if self.family == "hgrn2" else "qkv"
+        names = "qfi" if self.family.startswith("hgrn") else "qkv"
         channels = dict(zip(names, (queries * dim, keys * dim, values * size), strict=True))
         outputs = size * max(queries, values)
+        channels = {x: n for x, n in channels.items() if n}
         shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, hidden) for x, n in channels.items()}
         shapes["o_proj.weight"] = (hidden, outputs)
         if c["use_short_conv"]:
             shapes |= {f"{x}_conv1d.weight": (n, 1, c["conv_size"]) for x, n in channels.items()}
-        if c.get("use_gate") or (self.family == "gla" and c.get("use_output_gate", True)):
+        gated = self.family in ("gla", "retnet") and c.get("use_output_gate", True)
+        if c.get("use_gate") or self.family == "hgrn" or gated:
             shapes["g_proj.weight"] = (outputs, hidden)
         if self.family == "gla":
             norm = "g_norm_swish_gate" if "g_proj.weight" in shapes else "g_norm"
@@ -134,8 +140,10 @@ class FlaModel:
                 "gk_proj.1.bias": (keys * dim,),
             }
             return shapes | {f"{norm}.weight": (size,)}
-        if self.family == "hgrn2":
-            return shapes | {"g_norm.weight": (hidden,)}
+        if self.family.startswith("hgrn"):
+            return shapes | {"g_norm.weight": (outputs,)}
+        if self.family == "retnet":
+            return shapes | {"g_norm_swish_gate.weight" if gated else "g_norm.weight": (size,)}
         shapes |= {"b_proj.weight": (values, hidden), "o_norm.weight": (size,)}
         if self.family == "gated_deltanet":
             shapes |= {"a_proj.weight": (values, hidden), "A_log": (values,), "dt_bias": (values,)}
@@ -181,7 +189,7 @@ class FlaModel:
         q, k, v = ((x @ w[f"{n}_proj.weight"].T + w[f"{n}_proj.bias"]).unflatten(-1, (-1, dim)) for n in "qkv")
         angles = torch.arange(tokens)[:, None] / attn["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-        q, k = (_turned(h, turn) for h in (q, k))
+        q, k = (turned(h, turn) for h in (q, k))
         k, v = (h.repeat_interleave(attn["num_heads"] // attn["num_kv_heads"], 2) for h in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
         behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
@@ -192,30 +200,39 @@ class FlaModel:
     def _mixer(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
         c = self.config
         queries, keys, values, dim, size = self.sizes
-        names = "qfi" if self.family == "hgrn2" else "qkv"
-        q, k, v = (x @ w[f"{n}_proj.weight"].T for n in names)
+        names = "fi" if self.family == "hgrn" else "qfi" if self.family == "hgrn2" else "qkv"
+        *q, k, v = (x @ w[f"{n}_proj.weight"].T for n in names)
+        q = q[0] if q else x[..., :0]
         if c["use_short_conv"]:
             taps = c["conv_size"]
             wide = torch.nn.functional.pad(torch.cat([q, k, v], -1), (0, 0, taps - 1, 0)).transpose(1, 2)
             seen.conv[layer] = wide[..., wide.shape[-1] - taps + 1 :]
             kernel = torch.cat([w[f"{n}_conv1d.weight"] for n in names])
             wide = torch.nn.functional.conv1d(wide, kernel, groups=kernel.shape[0]).transpose(1, 2)
-            wide = wide if self.family == "hgrn2" else silu(wide)
+            wide = wide if self.family.startswith("hgrn") else silu(wide)
             q, k, v = wide.split((q.shape[-1], k.shape[-1], v.shape[-1]), -1)
         decay = beta = None
-        if self.family == "hgrn2":
+        if self.family.startswith("hgrn"):
             decay = logsigmoid(k)
             if c["use_lower_bound"] and layer:
                 shares = self.tensors["model.lower_bounds"].softmax(0)
                 bound = (shares.cumsum(0) - shares[0])[layer]
                 decay = torch.logaddexp(bound.log(), (1 - bound).log() + decay)
             q, k = silu(q), 1 - decay.exp()
+            if self.family == "hgrn":  # h := f h + (1 - f) silu(i)
+                q, k, v = torch.ones_like(v), torch.ones_like(v), silu(v) * k
+        elif self.family == "retnet":
+            kept = 1 - 2.0 ** (-5 - torch.arange(queries).double())
+            decay = kept.log()[:, None].expand(*x.shape[:2], queries, dim).flatten(2).to(x.dtype)
+            angles = torch.arange(x.shape[1])[:, None] / 1e4 ** (torch.arange(0, dim, 2).double() / dim)
+            turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+            q, k = (turned(h.unflatten(-1, (-1, dim)), turn).flatten(2) for h in (q, k))
         elif self.family == "gla":
             decay = logsigmoid(x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]) / 16
             decay = decay if c.get("clamp_min") is None else decay.clamp_min(c["clamp_min"])
-        else:
+        if self.family in ("delta_net", "gated_deltanet"):
             beta = (x @ w["b_proj.weight"].T).sigmoid() * (2 if c.get("allow_neg_eigval") else 1)
-        q, k, v = q.unflatten(-1, (queries, dim)), k.unflatten(-1, (keys, dim)), v.unflatten(-1, (values, size))
+        q, k, v = q.unflatten(-1, (-1, dim)), k.unflatten(-1, (keys, dim)), v.unflatten(-1, (values, size))
         if decay is not None:
             decay = decay.unflatten(-1, (keys, dim))
         if beta is not None:
@@ -226,6 +243,10 @@ class FlaModel:
         output, seen.recurrent[layer] = _recurrence(q, k, v, decay, beta)
         if self.family == "hgrn2":
             return self._norm(output.flatten(2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
+        if self.family == "hgrn":
+            return (self._norm(output.flatten(2), w["g_norm.weight"]) * silu(x @ w["g_proj.weight"].T)) @ w[
+                "o_proj.weight"
+            ].T
         norm = next(t for n, t in w.items() if "norm" in n)
         output = self._norm(output, norm).flatten(2)
         if "g_proj.weight" in w:
@@ -234,7 +255,7 @@ class FlaModel:
         return output @ w["o_proj.weight"].T
 
 
-def _turned(x: Tensor, turn: Tensor) -> Tensor:
+def turned(x: Tensor, turn: Tensor) -> Tensor:
     """Channels i and i + D / 2 as a complex number, turned."""
     first, second = x.double().chunk(2, -1)
     turned = torch.complex(first, second) * turn

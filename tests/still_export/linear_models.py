@@ -12,6 +12,7 @@ from still_export.models.experts import FLOAT32
 from still_export.models.linear_families import LINEAR_FAMILIES
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
+from tests.still_export.own_models import OWN
 
 VOCAB = 61
 COMMON: dict[str, Any] = dict(
@@ -87,8 +88,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
 }
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
-FAMILIES = (*SIZES, *FLA_SIZES)
-"""All, those of flash-linear-attention too."""
+FAMILIES = (*SIZES, *FLA_SIZES, *OWN)
+"""All, those that transformers has no class for too."""
 _WIDE: dict[str, Any] = dict(vocab_size=128, hidden_size=128, intermediate_size=256)
 _HEADS: dict[str, Any] = dict(_WIDE, num_attention_heads=2, num_key_value_heads=1)
 _WIDE_DELTA: dict[str, Any] = dict(_HEADS, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64)
@@ -114,6 +115,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "delta_net": dict(_WIDE, num_heads=2, expand_k=1.0, expand_v=1.0),
     "gla": dict(_WIDE, expand_k=2.0, expand_v=2.0, attn=dict(SOFTMAX, num_heads=2, num_kv_heads=1)),
     "hgrn2": dict(_WIDE, expand_ratio=64),
+    "hgrn": _WIDE,
+    "retnet": dict(_WIDE, num_heads=2),
+    "minicpm_sala": dict(_HEADS, head_dim=64, lightning_nh=2, lightning_nkv=2, lightning_head_dim=64),
+    "transnormer": dict(decoder_embed_dim=128, hidden_dim=128, decoder_attention_heads=2, glu_dim=256),
 }
 """Changes that make sizes the multiples of 16 that published models have, for runtimes that demand them."""
 
@@ -135,7 +140,7 @@ def linear_config(family: str, **changes: Any) -> Any:
 
 
 def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A model of transformers, or of flash-linear-attention by its formulas, every parameter random: what decays, and how fast, over a wide
+    """A model of transformers, or where it has no class by its formulas, every parameter random: what decays, and how fast, over a wide
     range."""
     generator = torch.Generator().manual_seed(seed)
     usual: int = COMMON["hidden_size"]
@@ -152,6 +157,8 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
         one = "norm" in name and not (family.startswith("qwen3") and "linear_attn" not in name)
         return values + 1.0 if one else values
 
+    if family in OWN:
+        return OWN[family](family, drawn, **changes)
     if family in FLA_SIZES:
         return FlaModel(family, drawn, **changes)
     model = AutoModelForCausalLM.from_config(linear_config(family, **changes)).to(dtype).eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.attention import ATTENTION
+from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.experts import EXPERTS
@@ -17,6 +18,7 @@ from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.route import ROUTE
+from still_graphs.ops.select_blocks import SELECT_BLOCKS
 from still_graphs.ops.spec import DOMAIN, OpSpec
 from still_graphs.ops.swi_glu import SWI_GLU
 
@@ -39,6 +41,8 @@ OPS: dict[str, OpSpec] = {
         ROUTE,
         EXPERTS,
         EXPERTS_NBITS,
+        SELECT_BLOCKS,
+        BLOCK_ATTENTION,
     )
 }
 """Every op of the domain by its ONNX name."""

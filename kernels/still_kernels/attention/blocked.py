@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,12 +18,19 @@ BLOCK = 256
 """Query tokens of one GEMM: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
 
 
-def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
+Seen = Callable[[slice, slice, int], Tensor]
+"""Of sequences, tokens and an end: whether they see each of the first positions up to it, [B, HK, T, end], causality apart."""
+
+
+def blocked_attention(
+    inputs: Inputs, state: AttentionState, in_place: bool = False, seen: Seen | None = None
+) -> tuple[Tensor, AttentionState]:
     """Causal softmax attention of new tokens to themselves and to the cache; any split of a sequence gives the same.
 
     Args:
         state: What the sequences have seen; only filled rows of it are read.
         in_place: Write into `state`'s keys and values, and return them.
+        seen: None: every position up to a token's own.
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding, which enters nothing; and the state after the call.
@@ -55,7 +65,7 @@ def blocked_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
                 fresh, present[scale][place] = quantized(fresh)
             present[name][place] = fresh
         keys, values = (_rows(present, name, rows, length + count, query.dtype) for name in ("key", "value"))
-        output = _attend(query[rows, :count], keys, values, length)
+        output = _attend(query[rows, :count], keys, values, length, seen and partial(seen, rows))
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, tokens - count)))
     after = torch.tensor([sum(x) for x in zip(past, new, strict=True)], dtype=state.length.dtype, device=query.device)
     output = torch.cat(outputs) if outputs else torch.zeros_like(query)
@@ -68,7 +78,9 @@ def _rows(state: dict[str, Tensor], name: str, rows: slice, end: int, dtype: tor
     return held.to(dtype) if scale is None else dequantized(held, scale[rows, :, :end], dtype)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, length: int, seen: Callable[[slice, int], Tensor] | None = None
+) -> Tensor:
     """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, .., D] have them already."""
     batch, tokens, heads, dim = query.shape
     group = heads // keys.shape[1]
@@ -81,6 +93,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
         if count > 1:
             last = torch.arange(end - count, end, device=query.device).repeat(group)
             mask = torch.arange(end, device=query.device) <= last[:, None]
+        if seen is not None:
+            own = seen(slice(start, start + count), end).repeat(1, 1, group, 1)
+            mask = own if mask is None else own & mask
         mixed = scaled_dot_product_attention(rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
         outputs.append(mixed.reshape(batch, heads, count, dim).transpose(1, 2))
     return torch.cat(outputs, dim=1) if outputs else torch.zeros_like(query)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,10 +14,13 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule
 from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.projections import rotate
 from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_kernels.causal_conv import Inputs as ConvInputs
 from still_kernels.linear_attention import Inputs
 
+Heads = tuple[Tensor, Tensor, Tensor]
+Turn = tuple[Tensor, Tensor] | None
 LOGIT_NORMALIZER = 16
 """GLA divides the logarithm of its decay by it; no checkpoint's configuration says so."""
 
@@ -29,7 +33,7 @@ class GatedLinearAttention(FixedStateModule):
         ops: Of the layer.
     """
 
-    names: ClassVar[tuple[str, str, str]] = ("q_proj", "k_proj", "v_proj")
+    names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
         **dict.fromkeys(("g_proj.weight", "gk_proj.0.weight", "gk_proj.1.weight"), GATE),
@@ -44,11 +48,12 @@ class GatedLinearAttention(FixedStateModule):
         self.activation: str | None = base.activation if base.taps else None
         self.least: float | None = getattr(base, "clamp_min", None)
 
-    def parts(self, hidden: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the rule reads as queries and keys, and the decay's logarithm in at least float32, each [B, T, heads, D]."""
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        """What the rule reads of the projected queries, keys and values, and the decay's logarithm in at least float32, [B, T, heads, D or
+        1]; `turn` is cos and sin of positions, where the family has them."""
         forget = self.gk_proj(hidden).unflatten(-1, (self.heads, self.dim))
         decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
-        return query, key, decay if self.least is None else decay.clamp_min(self.least)
+        return heads, decay if self.least is None else decay.clamp_min(self.least)
 
     def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
         """What is projected, of the rule's `output` [B, T, query heads, V]."""
@@ -57,9 +62,9 @@ class GatedLinearAttention(FixedStateModule):
         return result.flatten(2)
 
     def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, cache_params: Any = None, position_embeddings: Turn = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
+        """The call of a decoder layer. A mask is not used: the cache knows the sequences' new tokens."""
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
         mixed = torch.cat([getattr(self, name)(hidden_states) for name in self.names], dim=-1)
@@ -68,12 +73,14 @@ class GatedLinearAttention(FixedStateModule):
             mixed, after["conv_state"] = causal_conv(taps, before["conv_state"])
         queries, keys = self.query_heads * self.dim, self.heads * self.dim
         query, key, value = mixed.split((queries, keys, self.heads * self.size), dim=-1)
-        query, key = (x.unflatten(-1, (-1, self.dim)) for x in (query, key))
-        query, key, decay = self.parts(hidden_states, query, key)
+        query, key, value = (
+            x.unflatten(-1, (-1, n)) for x, n in ((query, self.dim), (key, self.dim), (value, self.size))
+        )
+        (query, key, value), decay = self.parts(hidden_states, (query, key, value), position_embeddings)
         inputs = Inputs(
-            query.unflatten(2, (self.heads, self.query_heads // self.heads)),
+            query.unflatten(2, (-1, max(1, self.query_heads // self.heads))),
             key,
-            value.unflatten(-1, (self.heads, self.size)),
+            value,
             decay,
             new_tokens=new_tokens,
             update_rule="gated",
@@ -83,6 +90,26 @@ class GatedLinearAttention(FixedStateModule):
             layer.store(after)
         result: Tensor = self.o_proj(self.finish(output.flatten(2, 3), hidden_states))
         return result
+
+
+class Retention(GatedLinearAttention):
+    """RetNet: head h keeps 1 - 2^(-5 - h) of its state at each token; queries and keys are turned by their positions."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        "g_proj.weight": GATE,
+        "conv1d.weight": NORM,
+    }
+
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        assert turn is not None
+        query, key, value = heads
+        cos, sin = (x[:, :, None] for x in turn)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        kept = torch.tensor(
+            [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.heads)], dtype=wide, device=query.device
+        )
+        return (rotate(query, cos, sin), rotate(key, cos, sin), value), kept[:, None].expand(*query.shape[:3], 1)
 
 
 class HGRN2(GatedLinearAttention):
@@ -95,20 +122,50 @@ class HGRN2(GatedLinearAttention):
         "conv1d.weight": NORM,
     }
 
-    def parts(self, hidden: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        forget = key.to(wide)
+    def gates(self, forget: Tensor) -> tuple[Tensor, Tensor]:
+        """What is written, and the logarithm of what stays, of `forget` [B, T, heads, D], both in at least float32."""
+        forget = forget.to(torch.promote_types(forget.dtype, torch.float32))
         written = (-forget).sigmoid()
         if not hasattr(self, "lower_bound"):
-            return silu(query), written.to(key.dtype), -softplus(-forget)
-        bound = self.lower_bound.view(self.heads, self.dim).to(wide)
-        written = (1 - bound) * written
-        return silu(query), written.to(key.dtype), (bound + (1 - bound) * forget.sigmoid()).log()
+            return written, -softplus(-forget)
+        bound = self.lower_bound.view(self.heads, self.dim).to(forget.dtype)
+        return (1 - bound) * written, (bound + (1 - bound) * forget.sigmoid()).log()
+
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        query, key, value = heads
+        written, decay = self.gates(key)
+        return (silu(query), written.to(key.dtype), value), decay
 
     def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
         result: Tensor = self.g_norm(output.flatten(2))
         return result
 
 
-MODULES: dict[str, type[GatedLinearAttention]] = {"FlaGLA": GatedLinearAttention, "FlaHGRN2": HGRN2}
+class HGRN(HGRN2):
+    """HGRN, the first: a state of one number for each channel, so that queries and keys are 1, and a gate of the output."""
+
+    names = ("f_proj", "i_proj")
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("i_proj.weight", "o_proj.weight"), PROJECTION),
+        **dict.fromkeys(("f_proj.weight", "g_proj.weight"), GATE),
+        "conv1d.weight": NORM,
+    }
+
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        _, key, value = heads
+        written, decay = self.gates(key)
+        one = key.new_ones(1, 1, 1, 1).expand(*key.shape[:2], 1, 1)
+        return (one, one, (silu(value) * written).to(value.dtype)), decay
+
+    def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
+        result: Tensor = self.g_norm(output.flatten(2), self.g_proj(hidden))
+        return result
+
+
+MODULES: dict[str, type[GatedLinearAttention]] = {
+    "FlaGLA": GatedLinearAttention,
+    "FlaHGRN2": HGRN2,
+    "FlaHGRN": HGRN,
+    "FlaRetNet": Retention,
+}
 """By the class that each takes the place of."""

@@ -21,8 +21,10 @@ from still_export.models.load import load_model
 from still_export.models.roles import weight_roles
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
+from tests.still_export.own_models import OWN
 from tests.still_export.tiny import padded, plain_model
 
+SALA = OWN["minicpm_sala"].sizes["sparse_config"]
 LOGITS, STATES = 2e-5, 1e-5
 """Of the largest number; float32 against transformers in float64, whose rules compute in float32 all the same."""
 
@@ -108,6 +110,24 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
         ("gla", {"attn": {**SOFTMAX, "window_size": 37}}),
         ("hgrn2", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False}),
+        ("hgrn", {"use_short_conv": True, "conv_size": 3, "use_lower_bound": False, "expand_ratio": 2}),
+        ("retnet", {"use_short_conv": True, "conv_size": 3, "use_output_gate": False, "expand_v": 1.0}),
+        ("transnormer", {"bias": True, "glu_dim": -1, "no_scale_embedding": True, "decoder_attention_heads": 6}),
+        ("transnormer", {"hidden_dim": 36, "linear_use_lrpe_list": [0, 0, 0], "tie_word_embeddings": True}),
+        (
+            "minicpm_sala",
+            dict(
+                lightning_nkv=1,
+                lightning_scale="1/d",
+                attn_use_rope=True,
+                attn_use_output_gate=False,
+                use_output_gate=False,
+                use_output_norm=False,
+                qk_norm=False,
+                num_key_value_heads=None,
+                num_attention_heads=3,
+            ),
+        ),
         ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
     ],
@@ -180,6 +200,19 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
             "use_short_conv=False in config.json of a delta_net model; covered: True",
         ),
         (
+            "transnormer",
+            {"linear_act_fun": "relu"},
+            "linear_act_fun='relu' in config.json of a transnormer model; covered",
+        ),
+        (
+            "minicpm_sala",
+            {"lightning_scale": "1"},
+            "lightning_scale='1' in config.json of a minicpm_sala model; covered: '1/sqr",
+        ),
+        ("minicpm_sala", {"mixer_types": ["minicpm4", "mamba", "minicpm4"]}, "mixer_types='mamba' in config.json"),
+        ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
+        ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
+        (
             "lfm2",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type='dynamic'",
@@ -192,7 +225,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "rwkv7", "ttt", "xlstm", "minicpm_sala", "bamba"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "rwkv7", "ttt", "xlstm", "deepseek_v32", "bamba"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
@@ -214,6 +247,30 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("gla", {"num_heads": 5}, r"^config\.json gives heads of 9.6 keys and 7.2 values, which"),
         ("gla", {"attn": {**SOFTMAX, "window_size": 0}}, r"^attn\.window_size=0 in config\.json is outside 1\.\.65536"),
         ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
+        (
+            "minicpm_sala",
+            {"sparse_config": {**SALA, "block_size": 7}},
+            "window_size=16 in config.json must be a multiple of block_size=7",
+        ),
+        (
+            "minicpm_sala",
+            {"sparse_config": {**SALA, "kernel_stride": 3}},
+            "sparse_config in config.json: block_size=8 must be a multiple of ",
+        ),
+        (
+            "minicpm_sala",
+            {"sparse_config": {**SALA, "topk": 1}},
+            r"top_blocks=3 must be at least init_blocks=1 \+ local_blocks=2 \+ 1, the blocks that",
+        ),
+        ("minicpm_sala", {"sparse_config": {**SALA, "dense_len": 9}}, "dense_length=9 must be at least lse_length=16"),
+        ("minicpm_sala", {"sparse_config": None}, "config.json is no valid minicpm_sala configuration: AttributeError"),
+        ("transnormer", {"decoder_layers": 1}, "decoder_layers=1 in config.json: the decay of a layer is divided"),
+        (
+            "transnormer",
+            {"linear_use_lrpe_list": [1]},
+            "linear_use_lrpe_list in config.json has 1 entries for decoder_layers=3",
+        ),
+        ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],
 )
 def test_configurations_that_do_not_fit(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import onnx
 
 from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.counts import MOST_TOKENS, checked_counts
 from still_graphs.ops.attention import ATTENTION
+from still_graphs.ops.spec import OpSpec
 
 MASKED = -1e30
 """Added to a logit that must not count: finite, so that a row that sees nothing stays free of NaN."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a body attends with, M being the most tokens that a sequence brings and F the longest sequence after the call.
+
+    query: [B, M, H, D] over sqrt(D), float32.
+    token: Of each sequence its token at each of M places, [B, M, 1].
+    position: [B, M, 1].
+    mask: MASKED where a position [F] is later than a token's, [B, 1, M, F].
+    filled, longest: F and M.
+    dtype: Of the activations.
+    """
+
+    query: str
+    token: str
+    position: str
+    mask: str
+    filled: str
+    longest: str
+    dtype: int
+
+    def wide(self, b: Scope, x: str) -> str:
+        """`x` as float32."""
+        return x if self.dtype == FLOAT else b.cast(x, FLOAT)
+
+
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`: writes the new tokens into their rows of the cache, then attends to what is filled of it.
+    """The function of `node`."""
+    return cached_body(ATTENTION, node, dtype, opset, dims)
+
+
+def cached_body(
+    spec: OpSpec,
+    node: onnx.NodeProto,
+    dtype: int,
+    opset: int,
+    dims: Mapping[str, int],
+    attend: Callable[[Scope, Call], str] | None = None,
+) -> onnx.FunctionProto:
+    """The function of a `node` of `spec`: writes the new tokens into their rows of the cache, then attends to what is filled of it.
+
+    `attend` gives the output [B, M, H, D] in float32 where a token does not see every position up to its own.
 
     Right with one buffer for past and present: what is written is gathered before, and only what was written is read after.
     """
@@ -52,21 +93,25 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         chosen = b("Where", brings, wide(fresh), wide(b("GatherND", f"past_{name}", index)))
         fresh = chosen if dtype == FLOAT else b.cast(chosen, dtype)
         present = b("ScatterND", f"past_{name}", index, fresh, out=f"present_{name}")
-        cache[name] = wide(b("Slice", present, [0], b.unsqueeze(filled, 0), [2]))
+        if attend is None:
+            cache[name] = wide(b("Slice", present, [0], b.unsqueeze(filled, 0), [2]))
 
     scaled = b("Mul", wide(b("GatherND", "query", token, batch_dims=1)), b.constant([dim**-0.5] * dim, "float32"))
-    grouped = b.reshape(b("Transpose", scaled, perm=[0, 2, 1, 3]), 0, kv_heads, -1, dim)  # [B, HK, G * M, D]
-    logits = b("MatMul", grouped, b("Transpose", cache["key"], perm=[0, 1, 3, 2]))
-    of_heads = b.shape(0, heads, -1, b.unsqueeze(filled, 0))
-    weights = b("Softmax", b("Add", b("Reshape", logits, of_heads), mask), axis=-1)
-    mixed = b("MatMul", b("Reshape", weights, b.shape(0, kv_heads, -1, b.unsqueeze(filled, 0))), cache["value"])
-    mixed = b("Transpose", b.reshape(mixed, 0, heads, -1, dim), perm=[0, 2, 1, 3])
+    if attend is None:
+        grouped = b.reshape(b("Transpose", scaled, perm=[0, 2, 1, 3]), 0, kv_heads, -1, dim)  # [B, HK, G * M, D]
+        logits = b("MatMul", grouped, b("Transpose", cache["key"], perm=[0, 1, 3, 2]))
+        of_heads = b.shape(0, heads, -1, b.unsqueeze(filled, 0))
+        weights = b("Softmax", b("Add", b("Reshape", logits, of_heads), mask), axis=-1)
+        mixed = b("MatMul", b("Reshape", weights, b.shape(0, kv_heads, -1, b.unsqueeze(filled, 0))), cache["value"])
+        mixed = b("Transpose", b.reshape(mixed, 0, heads, -1, dim), perm=[0, 2, 1, 3])
+    else:
+        mixed = attend(b, Call(scaled, token, position, mask, filled, longest, dtype))
     padding = b("Sub", b.dim("query", 1), b.unsqueeze(longest, 0))
     pads = b("Concat", [0, 0, 0, 0, 0], padding, [0, 0], axis=0)
     padded = b("Pad", b("Where", real, mixed, 0.0), pads, 0.0, out="output" if dtype == FLOAT else None)
     if dtype != FLOAT:
         b.cast(padded, dtype, out="output")
-    return b.function(ATTENTION, node, {"": opset})
+    return b.function(spec, node, {"": opset})
 
 
 BODY = Body(function_body, ("H", "HK", "D"))

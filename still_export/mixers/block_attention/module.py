@@ -1,0 +1,90 @@
+"""BlockSelected: the attention of a layer whose tokens read chosen blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from still_export.errors import UnsupportedError
+from still_export.mixers.attention.module import SoftmaxAttention
+from still_export.mixers.base import part_of
+from still_export.mixers.block_attention.cache import BlockLayer, BlockState
+from still_export.mixers.block_attention.op import block_attention, select_blocks
+from still_export.mixers.kept import rounded
+from still_export.mixers.projections import wants_gradients
+from still_export.mixers.roles import GATE, PROJECTION
+from still_kernels.attention import AttentionState
+from still_kernels.block_attention import Inputs
+from still_kernels.block_attention import block_attention as kernel
+from still_kernels.select_blocks import Inputs as SelectInputs
+
+
+class BlockSelected(SoftmaxAttention):
+    """Causal softmax attention to chosen blocks, with the projections and norms of the module that it replaces.
+
+    Args:
+        base: The family's attention module; its submodules are taken over, not copied.
+        head_dim: D.
+        choice: Attributes of SelectBlocks.
+    """
+
+    def __init__(self, base: Any, head_dim: int, choice: Mapping[str, int]) -> None:
+        super().__init__(base, head_dim)
+        self.choice = dict(choice)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
+        key, value = rounded(key, self.cache), rounded(value, self.cache)
+        layer = part_of(past_key_values, self.layer_idx, BlockLayer)
+        if past_key_values is not None and (layer is None or layer.new_tokens is None):
+            raise UnsupportedError(
+                f"layer {self.layer_idx} reads chosen blocks and got a {type(past_key_values).__name__}; "
+                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
+            )
+        if layer is None:
+            batch, tokens = query.shape[:2]
+            new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
+            state = BlockLayer(key.shape[2], self.head_dim, self.choice["mean_stride"], self.cache).empty(
+                batch, tokens, query.dtype, query.device
+            )
+        else:
+            state = layer.take(query.dtype, query.device)
+            assert layer.new_tokens is not None
+            new_tokens = layer.new_tokens
+        with torch.no_grad():  # a choice has no derivative
+            given = SelectInputs(query, key, new_tokens, state.length, **self.choice)
+            blocks, sums = select_blocks(given, state.key_sum)
+        inputs = Inputs(query, key, value, new_tokens, blocks, self.choice["block_size"])
+        output, kept = self._read(inputs, state, layer is not None and layer.owned)
+        if layer is not None:
+            layer.store(BlockState(**{**vars(kept), "key_sum": sums}))
+        return output
+
+    def _read(self, inputs: Inputs, state: BlockState, owned: bool) -> tuple[Tensor, AttentionState]:
+        held = AttentionState(state.key, state.value, state.length)
+        if torch.compiler.is_compiling():
+            return block_attention(inputs, held)
+        return kernel(inputs, held, in_place=owned and not wants_gradients(inputs.query))
+
+
+class SalaSparse(BlockSelected):
+    """MiniCPM-SALA's: with a gate of the output."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        "o_gate.weight": GATE,
+    }
+
+    def __init__(self, base: Any, head_dim: int, choice: Mapping[str, int]) -> None:
+        super().__init__(base, head_dim, choice)
+        if hasattr(base, "o_gate"):
+            self.o_gate = base.o_gate
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        heads = self.project_heads(hidden, position_embeddings)
+        output = self.attend(*heads, past_key_values).flatten(2)
+        if hasattr(self, "o_gate"):
+            output = output * self.o_gate(hidden).sigmoid()
+        return self.o_proj(output)

@@ -1,0 +1,44 @@
+"""The traced forms: the torch ops `still::select_blocks` and `still::block_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from still_export.mixers.torch_ops import Given, call, op_of_one_state, register
+from still_graphs.ops.block_attention import BLOCK_ATTENTION
+from still_graphs.ops.select_blocks import SELECT_BLOCKS
+from still_graphs.ops.spec import AttributeValue
+from still_kernels.attention import AttentionState
+from still_kernels.block_attention import Inputs
+from still_kernels.block_attention import block_attention as kernel
+from still_kernels.select_blocks import Inputs as SelectInputs
+from still_kernels.select_blocks import naive_select_blocks
+
+select_blocks = op_of_one_state(SELECT_BLOCKS, SelectInputs, naive_select_blocks)
+"""Of inputs and the sums of keys so far: blocks int32 [B, T, HK, slots], and the sums after the call."""
+
+_ACTIVATIONS = ("query", "key", "value", "blocks", "new_tokens")
+
+
+def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    inputs = Inputs(**{name: tensors[name] for name in _ACTIVATIONS}, block_size=int(attributes["block_size"]))
+    state = AttentionState(tensors["past_key"], tensors["past_value"], tensors["past_length"])
+    output, present = kernel(inputs, state, in_place)
+    return {"output": output, "present_key": present.key, "present_value": present.value}
+
+
+register(BLOCK_ATTENTION, _compute)
+
+
+def block_attention(inputs: Inputs, state: AttentionState) -> tuple[Tensor, AttentionState]:
+    """Call `torch.ops.still.block_attention`, traceable as one node: output [B, T, H, D] and the state after the call."""
+    assert inputs.new_tokens is not None
+    given = {name: getattr(inputs, name) for name in _ACTIVATIONS}
+    past = {"past_key": state.key, "past_value": state.value, "past_length": state.length}
+    results = call(BLOCK_ATTENTION, {**given, **past}, {"block_size": inputs.block_size})
+    kept = {name: results[f"present_{name}"] for name in ("key", "value")}
+    return results["output"], replace(state, **kept, length=state.length + inputs.new_tokens)

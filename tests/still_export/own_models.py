@@ -1,0 +1,283 @@
+"""Random models of families whose published folders have code of their own: their formulas, one token after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from tests.block_cases import Layer, attended, chosen
+from tests.still_export.fla_models import States, turned
+
+Draw = Callable[[str, tuple[int, ...]], Tensor]
+
+
+class OwnModel:
+    """A model whose parameters `draw`(name, shape) gives, under its published names."""
+
+    sizes: ClassVar[dict[str, Any]]
+    """Of its configuration."""
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        self.config = {"model_type": family, **self.sizes, **changes}
+        self.tensors = {name: draw(name, shape) for name, shape in self.shapes().items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        raise NotImplementedError
+
+    def layer(self, i: int) -> dict[str, Tensor]:
+        """The tensors of layer `i` by the rest of their names."""
+        prefix = f"model.layers.{i}."
+        return {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+
+    def double(self) -> OwnModel:
+        self.tensors = {name: x.double() for name, x in self.tensors.items()}
+        return self
+
+    def __call__(self, ids: Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
+        seen = States()
+        return CausalLMOutputWithPast(logits=self.logits(ids, seen), past_key_values=seen)  # type: ignore[arg-type]
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, H, V] of heads that forget exp(-slopes) at each token, and the last states."""
+    state, outputs = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1]), []
+    kept = (-slopes.to(q.dtype)).exp()[:, None, None]
+    for t in range(q.shape[1]):
+        state = kept * state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, 1), state
+
+
+def alibi(heads: int) -> list[float]:
+    """The published slopes, by their recursion."""
+    power = 1 << (heads.bit_length() - 1)
+    start = 2 ** (-8 / power)
+    own = [start * start**i for i in range(power)]
+    return own if power == heads else own + alibi(2 * power)[0::2][: heads - power]
+
+
+def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+class TransNormerModel(OwnModel):
+    """TransNormerLLM; three heads, so that the slopes are those of no power of two."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        decoder_embed_dim=24,
+        decoder_layers=3,
+        decoder_attention_heads=3,
+        hidden_dim=24,
+        glu_dim=44,
+        norm_type="simplermsnorm",
+        linear_act_fun="silu",
+        linear_use_lrpe_list=[1, 0, 1],
+        no_scale_embedding=False,
+        bias=False,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner, wide, heads = c["decoder_embed_dim"], c["hidden_dim"], c["glu_dim"], c["decoder_attention_heads"]
+        wide = width if wide == -1 else wide
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], width)}
+        if not c["tie_word_embeddings"]:
+            found["lm_head.weight"] = (c["vocab_size"], width)
+        for i in range(c["decoder_layers"]):
+            own: dict[str, tuple[int, ...]] = {
+                "token_mixer.qkvu_proj.weight": (4 * inner, width),
+                "token_mixer.out_proj.weight": (width, inner),
+                "channel_mixer.l1.weight": (wide, width),
+                "channel_mixer.l2.weight": (wide, width),
+                "channel_mixer.l3.weight": (width, wide),
+            }
+            if c["bias"]:
+                own |= {n.replace("weight", "bias"): shape[:1] for n, shape in own.items()}
+            if c["linear_use_lrpe_list"][i]:
+                own["token_mixer.lrpe.theta"] = (heads, 1, width // heads)
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c = self.config
+        heads, layers = c["decoder_attention_heads"], c["decoder_layers"]
+        x = self.tensors["model.embed_tokens.weight"][ids]
+        x = x if c["no_scale_embedding"] else x * c["decoder_embed_dim"] ** 0.5
+        places = torch.arange(ids.shape[1], dtype=x.dtype)[:, None, None]
+        for i in range(layers):
+            w = self.layer(i)
+
+            def linear(h: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
+                return h @ w[f"{name}.weight"].T + w.get(f"{name}.bias", torch.zeros(1).to(h.dtype))
+
+            q, k, v, u = linear(rms(x), "token_mixer.qkvu_proj").chunk(4, -1)
+            q, k, v = (h.unflatten(-1, (heads, -1)) for h in (silu(q), silu(k), v))
+            if "token_mixer.lrpe.theta" in w:
+                angle = places * w["token_mixer.lrpe.theta"][:, 0].to(x.dtype)
+                q, k = (torch.cat([h * angle.cos(), h * angle.sin()], -1) for h in (q, k))
+            slopes = torch.tensor(alibi(heads), dtype=torch.float64) * (1 - i / (layers - 1) + 1e-5)
+            output, seen.recurrent[i] = recurrence(q, k, v, slopes)
+            x = x + linear(u * rms(output.flatten(2)), "token_mixer.out_proj")
+            h = rms(x)
+            x = x + linear(linear(h, "channel_mixer.l1") * linear(h, "channel_mixer.l2"), "channel_mixer.l3")
+        head = self.tensors.get("lm_head.weight", self.tensors["model.embed_tokens.weight"])
+        return rms(x) @ head.T
+
+
+class SalaModel(OwnModel):
+    """MiniCPM-SALA: a sparse layer, a Lightning one, a sparse one; blocks as published, made small."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=10,
+        lightning_nh=3,
+        lightning_nkv=3,
+        lightning_head_dim=10,
+        lightning_scale="1/sqrt(d)",
+        lightning_use_rope=True,
+        attn_use_rope=False,
+        attn_use_output_gate=True,
+        use_output_gate=True,
+        use_output_norm=True,
+        qk_norm=True,
+        mixer_types=["minicpm4", "lightning-attn", "minicpm4"],
+        sparse_config=dict(
+            kernel_size=4,
+            kernel_stride=2,
+            init_blocks=1,
+            block_size=8,
+            window_size=16,
+            topk=3,
+            use_nope=False,
+            dense_len=48,
+        ),
+        scale_emb=3,
+        scale_depth=1.4,
+        dim_model_base=12,
+        rope_theta=1000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+        found["model.norm.weight"] = (width,)
+        for i, kind in enumerate(c["mixer_types"]):
+            sparse = kind == "minicpm4"
+            heads, kept = (
+                ("num_attention_heads", "num_key_value_heads") if sparse else ("lightning_nh", "lightning_nkv")
+            )
+            size, keys = c[heads] * dim, (c[kept] or c[heads]) * dim
+            own: dict[str, tuple[int, ...]] = {"q_proj.weight": (size, width), "o_proj.weight": (width, size)}
+            own |= {f"{x}_proj.weight": (keys, width) for x in "kv"}
+            if sparse and c["attn_use_output_gate"]:
+                own["o_gate.weight"] = (size, width)
+            if not sparse:
+                own |= {"z_proj.weight": (size, width)} if c["use_output_gate"] else {}
+                own |= {"o_norm.weight": (size,)} if c["use_output_norm"] else {}
+                own |= {f"{x}_norm.weight": (dim,) for x in "qk"} if c["qk_norm"] else {}
+            own = {f"self_attn.{name}": shape for name, shape in own.items()}
+            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            own |= {f"mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+            own["mlp.down_proj.weight"] = (width, inner)
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    @property
+    def blocks(self) -> Layer:
+        """How a sparse layer chooses."""
+        c, s = self.config, self.config["sparse_config"]
+        window = s["window_size"] // s["block_size"]
+        choice = dict(
+            block_size=s["block_size"],
+            mean_stride=s["kernel_stride"],
+            mean_length=s["kernel_size"],
+            init_blocks=s["init_blocks"],
+        )
+        choice |= dict(
+            init_blocks=s["init_blocks"],
+            lse_stride=4 * s["kernel_stride"],
+            lse_length=4 * s["kernel_size"],
+            local_blocks=window,
+        )
+        choice |= dict(top_blocks=s["topk"] + window, dense_length=s["dense_len"])
+        return Layer(
+            c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"], c["head_dim"], choice=choice
+        )
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, dim = self.config, self.config["head_dim"]
+        x = self.tensors["model.embed_tokens.weight"][ids] * c["scale_emb"]
+        angles = torch.arange(ids.shape[1])[:, None] / c["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        scale = c["scale_depth"] / c["num_hidden_layers"] ** 0.5
+        for i, kind in enumerate(c["mixer_types"]):
+            w = self.layer(i)
+            own = {n.removeprefix("self_attn."): t for n, t in w.items() if n.startswith("self_attn.")}
+            h = rms(x, w["input_layernorm.weight"])
+            q, k, v = ((h @ own[f"{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+            if kind == "minicpm4" and c["attn_use_rope"]:
+                q, k = turned(q, turn), turned(k, turn)
+            if kind == "minicpm4":
+                rows = [
+                    attended(self.blocks, q[b], k[b], v[b], chosen(self.blocks, q[b], k[b])[0]) for b in range(len(q))
+                ]
+                output = torch.stack(rows).to(x.dtype).flatten(2)
+                gate = own.get("o_gate.weight")
+            else:
+                if c["qk_norm"]:
+                    q, k = rms(q, own["q_norm.weight"]), rms(k, own["k_norm.weight"])
+                if c["lightning_use_rope"]:
+                    q, k = turned(q, turn), turned(k, turn)
+                heads = q.shape[2]
+                k, v = (y.repeat_interleave(heads // y.shape[2], 2) for y in (k, v))
+                q = q * dim ** {"1/sqrt(d)": -0.5, "1/d": -1.0}[c["lightning_scale"]]
+                output, seen.recurrent[i] = recurrence(q, k, v, torch.tensor(alibi(heads), dtype=torch.float64))
+                output = output.flatten(2)
+                output = rms(output, own["o_norm.weight"]) if c["use_output_norm"] else output
+                gate = own.get("z_proj.weight")
+            output = output if gate is None else output * (h @ gate.T).sigmoid()
+            x = x + scale * (output @ own["o_proj.weight"].T)
+            h = rms(x, w["post_attention_layernorm.weight"])
+            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + scale * (inner @ w["mlp.down_proj.weight"].T)
+        hidden = rms(x, self.tensors["model.norm.weight"]) * c["dim_model_base"] / c["hidden_size"]
+        return hidden @ self.tensors["lm_head.weight"].T
+
+
+OWN: dict[str, type[OwnModel]] = {"transnormer": TransNormerModel, "minicpm_sala": SalaModel}
+"""By model_type."""

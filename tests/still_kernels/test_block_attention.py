@@ -1,0 +1,132 @@
+"""still::SelectBlocks and still::BlockAttention against their formulas in float64, in any split; faults that must be seen; refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from still_graphs.errors import CapacityError, ShapeError
+from still_kernels.attention import AttentionState, naive_attention
+from still_kernels.attention import Inputs as AttentionInputs
+from still_kernels.block_attention import Inputs, block_attention
+from still_kernels.select_blocks import Inputs as SelectInputs
+from still_kernels.select_blocks import naive_select_blocks
+from tests.block_cases import SPLITS, Layer, calls, chosen
+
+LAYERS = [
+    Layer(),
+    Layer(heads=4, kv_heads=4, dim=7),
+    Layer(
+        heads=5,
+        kv_heads=1,
+        choice={**Layer().choice, "mean_length": 9, "lse_stride": 9, "lse_length": 27, "local_blocks": 0},
+    ),
+]
+CLEAR = 1e-5
+"""Choices whose lead is larger must be the same."""
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, gaps: torch.Tensor) -> None:
+    wrong = (found != expected).any(-1)
+    assert not (wrong & (gaps > CLEAR)).any()
+    assert float(wrong.float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_blocks_and_outputs_are_those_of_the_formulas(layer: Layer) -> None:
+    sums = torch.zeros(2, layer.kv_heads, -(-layer.rows // layer.choice["mean_stride"]), layer.dim)
+    sums[:, :, -1] = torch.nan  # what is not filled is not read
+    state = AttentionState.empty(2, layer.kv_heads, layer.dim, layer.rows)
+    for call in calls(layer, SPLITS):
+        f = call.feeds
+        counts = (f["new_tokens"], f["past_length"])
+        blocks, sums = naive_select_blocks(SelectInputs(f["query"], f["key"], *counts, **layer.attributes), sums)
+        same(blocks, call.blocks, call.gaps)
+        inputs = Inputs(f["query"], f["key"], f["value"], f["new_tokens"], call.blocks, layer.choice["block_size"])
+        output, state = block_attention(inputs, state)
+        real = torch.arange(output.shape[1]) < f["new_tokens"][:, None]
+        if real.any():
+            assert (output[real] - call.output[real]).abs().max() <= 5e-6 * call.output[real].abs().max()
+        assert not output[~real].any()
+
+
+def test_every_block_is_softmax() -> None:
+    """As many blocks as there are give still::Attention."""
+    layer = Layer(choice={**Layer().choice, "top_blocks": 30, "local_blocks": 3})
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(2, 300, n, layer.dim, generator=generator) for n in (6, 2, 2))
+    sums = torch.zeros(2, 2, 100, layer.dim)
+    new, past = torch.tensor([300, 300]), torch.tensor([0, 0])
+    blocks, _ = naive_select_blocks(SelectInputs(query, key, new, past, **layer.attributes), sums)
+    state = AttentionState.empty(2, 2, layer.dim, 300)
+    found, _ = block_attention(Inputs(query, key, value, new, blocks, layer.choice["block_size"]), state)
+    expected = naive_attention(AttentionInputs(query, key, value))
+    assert (found - expected).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize(
+    "fault", [{"early": 1}, {"pool": 4}, {"tier": 1}, {"one_head": 1}, {"other": 1}], ids=lambda f: next(iter(f))
+)
+def test_faults_are_seen(fault: dict[str, int]) -> None:
+    """A mean one key early, a pool of 4 for 5, the wrong tier in the normalizer, no sum over heads, the wrong key/value head: the choices
+    of the right op differ from those clearly."""
+    # Only where the blocks before a token's own are not chosen anyway can a mean that is not complete count.
+    layer = (
+        Layer(choice={**LAYERS[2].choice, "block_size": 3, "init_blocks": 0, "top_blocks": 4})
+        if "early" in fault
+        else Layer()
+    )
+    generator = torch.Generator().manual_seed(2)
+    query, key = (torch.randn(200, n, layer.dim, generator=generator) for n in (layer.heads, layer.kv_heads))
+    query = (8 if "early" in fault else 2) * query
+    right, gaps = chosen(layer, query, key)
+    wrong, _ = chosen(layer, query, key, **fault)
+    sums = torch.zeros(1, layer.kv_heads, 100, layer.dim)
+    inputs = SelectInputs(query[None], key[None], torch.tensor([200]), torch.tensor([0]), **layer.attributes)
+    found = naive_select_blocks(inputs, sums)[0][0]
+    clear = [(t, h) for t in range(200) for h in range(layer.kv_heads) if gaps[t, h] > CLEAR]
+    own = {(t, h): [n for n in found[t, h].tolist() if n >= 0] for t, h in clear}
+    assert all(own[t, h] == right[t][h] for t, h in clear)
+    assert sum(own[t, h] != wrong[t][h] for t, h in clear) >= 5
+
+
+def test_of_equal_scores_the_first_is_taken() -> None:
+    layer = Layer()
+    query, key = torch.ones(120, 6, layer.dim), torch.ones(120, 2, layer.dim)
+    inputs = SelectInputs(query[None], key[None], torch.tensor([120]), torch.tensor([0]), **layer.attributes)
+    found = naive_select_blocks(inputs, torch.zeros(1, 2, 40, layer.dim))[0][0]
+    assert found[119, 0].tolist()[:6] == [0, 1, 2, 7, 8, 9] == chosen(layer, query, key)[0][119][0]
+    assert chosen(layer, query, key, late=1)[0][119][0] != [0, 1, 2, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"block_size": 10}, r"block_size=10 must be a multiple of mean_stride=3"),
+        ({"mean_length": 7}, r"mean_length=7 must be a multiple of mean_stride=3"),
+        ({"lse_length": 25}, r"lse_length=25 must be a multiple of lse_stride=12"),
+        ({"top_blocks": 3}, r"top_blocks=3 must be at least init_blocks=1 \+ local_blocks=2 \+ 1"),
+        ({"dense_length": 20}, r"dense_length=20 must be at least lse_length=24"),
+        ({"block_slots": 5}, r"block_slots=5 must be 6"),
+        ({"mean_stride": 0}, r"mean_stride=0 must be at least 1"),
+    ],
+)
+def test_attributes_that_do_not_fit(changes: dict[str, int], message: str) -> None:
+    query, key = torch.zeros(1, 2, 6, 10), torch.zeros(1, 2, 2, 10)
+    given: dict[str, Any] = {**Layer().attributes, **changes}
+    inputs = SelectInputs(query, key, torch.tensor([2]), torch.tensor([0]), **given)
+    with pytest.raises(ShapeError, match=message):
+        naive_select_blocks(inputs, torch.zeros(1, 2, 4, 10))
+
+
+def test_states_that_are_too_small() -> None:
+    query, key = torch.zeros(1, 5, 6, 10), torch.zeros(1, 5, 2, 10)
+    new, past = torch.tensor([5]), torch.tensor([0])
+    with pytest.raises(ShapeError, match="grows to 5 tokens; key_sum has 1 rows of 3"):
+        naive_select_blocks(SelectInputs(query, key, new, past, **Layer().attributes), torch.zeros(1, 2, 1, 10))
+    with pytest.raises(ShapeError, match=r"blocks: expected \[1, 5, 2\] and slots, got \[1, 5, 1, 3\]"):
+        Inputs(query, key, key, new, torch.zeros(1, 5, 1, 3), 12).check()
+    with pytest.raises(CapacityError):
+        block_attention(Inputs(query, key, key, new, torch.zeros(1, 5, 2, 3), 12), AttentionState.empty(1, 2, 10, 4))
