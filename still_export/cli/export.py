@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,6 +82,7 @@ def export(
         )
         engines, lacking = _engines(package, target, progress)
     _say_what_lacks(package, target, out)
+    _say_what_was_rounded(package, out)
     if lacking:
         out.log(f"no engine yet: {lacking}")
     manifest = package.manifest
@@ -100,6 +103,22 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
         return ([], "") if target.build is None else (target.build(package, None, progress), "")
     except NoBuilderError as error:
         return [], str(error)
+
+
+def _say_what_was_rounded(package: Package, out: Output) -> None:
+    """Say what became of a source's codes, where they are not in the package as they are."""
+    codes = package.manifest.get("source_codes") or {"floats": 0, "rounded": {}}
+    if codes["floats"]:
+        dtype = package.manifest["model"]["dtype"]
+        out.log(f"{codes['floats']} weights are codes in the source, and {dtype} here: --quantize keeps those that fit")
+    if rounded := codes["rounded"]:
+        layers = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in rounded)
+        named = ", ".join(f"{name} ({count})" for name, count in sorted(layers.items()))
+        worst = max(rounded, key=rounded.__getitem__)
+        out.log(
+            f"codes of the source that --quantize {package.manifest['config']['quantize']} has no place for were rounded again: {named}; "
+            f"relative errors are up to {rounded[worst]:.2%} ({worst}), and in manifest.json"
+        )
 
 
 def _say_what_lacks(package: Package, target: Target, out: Output) -> None:

@@ -51,8 +51,8 @@ class BlockWeight:
         packed = self.packed.reshape(outputs, blocks * times, -1)
         return BlockWeight(packed, np.repeat(self.scales, times, axis=1), zero, self.bits, offsets)
 
-    def rows(self, order: np.ndarray) -> BlockWeight:
-        """The same weight with its outputs in another order."""
+    def rows(self, order: np.ndarray | slice) -> BlockWeight:
+        """The same weight with its outputs in another order, or some of them."""
         zero, offsets = (None if x is None else x[order] for x in (self.zero_points, self.offsets))
         return BlockWeight(self.packed[order], self.scales[order], zero, self.bits, offsets)
 

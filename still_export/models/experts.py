@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models.weights import Deferred, Weight, Weights, narrow_value_of, value_of
+from still_export.models.blocks import BlockWeight, joined
+from still_export.models.weights import Deferred, SourceBlocks, Weight, Weights, narrow_value_of, value_of
 
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _ONE = re.compile(rf"(.*\.experts)\.(\d{{1,6}})\.({'|'.join(_PARTS)})\.weight")
@@ -89,7 +91,24 @@ def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> De
                     f"{name}: expert {number} has {list(weight.shape)}, expert 0 {list(one.shape)}. The files belong to different models."
                 )
     shape = torch.Size((count, len(parts) * one.shape[0], one.shape[1]))
-    return Deferred(shape, one.dtype, partial(_read, parts, shape, one.dtype), part=partial(_part, parts))
+    read, part = partial(_read, parts, shape, one.dtype), partial(_part, parts)
+    bits = max(weight.bits if isinstance(weight, Deferred) else 0 for each in parts for weight in each.values())
+    return Deferred(shape, one.dtype, read, _stacked_blocks(parts), bits, part=part)
+
+
+def _stacked_blocks(parts: Sequence[Mapping[int, Weight]]) -> SourceBlocks | None:
+    """Blocks of each expert, where all are of one kind."""
+    held = [weight.blocks if isinstance(weight, Deferred) else None for each in parts for weight in each.values()]
+    kinds = {None if b is None or b.order is not None else replace(b, read=_of_expert, positive=False) for b in held}
+    kind = kinds.pop()
+    return None if kinds or kind is None or kind.offsets else replace(kind, read=partial(_of_expert, parts))
+
+
+def _of_expert(parts: Sequence[Mapping[int, Weight]], number: int) -> BlockWeight:
+    """Blocks of one expert."""
+    rows = parts[0][number].shape[0]
+    held = (weight.blocks.read() for each in parts if isinstance(weight := each[number], Deferred) and weight.blocks)
+    return joined(held, len(parts) * rows).rows(np.arange(len(parts) * rows).reshape(len(parts), rows).T.ravel())
 
 
 def _read(parts: Sequence[Mapping[int, Weight]], shape: torch.Size, dtype: torch.dtype) -> Tensor:

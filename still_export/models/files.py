@@ -100,6 +100,12 @@ class Config(Generation):
         return name
 
 
+class Optimizer(Record):
+    """hf_quant_config.json of NVIDIA's Model Optimizer."""
+
+    quantization: dict[str, Any]
+
+
 class Adapter(Record):
     """adapter_config.json, PEFT's fields and the STILL configuration."""
 

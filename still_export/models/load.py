@@ -30,7 +30,7 @@ from still_export.models.checkpoint import (
     weight_files,
 )
 from still_export.models.families import Family
-from still_export.models.files import Adapter, Generation, check_tokenizer_files, read_checked
+from still_export.models.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.models.gguf import read_gguf, read_tokenizer
 from still_export.models.linear_names import language_model, published_names
 from still_export.models.weights import Weight, Weights, stand_ins, value_of
@@ -295,6 +295,9 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
     quantized = config.pop("quantization_config", None)
     config = language_model(config)
     quantized = config.pop("quantization_config", quantized)
+    optimized = path / "hf_quant_config.json"
+    if quantized is None and optimized.is_file():  # older folders of Model Optimizer say it there alone
+        quantized = {"quant_method": "modelopt", **read_checked(optimized, Optimizer)["quantization"]}
     known = config["model_type"]
     if known != "still":
         family_of(known)  # before gigabytes are read

@@ -9,7 +9,8 @@ What lies beside a weight in the file tells its form:
 | compressed-tensors | `weight_packed` int32 [N, K * bits / 32] or `weight` int8 [N, K], `weight_scale` [N, G], `weight_zero_point` |
 | FP8 | `weight` float8_e4m3fn [N, K], `weight_scale` or `weight_scale_inv`: one, [N, 1], or of blocks [N / b, K / c] |
 | NVFP4 | `weight_packed` or `weight` uint8 [N, K / 2], `weight_scale` float8_e4m3fn [N, K / 16], one more scale for all |
-| bitsandbytes NF4 | `weight` uint8, `weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4` |
+| MXFP4 | the same, `weight_scale` uint8 [N, K / 32], exponents |
+| bitsandbytes | `weight` uint8, `weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4` or `__fp4` |
 
 A weight is scale * (code - zero point), G groups of K / G inputs sharing both.
 """
@@ -17,9 +18,9 @@ A weight is scale * (code - zero point), G groups of K / G inputs sharing both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of each group of eight that lies at a place of a word, the lowest four bits first."""
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """Values of e2m1 codes."""
-NF4_STATE = "quant_state.bitsandbytes__nf4"
+FP4_GROUP = 16
+"""Inputs of a group of NVFP4."""
+STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 
 Parts = Mapping[str, Tensor]
 
@@ -49,7 +52,7 @@ class Grouped:
         codes: Makes them, uint8 [N, K].
         scales: Makes them, [N, G].
         zero_points: Makes them, uint8 [N, G]; None: the middle, 2^(bits - 1).
-        order: Group of each input [K], where they are not in order (act-order).
+        of_input: Group of each input [K], where they are not in order (act-order).
     """
 
     shape: tuple[int, int]
@@ -58,22 +61,31 @@ class Grouped:
     codes: Callable[[], Tensor]
     scales: Callable[[], Tensor]
     zero_points: Callable[[], Tensor] | None
-    order: Tensor | None = None
+    of_input: Tensor | None = None
 
     @property
     def size(self) -> int:
         """Inputs of a group."""
         return self.shape[1] // self.groups
 
+    @cached_property
+    def order(self) -> np.ndarray | None:
+        """Inputs by their groups [K]; None: they are in order."""
+        return None if self.of_input is None else torch.argsort(self.of_input, stable=True).numpy()
+
     def blocks(self) -> BlockWeight:
-        """The same in blocks; groups are in order."""
-        codes = self.codes().reshape(self.shape[0], self.groups, self.size).numpy()
-        zero = None if self.zero_points is None else pack(self.zero_points().numpy(), self.bits)
-        return BlockWeight(pack(codes, self.bits), self.scales().float().numpy(), zero, self.bits)
+        """The same in blocks, inputs in `order`; codes of 2 bits as those of 4."""
+        bits, codes = max(self.bits, 4), self.codes()
+        if self.zero_points is None:
+            codes = codes + ((1 << (bits - 1)) - (1 << (self.bits - 1)))
+        ordered = codes if self.order is None else codes[:, self.order]
+        zero = None if self.zero_points is None else pack(self.zero_points().numpy(), bits)
+        packed = pack(ordered.reshape(self.shape[0], self.groups, self.size).numpy(), bits)
+        return BlockWeight(packed, self.scales().float().numpy(), zero, bits)
 
     def values(self) -> Tensor:
         """The weight, float32."""
-        group = torch.arange(self.shape[1]) // self.size if self.order is None else self.order.long()
+        group = torch.arange(self.shape[1]) // self.size if self.of_input is None else self.of_input.long()
         zero = 1 << (self.bits - 1) if self.zero_points is None else self.zero_points().float()[:, group]
         return (self.codes().float() - zero).mul_(self.scales().float()[:, group])
 
@@ -98,23 +110,22 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         )
     found: dict[str, Tensor | Deferred] = {}
     taken: set[str] = set()
-    for name in tensors:
-        for end, read in READERS.items():
-            module = name.removesuffix(end)
-            if module == name:
-                continue
-            parts = {key[len(module) + 1 :]: tensors[key] for key in _beside(module, tensors)}
-            try:
-                weight = read(parts, config)
-            except (KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
-                lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-                raise CheckpointError(
-                    f"{module} in {origin} is no layer of {method}: {lacks}. The files are damaged or incomplete; fetch them again."
-                ) from error
-            if weight is not None:
-                found[f"{module}.weight"] = weight
-                taken.update(key for key in _beside(module, tensors) if not key.endswith(".bias"))
-                break
+    for module, parts in _modules(tensors).items():
+        reader = next((read for end, read in READERS.items() if end in parts), None)
+        if reader is None:
+            continue
+        try:
+            weight = reader(parts, config)
+            if weight is not None and (unknown := sorted(parts.keys() - PARTS)):
+                raise ValueError(f"it has {', '.join(unknown)}, which no form that is read has")
+        except (KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
+            lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(
+                f"{module} in {origin} is no layer of {method}: {lacks}. The files are damaged or incomplete; fetch them again."
+            ) from error
+        if weight is not None:
+            found[f"{module}.weight"] = weight
+            taken.update(f"{module}.{part}" for part in parts if part != "bias")
     if not found:
         raise CheckpointError(
             f"config.json of {origin} says that weights are quantized ({method}), and none of them is. If they were dequantized, take "
@@ -123,12 +134,17 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
     return {**{name: tensor for name, tensor in tensors.items() if name not in taken}, **found}
 
 
-def _beside(module: str, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    return (f"{module}.{end}" for end in PARTS if f"{module}.{end}" in tensors)
+def _modules(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of each module by their names in it."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module = name.rpartition(".weight." if ".weight." in name else ".")[0]
+        found.setdefault(module, {})[name.removeprefix(f"{module}.")] = tensor
+    return found
 
 
-def _deferred(shape: tuple[int, ...], read: Callable[[], Tensor]) -> Deferred:
-    return Deferred(torch.Size(shape), torch.float32, read)
+def _deferred(shape: tuple[int, ...], read: Callable[[], Tensor], bits: int) -> Deferred:
+    return Deferred(torch.Size(shape), torch.float32, read, bits=bits)
 
 
 def _grouped(weight: Grouped) -> Deferred:
@@ -136,9 +152,11 @@ def _grouped(weight: Grouped) -> Deferred:
     outputs, inputs = weight.shape
     if weight.groups < 1 or inputs % weight.groups or weight.size % 8:
         raise ValueError(f"{weight.groups} groups do not divide {inputs} inputs into multiples of 8")
-    blocks = None
-    if weight.order is None and weight.bits in (4, 8) and (weight.bits == 4 or weight.zero_points is None):
-        blocks = SourceBlocks(weight.bits, False, False, weight.blocks, weight.size, weight.zero_points is not None)
+    blocks, order = None, weight.order
+    if order is None or torch.equal(torch.bincount(weight.of_input), torch.full((weight.groups,), weight.size)):
+        positive = weight.bits == 8 and bool((weight.scales() > 0).all())
+        kind = (max(weight.bits, 4), False, False, weight.blocks, weight.size, weight.zero_points is not None)
+        blocks = SourceBlocks(*kind, order, positive)
     return Deferred(torch.Size((outputs, inputs)), torch.float32, weight.values, blocks, weight.bits)
 
 
@@ -148,8 +166,9 @@ def _check(name: str, tensor: Tensor, *shape: int) -> Tensor:
     return tensor
 
 
-def _order(stored: Tensor | None, inputs: int, groups: int) -> Tensor | None:
+def _of_input(parts: Parts, name: str, needed: bool, inputs: int, groups: int) -> Tensor | None:
     """Group of each input; None: they are in order."""
+    stored = parts[name] if needed else parts.get(name)
     if stored is None or not 0 < groups <= inputs:
         return None  # of too many groups or none `_grouped` says so
     _check("g_idx", stored, inputs)
@@ -165,25 +184,28 @@ def _fields(words: Tensor, bits: int) -> Tensor:
         return torch.from_numpy(raw.copy())
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     fields = (raw[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return torch.from_numpy(fields.reshape(*raw.shape[:-1], -1))
+    return torch.from_numpy(fields.reshape(*raw.shape[:-1], raw.shape[-1] * len(shifts)))
 
 
 def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
-    bits = int(config["bits"])
-    if bits not in (2, 4, 8):
-        raise ValueError(f"{bits} bits, where 2, 4 and 8 are read")
     packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    # Layers may have bits of their own (`dynamic`), which their zero points tell.
+    bits = zeros.shape[1] * 32 // packed.shape[1] if config.get("dynamic") else int(config["bits"])
+    kind = config.get("checkpoint_format", "gptq")
+    if bits not in (2, 4, 8) or kind not in ("gptq", "gptq_v2"):
+        raise ValueError(f"{bits} bits in the format {kind}, where 2, 4 and 8 in gptq and gptq_v2 are read")
     inputs, outputs, groups = packed.shape[0] * 32 // bits, packed.shape[1], scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs * bits // 32)
-    order = _order(parts.get("g_idx"), inputs, groups)
-    # The first format of files stores zero points less one; they wrap around.
-    more = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    of_input = _of_input(parts, "g_idx", bool(config.get("desc_act")), inputs, groups)
+    # The first format has less one for every zero point, taken from whole words: a zero point of 0 borrows from the next.
+    ones = sum(1 << place for place in range(0, 32, bits)) if kind == "gptq" else 0
 
     def zero_points() -> Tensor:
-        return ((_fields(zeros, bits) + more) & ((1 << bits) - 1)).t().contiguous()
+        words = torch.from_numpy((zeros.numpy().view(np.uint32) + np.uint32(ones)).view(np.int32))
+        return _fields(words, bits).t().contiguous()
 
-    middle = bool(config.get("sym")) and bool((zero_points() == 1 << (bits - 1)).all())
+    middle = bool((zero_points() == 1 << (bits - 1)).all())
     return _grouped(
         Grouped(
             (outputs, inputs),
@@ -192,15 +214,19 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
             lambda: _fields(packed.t(), bits),
             lambda: scales.t().contiguous(),
             None if middle else zero_points,
-            order,
+            of_input,
         )
     )
 
 
 def _awq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    if int(config.get("bits", config.get("w_bit", 4))) != 4:
-        raise ValueError("other bits than 4, which AWQ's kernels do not have")
+    bits, kind = (
+        int(config.get("bits", config.get("w_bit", 4))),
+        str(config.get("version", config.get("format", "gemm"))),
+    )
+    if bits != 4 or kind.lower() != "gemm":
+        raise ValueError(f"{bits} bits in the format {kind}, where 4 in gemm are read")
     inputs, outputs, groups = packed.shape[0], packed.shape[1] * 8, scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs // 8)
@@ -218,7 +244,8 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     """compressed-tensors' packed integers, or NVFP4."""
     packed, scales = parts["weight_packed"], parts["weight_scale"]
     if packed.dtype == torch.uint8:
-        return _fp4(packed, scales, 1 / parts["weight_global_scale"].float())
+        whole = _of_fp4(scales)
+        return _fp4(packed, whole if scales.dtype == torch.uint8 else whole / parts["weight_global_scale"].float())
     outputs, inputs = (int(size) for size in parts["weight_shape"])
     per_word = inputs / packed.shape[1]
     bits = {8: 4, 4: 8, 16: 2}.get(int(per_word) if per_word == int(per_word) else 0, 0)
@@ -237,68 +264,109 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Deferred:
         else:
             _check("weight_zero_point", stored, outputs, groups)
             zero = lambda: (stored.short() + (1 << (bits - 1))).to(torch.uint8)  # noqa: E731
-    order = _order(parts.get("weight_g_idx"), inputs, groups)
-    return _grouped(
-        Grouped((outputs, inputs), bits, groups, lambda: _fields(packed, bits), lambda: scales, zero, order)
-    )
+    of_input = _of_input(parts, "weight_g_idx", False, inputs, groups)
+    codes = partial(_fields, packed, bits)
+    return _grouped(Grouped((outputs, inputs), bits, groups, codes, lambda: scales, zero, of_input))
 
 
 def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
     """A `weight` of a narrow type with scales beside it; None: it has none."""
     weight = parts["weight"]
-    if weight.dtype == torch.uint8 and NF4_STATE in {name.removeprefix("weight.") for name in parts}:
-        return _nf4(parts)
+    if weight.dtype == torch.uint8 and (state := next((name for name in STATES if name in parts), None)):
+        return _table(parts, json.loads(bytes(parts[state].numpy()).decode()))
     scale = parts.get("weight_scale_inv", parts.get("weight_scale"))
     if scale is None:
+        if "SCB" in parts:
+            raise ValueError("it has 8 bits (SCB), where those of 4 are read")
         if weight.dtype in (torch.int8, torch.uint8) or weight.dtype.itemsize == 1:
             raise KeyError("weight_scale")
         return None
     if weight.dtype == torch.uint8:
-        return _fp4(weight, scale, parts["weight_scale_2"].float())
+        return _fp4(weight, _of_fp4(scale) * parts["weight_scale_2"].float())
     outputs, inputs = weight.shape
+    high, wide = _block(scale, outputs, inputs, config)
+
+    def spread(values: Tensor) -> Tensor:
+        """Of each output, [N, G]."""
+        return values.reshape(-(-outputs // high), -1).repeat_interleave(high, 0)[:outputs]
+
     if weight.dtype == torch.int8:
-        if parts.get("weight_zero_point") is not None and bool(parts["weight_zero_point"].any()):
-            raise ValueError("it has zero points of 8 bits, which are not read")
-        scale = scale.reshape(-1, 1).expand(outputs, 1) if scale.numel() in (1, outputs) else scale
-        _check("weight_scale", scale, outputs, scale.shape[-1])
+        signed = parts.get("weight_zero_point")
+        zero = None
+        if signed is not None and bool(signed.any()):
+            _check("weight_zero_point", signed, *scale.shape)
+            zero = lambda: (spread(signed).short() + 128).to(torch.uint8)  # noqa: E731
         codes = lambda: (weight.short() + 128).to(torch.uint8)  # noqa: E731
-        return _grouped(Grouped((outputs, inputs), 8, scale.shape[1], codes, scale.contiguous, None))
-    if scale.numel() not in (1, outputs):
-        high, wide = config.get("weight_block_size") or _block_size(config)
-        _check("scales of blocks", scale, -(-outputs // high), -(-inputs // wide))
-    elif scale.numel() == outputs:
-        scale, high, wide = scale.reshape(outputs, 1), 1, inputs
-    else:
-        scale, high, wide = scale.reshape(1, 1), outputs, inputs
+        return _grouped(Grouped((outputs, inputs), 8, -(-inputs // wide), codes, lambda: spread(scale), zero))
+    values = lambda: weight.float() * spread(_numbers(scale)).repeat_interleave(wide, 1)[:, :inputs]  # noqa: E731
+    return _deferred((outputs, inputs), values, 8)
 
-    def values() -> Tensor:
-        spread = scale.float().repeat_interleave(high, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
-        return weight.float() * spread
 
-    return _deferred((outputs, inputs), values)
+def _block(scale: Tensor, outputs: int, inputs: int, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Outputs and inputs that share a scale."""
+    if scale.numel() == 1:
+        return outputs, inputs
+    if scale.dim() == 1 or scale.shape[0] == outputs:  # of outputs, or of groups of their inputs
+        groups = 1 if scale.dim() == 1 else scale.shape[1]
+        if inputs % groups:
+            raise ValueError(f"{groups} groups do not divide {inputs} inputs")
+        _check("weight_scale", scale, *(outputs, groups)[: scale.dim()])
+        return 1, inputs // groups
+    high, wide = config.get("weight_block_size") or _block_size(config)
+    _check("scales of blocks", scale, -(-outputs // high), -(-inputs // wide))
+    return high, wide
 
 
 def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Of FP8 in blocks, as compressed-tensors says it."""
+    """Of numbers in blocks, as compressed-tensors says it."""
     for group in config.get("config_groups", {}).values():
         if isinstance(size := (group.get("weights") or {}).get("block_structure"), list) and len(size) == 2:
             return int(size[0]), int(size[1])
     raise KeyError("weight_block_size, in quantization_config")
 
 
-def _fp4(packed: Tensor, scales: Tensor, factor: Tensor) -> Deferred:
+def _numbers(scale: Tensor) -> Tensor:
+    """Scales in float32; bytes are exponents."""
+    return torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+
+
+def _of_fp4(scale: Tensor) -> Tensor:
+    """Scales of e2m1 codes in float32, which tells their bytes from those of integers."""
+    if scale.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise ValueError(f"weight_scale has {scale.dtype}, where e2m1 codes have float8_e4m3fn or exponents in uint8")
+    return _numbers(scale)
+
+
+def _fp4(packed: Tensor, scales: Tensor) -> Deferred:
     outputs, inputs = packed.shape[0], packed.shape[1] * 2
-    _check("weight_scale", scales, outputs, inputs // 16)
+    groups = scales.shape[-1]
+    _check("weight_scale", scales, outputs, groups)
+    size = inputs // groups
+    if size not in (FP4_GROUP, 2 * FP4_GROUP) or inputs % groups:
+        raise ValueError(f"weight_scale has {groups} groups for {inputs} inputs, where those of 16 and 32 are read")
+
+    def codes() -> Tensor:
+        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
 
     def values() -> Tensor:
-        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-        return FP4[codes.long()] * (scales.float() * factor).repeat_interleave(16, 1)
+        return FP4[codes()] * scales.repeat_interleave(size, 1)
 
-    return _deferred((outputs, inputs), values)
+    def blocks() -> BlockWeight:
+        """Twice the numbers, which are whole, in 8 bits."""
+        whole = (2 * FP4 + 128).to(torch.uint8)[codes()]
+        return BlockWeight(whole.reshape(outputs, groups, size).numpy(), (scales / 2).numpy(), None, 8)
+
+    return Deferred(
+        torch.Size((outputs, inputs)),
+        torch.float32,
+        values,
+        SourceBlocks(8, False, False, blocks, size, positive=bool((scales > 0).all())),
+        4,
+    )
 
 
-def _nf4(parts: Parts) -> Deferred:
-    state = json.loads(bytes(parts[f"weight.{NF4_STATE}"].numpy()).decode())
+def _table(parts: Parts, state: Mapping[str, Any]) -> Deferred:
+    """bitsandbytes': any numbers, 16 of them."""
     packed, table, most = parts["weight"], parts["weight.quant_map"].float(), parts["weight.absmax"]
     shape, size = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
     count = int(np.prod(shape))
@@ -313,7 +381,7 @@ def _nf4(parts: Parts) -> Deferred:
         codes = torch.stack([packed >> 4, packed & 15], -1).flatten()[:count]
         return (table[codes.long()] * scale.repeat_interleave(size)[:count]).reshape(shape)
 
-    return _deferred(shape, values)
+    return _deferred(shape, values, 4)
 
 
 def _words(parts: Parts, config: Mapping[str, Any]) -> Deferred:
@@ -321,15 +389,16 @@ def _words(parts: Parts, config: Mapping[str, Any]) -> Deferred:
 
 
 READERS: dict[str, Callable[[Parts, Mapping[str, Any]], Deferred | None]] = {
-    ".qweight": _words,
-    ".weight_packed": _packed,
-    ".weight": _stored,
+    "qweight": _words,
+    "weight_packed": _packed,
+    "weight": _stored,
 }
 """By what the tensor is called that a low-bit weight always has."""
-PARTS = (
+PARTS = {
     *("weight", "bias", "qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
     *("weight_scale_inv", "weight_scale_2", "input_scale", "input_global_scale", "k_scale", "v_scale", "output_scale"),
-    *(f"weight.{end}" for end in ("absmax", "quant_map", "nested_absmax", "nested_quant_map", NF4_STATE)),
-)
+    *(f"weight.{end}" for end in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
+    *STATES,
+}
 """Names behind a layer's own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,14 +21,17 @@ TOGETHER = "|"
 @dataclass(frozen=True)
 class SourceBlocks:
     """Blocks of `size` inputs in a source: their bits, whether they have offsets or zero points, whether their scales are half precision;
-    `read` gets them."""
+    `read` gets them, of a stack those of the expert whose number it is given. `order`: the inputs as the blocks have them [K], where that
+    is another order than the weight's; `positive`: all scales are known to be."""
 
     bits: int
     offsets: bool
     half_scales: bool
-    read: Callable[[], BlockWeight]
+    read: Callable[..., BlockWeight]
     size: int = 32
     zero_points: bool = False
+    order: np.ndarray | None = None
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,12 @@ class Adapted:
 Weight = Tensor | Deferred
 Weights = Mapping[str, Weight]
 """Weights by the name of the model's parameter."""
+
+
+def is_coded(weight: Weight) -> bool:
+    """Whether the source holds it, apart from LoRA pairs, as codes of few bits."""
+    base = weight.adapted.base if isinstance(weight, Deferred) and weight.adapted is not None else weight
+    return isinstance(base, Deferred) and base.bits > 0
 
 
 def value_of(weight: Weight) -> Tensor:

@@ -130,6 +130,15 @@ class Quantization(Record):
     adapters: list[AdapterPlace] = Field(default_factory=list)
 
 
+class SourceCodes(Record):
+    """Weights that the source holds as codes of few bits: how many have them here, how many are floats, and the relative error of those
+    that were rounded again, by name."""
+
+    exact: Whole
+    floats: Whole
+    rounded: dict[str, Annotated[float, Field(ge=0)]]
+
+
 class TensorRt(Record):
     """How engines are built (still_export/engines/options.py)."""
 
@@ -167,6 +176,7 @@ class Manifest(Record):
     speculate: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
     native: Native | None = None
     quantization: Quantization | None = None
+    source_codes: SourceCodes | None = None
     trt: TensorRt | None = None
     engines: list[Engine] = Field(default_factory=list)
     plugins: dict[str, str] = Field(default_factory=dict)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
 import onnx_ir as ir
+from torch import Tensor
 
 from still_export.errors import UnsupportedError
-from still_export.graph.quantization.forms import Form
+from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
-from still_export.graph.quantization.quantizers import quantize
+from still_export.graph.quantization.quantizers import quantize, relative_error
 from still_export.graph.quantization.stored import store_values
 from still_export.models.blocks import BlockWeight
-from still_export.models.weights import Deferred, Weight, narrow_value_of
+from still_export.models.weights import Deferred, Weight, is_coded, narrow_value_of
 from still_graphs.edits import put_in_place
 from still_graphs.ops.experts import EXPERTS
 from still_graphs.ops.experts_nbits import EXPERTS_NBITS
@@ -32,12 +32,12 @@ class StackedWeight:
         UnsupportedError: The target's 8 bits have no blocks, which the op has.
     """
 
-    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization) -> None:
+    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization, rounded: dict[str, float]) -> None:
         if form.bits > 4 and not asked.layout.blocks_of_eight:
             raise UnsupportedError(
                 f"--to {asked.to} has no experts of {form.bits} bits ({name}). Export with --quantize int4 or --to onnx."
             )
-        self.name, self.weight, self.form, self.asked = name, weight, form, asked
+        self.name, self.weight, self.form, self.asked, self.rounded = name, weight, form, asked, rounded
         self.shape: tuple[int, ...] = tuple(weight.shape)
         self._made: list[BlockWeight] = []
 
@@ -50,9 +50,19 @@ class StackedWeight:
                 read = whole.part
             else:
                 read = narrow_value_of(whole).detach().__getitem__
-            one = partial(quantize, bits=self.form.bits, block_size=self.asked.block_size, method=self.form.method)
-            self._made = [one(read(number)) for number in range(self.shape[0])]
+            self._made = [self._one(read, number) for number in range(self.shape[0])]
         return self._made
+
+    def _one(self, read: Callable[[int], Tensor], number: int) -> BlockWeight:
+        size = self.asked.block_size
+        if self.form.method == EXACT:
+            assert isinstance(self.weight, Deferred) and self.weight.blocks is not None
+            return self.weight.blocks.read(number).split(size)
+        values = read(number)
+        made = quantize(values, self.form.bits, size, self.form.method)
+        if is_coded(self.weight):  # the largest of the experts
+            self.rounded[self.name] = max(self.rounded.get(self.name, 0.0), relative_error(made, values))
+        return made
 
     def stored(self, model: ir.Model, dtype: ir.DataType) -> list[ir.Value | None]:
         """Words of codes, scales, words of zero points where there are any; the last that is written forgets the blocks."""

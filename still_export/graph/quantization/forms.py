@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from still_export.graph.quantization.policy import DEQUANTIZED, HALF, Quantization
 from still_export.mixers.roles import EMBEDDING
 from still_export.models.weights import Deferred, Pair, Weight
@@ -16,6 +18,8 @@ LEAST = "least"
 """Suffix of what codes of 0 stand for, [N, K / block]: an offset and MIDDLE scales below 0."""
 MIDDLE = 8
 """Of codes of 4 bits, which products subtract where there are no zero points."""
+ORDER = "order"
+"""Suffix of the inputs as codes have them, where that is another order than the weight's."""
 ROWS = "rows"
 """Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
 SUMS = "block_sums"
@@ -42,6 +46,12 @@ class Form:
     offsets: bool = False
     half_scales: bool = False
     pairs: tuple[Pair, ...] = ()
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """Inputs [K] as the blocks have them; None: as the weight."""
+        held = self.base.blocks if self.method == EXACT and isinstance(self.base, Deferred) else None
+        return None if held is None else held.order
 
 
 def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
@@ -70,8 +80,9 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
             and blocks.bits <= bits
             and (asked.layout.zero_points or not blocks.zero_points)
             # TensorRT wants positive scales, which a file may not have.
-            and (blocks.bits < 8 or asked.layout.nodes != DEQUANTIZED)
-            and (role != EMBEDDING or blocks.bits == 8)
+            and (blocks.bits < 8 or asked.layout.nodes != DEQUANTIZED or blocks.positive)
+            and (role != EMBEDDING or (blocks.bits == 8 and not blocks.zero_points and blocks.order is None))
+            and (weight.dim() == 2 or blocks.bits == bits)  # both matrices of experts have the same bits
         ):
             return Form(blocks.bits, EXACT, base, blocks.zero_points, blocks.offsets, blocks.half_scales, pairs)
         if base.bits in (5, 6):

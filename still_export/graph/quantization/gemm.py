@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 
 from still_export.errors import UnsupportedError
-from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, SUMS
+from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ORDER, SUMS
 from still_export.graph.quantization.policy import NODES
 from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
@@ -81,7 +81,7 @@ class Product(ABC):
         assert read is not None
         terms = []
         if self.form.base is not None:
-            terms.append(self._multiplied(node, read))
+            terms.append(self._multiplied(node, self._ordered(node, read)))
         if "inner" in self.values:
             terms.append(
                 self._product_of_two(node, read, self.values["inner"], self.values["outer"], ("inner", "outer"))
@@ -93,6 +93,15 @@ class Product(ABC):
             added = add_node(self.model.graph, node, "Add", [total, term], f"sum{i}" if i else "sum")
             total = self._typed(added, read, self.outputs)
         return total
+
+    def _ordered(self, node: ir.Node, read: ir.Value) -> ir.Value:
+        """`read` in the order of the blocks' inputs, before `node`."""
+        if self.form.order is None:
+            return read
+        name, known = f"{self.name}.{ORDER}", self.model.graph.initializers
+        order = known.get(name) or store(self.model.graph, ir.tensor(self.form.order, name=name))
+        found = add_node(self.model.graph, node, "Gather", [read, order], ORDER, {"axis": -1})
+        return self._typed(found, read, self.inputs)
 
     def _product_of_two(
         self, node: ir.Node, read: ir.Value, a: ir.Value, b: ir.Value, parts: tuple[str, str]

@@ -23,7 +23,9 @@ from still_export.models.weights import Deferred, Weight, Weights, value_of
 from still_graphs.edits import CONTRIB, add_node, store
 
 
-def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], asked: Quantization) -> dict[str, Any]:
+def quantize_graph(
+    model: ir.Model, weights: Weights, roles: Mapping[str, str], asked: Quantization, rounded: dict[str, float]
+) -> dict[str, Any]:
     """Replace the nodes that read weights which the policy quantizes, in place.
 
     Args:
@@ -31,6 +33,7 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
         weights: Values by those names, [N, K].
         roles: By those names.
         asked: Scheme, method, block size, LoRA.
+        rounded: Gets, when they are written, the relative error of weights whose codes in the source are rounded again.
 
     Returns:
         What the manifest says of it.
@@ -38,7 +41,7 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
     Raises:
         UnsupportedError: The block size does not divide a weight, or a weight is read in a way that has no quantized form.
     """
-    held = [(w.blocks.size, w.shape[1]) for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
+    held = [(w.blocks.size, w.shape[-1]) for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
     asked = asked.fitted([size for size, inputs in held if size < inputs])
     forms = {
         name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None
@@ -58,13 +61,14 @@ def quantize_graph(model: ir.Model, weights: Weights, roles: Mapping[str, str], 
             _halve(model, name, weights[name])
             continue
         if weights[name].dim() == STACKED:
-            stacks[name] = StackedWeight(name, weights[name], form, asked)
+            stacks[name] = StackedWeight(name, weights[name], form, asked, rounded)
             continue
-        weight = StoredWeight(name, weights[name], form, asked, roles[name])
+        weight = StoredWeight(name, weights[name], form, asked, roles[name], rounded)
         products, rows = _readers(model, weight)
         alone = name if form.base is None or len(products) + len(rows) > 1 else ""
+        order = None if form.order is None else form.order.tobytes()
         for node in products:
-            kind = (id(node.inputs[0]), alone, form.bits, form.zero_points, form.half_scales, weight.dtype)
+            kind = (id(node.inputs[0]), alone, form.bits, form.zero_points, form.half_scales, weight.dtype, order)
             groups.setdefault(kind, []).append((weight, node))
         gathers += [(weight, node) for node in rows]
     places = []

@@ -48,6 +48,16 @@ def quantize_outputs(weight: torch.Tensor) -> BlockWeight:
     return joined(map(_outputs, _slabs(weight)), len(weight))
 
 
+def relative_error(made: BlockWeight, weight: torch.Tensor) -> float:
+    """What rounding `weight` [N, K] to `made` changed: the norm of the difference by that of the weight."""
+    lost = whole = row = 0.0
+    for slab in map(lambda x: x.float().numpy(), _slabs(weight)):
+        rows = slice(int(row), int(row) + len(slab))
+        lost += float(np.square(made.rows(rows).dequantized() - slab).sum())
+        whole, row = whole + float(np.square(slab).sum()), rows.stop
+    return (lost / whole) ** 0.5 if whole else 0.0
+
+
 def _outputs(weight: torch.Tensor) -> BlockWeight:
     rows, scales = (x.numpy() for x in int8_rows(weight))
     packed = (rows.astype(np.int16) + 128).astype(np.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ROWS, SUMS
+from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ORDER, ROWS, SUMS
 from still_export.mixers.experts.module import Stacked
 from still_export.models.blocks import BlockWeight
 from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
@@ -83,12 +83,14 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
     return replace(source, weights=weights)
 
 
-def held_names(folder: Path) -> set[str]:
-    """The weights in blocks of the package in `folder`, by the model's names."""
+def held_names(folder: Path) -> dict[str, np.ndarray | None]:
+    """The weights in blocks of the package in `folder`, by the model's names: their inputs as the blocks have them, None: in order."""
     import onnx_ir as ir
 
-    joined = [n.removesuffix(".scales") for n in ir.load(folder / MODEL).graph.initializers if n.endswith(".scales")]
-    return {name for names in joined for name in names.split(TOGETHER)}
+    parts = {name: value.const_value for name, value in ir.load(folder / MODEL).graph.initializers.items()}
+    joined = [n.removesuffix(".scales") for n in parts if n.endswith(".scales")]
+    orders = {names: None if (o := parts.get(f"{names}.{ORDER}")) is None else o.numpy().copy() for names in joined}
+    return {name: order for names, order in orders.items() for name in names.split(TOGETHER)}
 
 
 def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
@@ -139,6 +141,9 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
             zero_points = None if zero_points is None else zero_points.reshape(len(scales), -1)
             total = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size).dequantized()
             total = total.reshape(*whole[:-1], -1)
+        if (order := values(names, ORDER, 0, slice(None))) is not None:
+            assert isinstance(total, np.ndarray)
+            total = total[:, np.argsort(order)]
         offsets, least = values(names, "offsets", 0, rows), values(names, LEAST, 0, rows)
         if least is not None:
             assert scales is not None
@@ -175,17 +180,24 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
     return readers
 
 
-def round_activations(model: nn.Module, names: Iterable[str], block_size: int) -> None:
-    """Let the products with the weights `names` round what they read to 8 bits, block by block, as MatMulNBits does on CPUs."""
-    weights = dict(model.named_parameters())
-    rounded = {id(weights[name]) for name in names}
+def round_activations(model: nn.Module, names: Mapping[str, np.ndarray | None], block_size: int) -> None:
+    """Let the products with the weights `names` round what they read to 8 bits, block by block, as MatMulNBits does on CPUs.
 
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        return eight_bits(inputs[0], block_size)
+    Args:
+        names: With the inputs as the blocks have them, None: in order.
+    """
+    weights = dict(model.named_parameters())
+    rounded = {id(weights[name]): order for name, order in names.items()}
+
+    def hook(order: np.ndarray | None, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        if order is None:
+            return eight_bits(inputs[0], block_size)
+        places = torch.from_numpy(order).to(inputs[0].device)
+        return eight_bits(inputs[0][..., places], block_size)[..., places.argsort()]
 
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in rounded:
-            module.register_forward_pre_hook(hook)
+            module.register_forward_pre_hook(partial(hook, rounded[id(module.weight)]))
         elif isinstance(module, Stacked) and id(module.gate_up) in rounded:
             module.rounded = partial(eight_bits, block_size=block_size)
 

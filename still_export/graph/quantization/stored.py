@@ -9,17 +9,19 @@ import onnx_ir as ir
 
 from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
-from still_export.graph.quantization.quantizers import quantize, quantize_outputs
+from still_export.graph.quantization.quantizers import quantize, quantize_outputs, relative_error
 from still_export.models.blocks import BlockWeight
-from still_export.models.weights import Deferred, Weight, narrow_value_of
+from still_export.models.weights import Deferred, Weight, is_coded, narrow_value_of
 from still_graphs.edits import put_in_place, store
 
 
 class StoredWeight:
-    """A weight [N, K] in its form, made once for all that is stored of it."""
+    """A weight [N, K] in its form, made once for all that is stored of it; `rounded` gets its error where a source's codes are rounded."""
 
-    def __init__(self, name: str, weight: Weight, form: Form, asked: Quantization, role: str) -> None:
-        self.name, self.form, self.asked, self.role = name, form, asked, role
+    def __init__(
+        self, name: str, weight: Weight, form: Form, asked: Quantization, role: str, rounded: dict[str, float]
+    ) -> None:
+        self.name, self.form, self.asked, self.role, self.rounded = name, form, asked, role, rounded
         self.outputs, self.inputs = weight.shape
         self.dtype = ir.DataType.FLOAT
         self._made: BlockWeight | None = None
@@ -40,6 +42,8 @@ class StoredWeight:
                 else:
                     zero_points = self.asked.layout.zero_points
                     self._made = quantize(values, bits, self.asked.block_size, self.form.method, zero_points)
+                if is_coded(base):
+                    self.rounded[self.name] = relative_error(self._made, values)
         return self._made
 
     def forget(self) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.graph.options import ExportOptions, Progress, silent
+from still_export.graph.quantization.forms import EXACT
 from still_export.graph.quantization.policy import Layout
 from still_export.models.description import describe_model
 from still_export.models.source import find_source
+from still_export.models.weights import is_coded
 from still_export.package.chat_format import chat_format
 from still_export.package.files import DATA, PORTABLE
 from still_export.package.folder import Package, write_manifest
@@ -96,6 +98,7 @@ def _write_graph(
     if dump is not None:
         dump("lower_program", lowered)
     said: dict[str, Any] = {}
+    rounded: dict[str, float] = {}
     steps = [
         Step(attach_functions, "a runtime without kernels runs the bodies", requires=no_functions, ensures=bodies),
     ]
@@ -104,7 +107,7 @@ def _write_graph(
         from still_export.models.roles import weight_roles
 
         def quantize(graph: ir.Model) -> int:
-            said["quantization"] = quantize_graph(graph, weights, weight_roles(model), asked)
+            said["quantization"] = quantize_graph(graph, weights, weight_roles(model), asked, rounded)
             return sum(
                 part["weights"] for role in said["quantization"]["roles"].values() for part in role if part["method"]
             )
@@ -121,6 +124,11 @@ def _write_graph(
         {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
     )
     save_streaming(lowered, folder / PORTABLE, DATA, lambda done, total: say("writing the weights", done, total))
+    if coded := sum(map(is_coded, weights.values())):
+        exact = [part for role in said.get("quantization", {}).get("roles", {}).values() for part in role]
+        kept = sum(part["weights"] for part in exact if part["method"] == EXACT)
+        floats = coded - kept - len(rounded)
+        said["source_codes"] = {"exact": kept, "floats": floats, "rounded": dict(sorted(rounded.items()))}
     return said
 
 

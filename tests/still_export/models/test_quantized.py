@@ -124,7 +124,7 @@ FORMS: dict[str, tuple[Maker, dict[str, Any], bool]] = {
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
         True,
     ),
-    "gptq act-order": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}, False),
+    "gptq act-order": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}, True),
     "gptq 8 bits": (gptq(8, symmetric=True), {"quant_method": "gptq", "bits": 8, "sym": True}, False),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "zero_point": True}, True),
     "packed": (packed(False), {"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
@@ -168,8 +168,9 @@ def test_weights_are_those_of_the_file(name: str, base: Path, tmp_path: Path) ->
         weight = source.weights[key]
         assert isinstance(weight, Deferred)
         if weight.blocks is not None:
-            assert np.array_equal(weight.blocks.read().dequantized(), value.numpy()), key
-            assert np.array_equal(weight.blocks.read().split(16).dequantized(), value.numpy()), key
+            order = slice(None) if weight.blocks.order is None else weight.blocks.order
+            assert np.array_equal(weight.blocks.read().dequantized(), value.numpy()[:, order]), key
+            assert np.array_equal(weight.blocks.read().split(16).dequantized(), value.numpy()[:, order]), key
     model = source.read()
     assert torch.isfinite(model(input_ids=torch.arange(5)[None])[0]).all()
     assert getattr(model.config, "quantization_config", None) is None
@@ -202,10 +203,17 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
     zero = next((stored[i] for i in node.input if i.endswith(".zero_points")), None)
     assert scales is not None
     found = BlockWeight(stored[f"{key}.blocks"], scales, zero, next(a.i for a in node.attribute if a.name == "bits"))
-    if name == "gptq":
+    if name in ("gptq", "gptq act-order"):
         assert verify(package.path, VerifyOptions(lengths=(1, 65), decode_steps=4)).report.passed
-    error = np.abs(found.dequantized() - expected[key].numpy()).max()
+    order = stored.get(f"{key}.order", np.arange(96))
+    assert (f"{key}.order" in stored) == (name == "gptq act-order")
+    error = np.abs(found.dequantized() - expected[key].numpy()[:, order]).max()
     assert (error == 0) == exact and error < 0.05
+    codes = package.manifest["source_codes"]
+    assert codes["floats"] == 0 and (codes["exact"], len(codes["rounded"])) == ((7, 0) if exact else (0, 7))
+    whole = expected[key].numpy()
+    loss = np.linalg.norm(found.dequantized() - whole[:, order]) / np.linalg.norm(whole)
+    assert codes["rounded"].get(key, 0) == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +221,8 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
     [
         ("gptq", lambda f, m: f.update({f"{m}.scales": f[f"{m}.scales"][:-1]}), "qzeros has shape"),
         ("gptq", lambda f, m: f.pop(f"{m}.qzeros"), "lacks 'qzeros'"),
+        ("gptq act-order", lambda f, m: f.pop(f"{m}.g_idx"), "lacks 'g_idx'"),
+        ("awq", lambda f, m: f.update({f"{m}.pre_quant_scale": torch.ones(64)}), "it has pre_quant_scale, which no"),
         ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..1"),
         (
             "gptq",
@@ -248,12 +258,27 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
         open_source(tmp_path / "model", attach_untrained=True)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="3 bits, where 2, 4 and 8 are read"):
+    with pytest.raises(CheckpointError, match="3 bits in the format gptq, where 2, 4 and 8"):
+        open_source(tmp_path / "model", attach_untrained=True)
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="4 bits in the format marlin"):
         open_source(tmp_path / "model", attach_untrained=True)
     shape = (8, 40)
     nothing = torch.zeros
     with pytest.raises(ValueError, match="3 groups do not divide 40 inputs"):
         _grouped(Grouped(shape, 4, 3, lambda: nothing(shape), lambda: nothing(8, 3), None))
+
+
+def test_folders_of_model_optimizer_say_it_in_a_file_of_its_own(base: Path, tmp_path: Path) -> None:
+    expected = quantized_folder(base, tmp_path / "model", "fp8 channels")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    (path.parent / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    weights = open_source(path.parent, attach_untrained=True, dtype="float32").weights
+    assert all(torch.equal(value_of(weights[key]), value) for key, value in expected.items())
 
 
 def test_four_bit_floats_by_definition(tmp_path: Path) -> None:
@@ -291,6 +316,8 @@ def test_four_bit_floats_by_definition(tmp_path: Path) -> None:
         code = int(packed.flatten()[at // 2]) >> 4 * (1 - at % 2) & 15
         scale = nested[int(most[at // 64])] * outer[at // 64 // 2] + 0.125
         assert torch.isclose(flat[at], table[code] * scale, rtol=1e-6)
+    with pytest.raises(CheckpointError, match="a in b is no layer of modelopt: weight_scale has "):
+        dequantizing({"a.weight": packed, "a.weight_scale": scales.float()}, {"quant_method": "modelopt"}, "b")
     theirs["a.weight.absmax"] = most[:2]
     with pytest.raises(CheckpointError, match="a in here is no layer of bitsandbytes: weight and absmax have 96 and 2"):
         dequantizing(theirs, {"quant_method": "bitsandbytes"}, "here")

@@ -68,7 +68,7 @@ def reference(package: Package, adapter: Path | None) -> np.ndarray:
             module = f"base_model.model.model.{name.removesuffix('.weight')}"
             if f"{module}.lora_A.weight" in tensors:
                 deltas[f"model.{name}"] = 2.0 * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
-    round_activations(model, held_names(package.path) - set(deltas), 32)
+    round_activations(model, {n: order for n, order in held_names(package.path).items() if n not in deltas}, 32)
 
     def forward(x: Tensor, linear: Any, delta: Tensor) -> Tensor:
         return F.linear(eight_bits(x, 32), linear.weight, linear.bias) + F.linear(x, delta)

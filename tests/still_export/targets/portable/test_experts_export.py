@@ -129,7 +129,7 @@ def test_experts_are_quantized_one_at_a_time(tmp_path: Path) -> None:
     assert isinstance(held, Deferred) and held.part is not None
     asked, form = Quantization("int4", block_size=16), Form(4, "rtn", held, zero_points=True)
     unread = replace(held, read=lambda: pytest.fail("the whole stack was read"))
-    made = StackedWeight(name, unread, form, asked).made
+    made = StackedWeight(name, unread, form, asked, {}).made
     value = held.read()
     assert len(made) == len(value) == 7
     for number, blocks in enumerate(made):
