@@ -102,7 +102,9 @@ def prove(
     kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
     held = hashlib.sha256((opened.path / MANIFEST).read_bytes()).hexdigest()[:12]
     rooms = rooms_of(target, runtime, opened.manifest)
-    versions = {"manifest": held, **{"tensorrt": each["tensorrt"] for each in manifest.get("engines", [])[:1]}}
+    versions = {"manifest": held}
+    if engines := manifest.get("engines"):
+        versions["tensorrt"] = engines[0]["tensorrt"]
     made = make_record(kind, "prove", given, figures, rooms, passed, options.seed, versions=versions)
     return Proven(made, missing)
 
