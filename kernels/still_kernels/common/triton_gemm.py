@@ -81,8 +81,8 @@ def store_sum(p_residual, p_output, b_sum, o_row, o_output, M, N):
 @triton.jit
 def gemm_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row, o_output, M, N, K, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, p_norm_weight=None, epsilon=0.0,
-                  DOT: tl.constexpr = "tf32"):  # fmt: skip
-    """Outputs `o_output` [BN] of the rows `o_row` [BM]. WHOLE: K is a multiple of BK, so that no inputs are masked."""
+                  EXACT: tl.constexpr = False):  # fmt: skip
+    """Outputs `o_output` [BN] of the rows `o_row` [BM]. WHOLE: K is a multiple of BK, so that none are masked. EXACT: float32 as it is."""
     p_left = left_of(p_rows, o_row, M, K, BK)
     o_inner = tl.arange(0, BK)
     m_output = (o_output < N)[None, :]
@@ -104,7 +104,10 @@ def gemm_block(p_rows, p_weight, p_turned_weight, p_residual, p_output, o_row, o
             b_sum = tl.dot(b_left, b_right, b_sum)
         else:
             b_right = tl.load(p_right + begin, mask=m_inner[None, :], other=0.0)
-            b_sum = tl.dot(b_left, tl.trans(b_right), b_sum, input_precision=DOT)
+            if EXACT:
+                b_sum = tl.dot(b_left, tl.trans(b_right), b_sum, input_precision="tf32x3")
+            else:
+                b_sum = tl.dot(b_left, tl.trans(b_right), b_sum)
     store_sum(p_residual, p_output, b_sum, o_row, o_output, M, N)
 
 

@@ -35,6 +35,10 @@ class Inputs:
     bits: int = 4
     block_size: int = 32
 
+    def check(self) -> None:
+        """Raise ShapeError naming the tensor that does not fit."""
+        sizes_of(EXPERTS_NBITS, {name: x.shape for name, x in tensors_of(self).items()})
+
     def dequantized(self, name: str) -> Tensor:
         """`gate_up` or `down` as numbers of the activations' type, [E, rows, columns]."""
         scales, zero = getattr(self, f"{name}_scales"), getattr(self, f"{name}_zero_points")
@@ -49,7 +53,7 @@ def naive_experts_nbits(inputs: Inputs) -> Tensor:
     Raises:
         ShapeError: A tensor or attribute does not fit.
     """
-    sizes_of(EXPERTS_NBITS, {name: x.shape for name, x in tensors_of(inputs).items()})
+    inputs.check()
     gate_up, down = (inputs.dequantized(name) for name in ("gate_up", "down"))
     return naive_experts(Dense(inputs.input, inputs.expert, inputs.weight, gate_up, down, inputs.activation))
 

@@ -117,7 +117,7 @@ _OP = stateless_op(
         "SIGMOID": int(variant.score == "sigmoid"),
         "GROUPED": variant.grouped,
         "ALIGNED": variant.aligned,
-        "DOT": "tf32x3" if variant.dtype == "float32" else "tf32",
+        "EXACT": variant.dtype == "float32",
     },
     blocks={
         "few_rows": "few_scores.BM",

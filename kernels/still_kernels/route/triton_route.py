@@ -15,7 +15,7 @@ PLACE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def scores_kernel(p_input, p_router, p_logits, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-                  ALIGNED: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+                  ALIGNED: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """p_logits [M, N] of p_input [M, K] and p_router [N, K]. Grid (ceil(M / BM) * ceil(N / BN))."""
     if ALIGNED:
         K = K // 8 * 8  # which tells the compiler
@@ -23,7 +23,7 @@ def scores_kernel(p_input, p_router, p_logits, M, N, K, BM: tl.constexpr, BN: tl
     o_row = tl.program_id(0) // blocks * BM + tl.arange(0, BM)
     o_expert = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
     gemm_block(
-        p_input, None, p_router, None, p_logits, o_row, o_expert, M, N, K, BM, BN, BK, STAGES, False, DOT=DOT
+        p_input, None, p_router, None, p_logits, o_row, o_expert, M, N, K, BM, BN, BK, STAGES, False, EXACT=EXACT
     )  # fmt: skip
 
 
