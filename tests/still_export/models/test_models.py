@@ -288,6 +288,6 @@ def test_linear_layers_that_a_checkpoint_holds_as_one(tmp_path: Path) -> None:
     tensors = {**plain.state_dict(), "model.layers.1.mlp.gate_up_proj.weight": torch.zeros(86, 24)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        CheckpointError, match="layers.1.mlp.gate_up_proj.weight has 86 outputs, config.json demands 88"
+        CheckpointError, match=r"layers.1.mlp.gate_up_proj.weight has 86 outputs, config.json demands 88"
     ):
         load_model(tmp_path, attach_untrained=True)
