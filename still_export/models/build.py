@@ -17,6 +17,7 @@ from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.experts import stacked_experts
 from still_export.models.families import FAMILIES, Family
+from still_export.models.fused import split_linear_layers
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
@@ -92,7 +93,8 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
     with torch.device("meta"):
         model = family.still_model(config)
     model.to(dtype)
-    found = dict(weights)
+    expected = dict(model.named_parameters())
+    found = split_linear_layers(weights, config, expected)
     if config.tie_word_embeddings:
         head, embedding = found.pop("lm_head.weight", None), found.get("model.embed_tokens.weight")
         if head is not None and embedding is not None and not _same(head, embedding):
@@ -100,7 +102,6 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
                 "config.json ties the embeddings (tie_word_embeddings), but lm_head.weight differs from model.embed_tokens.weight. "
                 "Set tie_word_embeddings to false if the head was trained."
             )
-    expected = dict(model.named_parameters())
     untrained = {
         f"{prefix}.{name}": (module, name)
         for prefix, module in model.named_modules()

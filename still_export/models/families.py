@@ -19,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -28,6 +29,7 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from still_export.models.base import StillConfigMixin, StillModelMixin
 
@@ -82,6 +84,14 @@ def make_family(
     return Family(name, config, still_config, still_model, linear)
 
 
+class PhiModelMixin(StillModelMixin):
+    """Llama's layers, of which Phi-3 holds some as one (`fused.py`), and positions of some channels."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.rotary_emb = Phi3RotaryEmbedding(config)
+
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -92,6 +102,15 @@ FAMILIES: dict[str, Family] = {
         make_family(__name__, Qwen3Config, Qwen3ForCausalLM),
         make_family(__name__, Qwen3MoeConfig, Qwen3MoeForCausalLM),
         make_family(__name__, SmolLM3Config, SmolLM3ForCausalLM),
+        make_family(
+            __name__,
+            Phi3Config,
+            LlamaForCausalLM,
+            (StillConfigMixin, PhiModelMixin),
+            title="Phi3",
+            fields={"attention_bias": (bool, False), "mlp_bias": (bool, False)},
+            partial_rotation=True,
+        ),
     )
 }
 """Families by transformers' model_type."""

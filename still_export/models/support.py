@@ -23,7 +23,7 @@ def check_family_config(config: Any, still: LayersConfig) -> None:
             f"head_dim={head_dim} in config.json; rotary positions pair channels, so it must be even. This checkpoint cannot be read."
         )
     check_heads(config)
-    check_rope(config)
+    check_rope(config, getattr(config, "partial_rotation", False))
     _check_layers(config, still)
     _check_windows(config, still)
 

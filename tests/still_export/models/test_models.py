@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache, empty_states
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
@@ -276,3 +277,17 @@ def test_attention_modules_with_other_parts_are_refused() -> None:
     module.sinks = torch.nn.Parameter(torch.zeros(6))
     with pytest.raises(UnsupportedModelError, match="sinks"):
         check_attention(module, "layers.0.self_attn", 10)
+
+
+def test_linear_layers_that_a_checkpoint_holds_as_one(tmp_path: Path) -> None:
+    """Phi-3's: read from files they are those of the model in memory; of another size they are refused by name."""
+    plain = plain_model("phi3", torch.float32)
+    plain.save_pretrained(tmp_path)
+    expected, found = attach_untrained(plain), load_model(tmp_path, attach_untrained=True)
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
+    tensors = {**plain.state_dict(), "model.layers.1.mlp.gate_up_proj.weight": torch.zeros(86, 24)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"layers.1.mlp.gate_up_proj.weight has 86 outputs, config.json demands 88"
+    ):
+        load_model(tmp_path, attach_untrained=True)
