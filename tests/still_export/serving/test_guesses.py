@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import still_export
-from still_export.runtime.draft import open_draft
+from still_export.runtime.draft import Draft, open_draft
 from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefixes import PrefixCache
@@ -130,16 +130,19 @@ def test_the_distribution_is_that_of_plain_sampling(model: OrtModel) -> None:
     assert chi < 22.5  # of 6 degrees of freedom: once in 1,000
 
 
-def test_answers_beside_others(model: OrtModel, guessing_package: Path) -> None:
+def test_answers_beside_others(model: OrtModel, guessing_package: Path, byte_package: Path) -> None:
     text = Text(model)
     alone = answers(guessing_package, text)
     right = {case: alone(case) for case in CASES}
     told = [case.prompt + right[case][0] for case in CASES]
-    model.speculation = Always(4, lambda tokens: Told(told, tokens))
-    for rows, prefixes in ((3, False), (2, True)):
-        scheduler = Scheduler(
-            model, text, rows, piece=16, prefixes=PrefixCache(model.table, 1 << 24) if prefixes else None
-        )
+    for rows, guesser in (
+        (3, None),
+        (2, lambda tokens: Told(told, tokens)),
+        (3, Draft(OrtModel(byte_package), 257).guesser),
+    ):
+        prefixes = None if guesser is None else PrefixCache(model.table, 1 << 24)
+        model.speculation = Always(4, guesser or (lambda tokens: Told(told, tokens)))
+        scheduler = Scheduler(model, text, rows, piece=16, prefixes=prefixes)
         for stop in (False, True):  # the second time what was kept is read
             cases = [replace(c, stop=right[c][1][5:7]) if stop and right[c][1][5:7] else c for c in CASES]
             clients = [Client(case) for case in cases]
@@ -152,7 +155,7 @@ def test_answers_beside_others(model: OrtModel, guessing_package: Path) -> None:
                 round_ += 1
             for client in clients:
                 assert client.told == alone(client.case)
-    assert 0 < model.speculation.held < model.speculation.guesses
+        assert 0 < model.speculation.held < model.speculation.guesses
     metrics = Metrics(scheduler).text().decode()
     assert (
         f"still_accepted_tokens {float(model.speculation.held)}" in metrics and "still_guesses_won_seconds" in metrics
