@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,13 +75,15 @@ def test_answers_alone(model: OrtModel, guessing_package: Path) -> None:
     guessing = LanguageModel(model, PrefixCache(model.table, 1 << 24))
     for case in CASES:
         for stop in ("", "zz"):
-            options = dict(max_tokens=case.tokens, temperature=case.sampling.temperature, seed=case.seed or 0)
-            right = plain.generate(case.prompt, **options)  # type: ignore[call-overload]
+            options: dict[str, Any] = dict(
+                max_tokens=case.tokens, temperature=case.sampling.temperature, seed=case.seed or 0
+            )
+            right = plain.generate(case.prompt, **options)
             if stop:  # in the midst of what was guessed
                 options["stop"] = right.text[len(right.text) // 2 :][:2] or stop
-                right = plain.generate(case.prompt, **options)  # type: ignore[call-overload]
+                right = plain.generate(case.prompt, **options)
             told[0] = case.prompt + right.tokens
-            found = guessing.generate(case.prompt, **options)  # type: ignore[call-overload]
+            found = guessing.generate(case.prompt, **options)
             assert (found.tokens, found.text, found.ended) == (right.tokens, right.text, right.ended)
             # What was kept is the state of what was said.
             again = case.prompt + right.tokens + IDS[:3]
@@ -155,6 +158,7 @@ def test_answers_beside_others(model: OrtModel, guessing_package: Path, byte_pac
                 round_ += 1
             for client in clients:
                 assert client.told == alone(client.case)
+        assert model.speculation is not None
         assert 0 < model.speculation.held < model.speculation.guesses
     metrics = Metrics(scheduler).text().decode()
     assert (
@@ -181,7 +185,7 @@ def test_a_draft_model(model: OrtModel, guessing_package: Path, byte_package: Pa
         def small(self: Text, runner: OrtModel) -> None:
             whole(self, runner)
             if runner is other:
-                self.tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)
+                self.tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)  # type: ignore[assignment]
 
         patch.setattr(Text, "__init__", small)
         with pytest.raises(RunError, match=r"the draft .* has another tokenizer than"):
