@@ -125,11 +125,11 @@ class Guessing(Session):
         capacity = model.table.capacity_tokens if model.table.bounded else np.iinfo(np.int64).max
         logits, done = np.zeros((batch, count, vocabulary), np.float32), np.zeros(batch, np.int64)
         while (done < count).any():
-            brought = self.random.integers(1, model.guesses + 2, batch)
-            brought = np.where(done < count, np.minimum(brought, capacity - model.length), 0)
+            most = np.minimum(self.random.integers(1, model.guesses + 2, batch), capacity - model.length)
+            brought: np.ndarray = np.where(done < count, most, 0)
             some = self.random.integers(1, model.guesses + 2, batch)
-            hold = np.choose(self.random.integers(3, size=batch), [brought, np.ones_like(brought), some])
-            hold = np.minimum(hold, np.minimum(brought, count - done))
+            chosen = np.choose(self.random.integers(3, size=batch), [brought, np.ones_like(brought), some])
+            hold: np.ndarray = np.minimum(chosen, np.minimum(brought, count - done))
             ids = self.random.integers(vocabulary, size=(batch, model.guesses + 1))
             for sequence, (first, accepted) in enumerate(zip(done, hold, strict=True)):
                 ids[sequence, :accepted] = right[sequence, first : first + accepted]

@@ -40,22 +40,33 @@ class Drafted:
     def __init__(self, draft: Draft, tokens: Sequence[int]) -> None:
         self.draft, self.tokens, self.read = draft, list(tokens), 0
         self.state: dict[str, np.ndarray] = {}
+        self.outcomes: list[tuple[int, bool]] = []
+        self._guesses: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
         """As of Guesser."""
+        for guess, token in zip(self._guesses, tokens, strict=False):
+            self.outcomes.append((0, guess == token))
         self.tokens += tokens
+        self._guesses = []
 
-    def guess(self, most: int, least: int) -> list[int]:
+    def sure(self) -> int | None:
         """As of Guesser; none at the end of the draft's capacity."""
+        table = self.draft.runner.table
+        return None if table.bounded and len(self.tokens) >= table.capacity_tokens else 0
+
+    def guess(self, most: int) -> list[int]:
+        """As of Guesser."""
         runner, vocabulary = self.draft.runner, self.draft.vocabulary
-        if runner.table.bounded and len(self.tokens) + most > runner.table.capacity_tokens:
-            return []
+        if runner.table.bounded:
+            most = min(most, runner.table.capacity_tokens - len(self.tokens) + 1)
         runner.put(0, self.state, self.read)
         logits = runner.prefill(self.tokens[self.read :])
         self.read, self.state = len(self.tokens), {name: array.copy() for name, array in runner.take().items()}
         guesses = [int(likeliest(logits[:vocabulary]))]
         while len(guesses) < most:
             guesses.append(int(likeliest(runner.step(np.array(guesses[-1:]))[0, :vocabulary])))
+        self._guesses = guesses
         return guesses
 
 

@@ -12,25 +12,37 @@ from typing import Any, Protocol
 
 LEAST, LONGEST = 3, 8
 """Tokens of an n-gram that is looked up: two are too often followed by something else; more than eight find nothing that eight do not."""
+HITS = {LONGEST: 0.8, LEAST: 0.4, 0: 0.7}
+"""By how sure a guess is (tokens of its n-gram; 0: a draft model), how often its next token holds, before that is known."""
+LEARNED = 0.05
+"""Part of each token that was said in that share."""
+MORE = 0.35
+"""Time of a step that each guess adds to it, in plain steps, before that is known."""
+MEASURED, KEPT = 9, 64
+"""Steps of a kind whose median is its time, of plain ones two to begin with; plain steps after which one with guesses is forgotten."""
 FIRST = 4
-"""Guesses of the first step; each that holds whole doubles them, another one leaves one more than held."""
-MEASURED = 9
-"""Plain steps whose median is a plain step's time; two are enough to begin with."""
-SHARE = 0.01
-"""Of the time of plain steps, what guesses may lose."""
-RESERVE, DOUBT = 2, 4
-"""Plain steps whose time guesses may lose of what they won before, and those beyond which only time makes up; before, an n-gram must be
-LONGEST."""
+"""Guesses at most, where no more than half of them held last."""
+SHARE, RESERVE = 0.01, 2
+"""Of the time of plain steps, what guesses may lose; plain steps whose time they may lose of what they won before."""
 
 
 class Guesser(Protocol):
-    """Guesses what follows the tokens of one sequence."""
+    """Guesses what follows the tokens of one sequence.
+
+    Attributes:
+        outcomes: Of tokens that were said, how sure a guess of them was, and whether it held; for who wants to learn and empties it.
+    """
+
+    outcomes: list[tuple[int, bool]]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These follow what it knows."""
 
-    def guess(self, most: int, least: int) -> list[int]:
-        """Tokens that may follow, at most `most`; an n-gram that is looked up has at least `least`."""
+    def sure(self) -> int | None:
+        """How sure its next guess is, a key of HITS; None: it has none."""
+
+    def guess(self, most: int) -> list[int]:
+        """Tokens that may follow, at most `most`."""
 
 
 class Lookup:
@@ -43,28 +55,45 @@ class Lookup:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
+        self.outcomes: list[tuple[int, bool]] = []
         self.extend(tokens)
+        self.outcomes.clear()  # a prompt's own repetitions say nothing about answers
 
     def extend(self, tokens: Sequence[int]) -> None:
         """As of Guesser."""
         for token in tokens:
+            sure, end = self._found()
+            if sure is not None:
+                self.outcomes.append((sure, self._tokens[end] == token))
             end = len(self._tokens)  # n-grams are known once something follows them
-            for size in {LEAST, LONGEST}:
+            for size in (LEAST, LONGEST):
                 if end >= size:
                     self._ends[tuple(self._tokens[end - size :])] = end
             self._tokens.append(token)
 
-    def guess(self, most: int, least: int) -> list[int]:
-        """As of Guesser."""
+    def _found(self) -> tuple[int | None, int]:
+        """Size of the longest n-gram at the end that stood before, and where what followed it begins."""
         for size in (LONGEST, LEAST):
-            end = self._ends.get(tuple(self._tokens[-size:])) if size >= least else None
-            if end is not None:  # beyond what is known it goes on as what is guessed
-                return [self._tokens[end + i % (len(self._tokens) - end)] for i in range(most)]
-        return []
+            end = self._ends.get(tuple(self._tokens[-size:]))
+            if end is not None:
+                return size, end
+        return None, 0
+
+    def sure(self) -> int | None:
+        """As of Guesser."""
+        return self._found()[0]
+
+    def guess(self, most: int) -> list[int]:
+        """As of Guesser; beyond what is known it goes on as what is guessed."""
+        sure, end = self._found()
+        return [] if sure is None else [self._tokens[end + i % (len(self._tokens) - end)] for i in range(most)]
 
 
 class Speculation:
-    """When a model's steps have guesses, and what they won.
+    """When a model's steps have guesses, how many, and what they won.
+
+    A step gets the number, of powers of two, with which most tokens are said in its time, by how often guesses as sure as this one held
+    and how long steps of so many took; none where a plain step says as many.
 
     Args:
         most: Guesses of a step at most.
@@ -78,43 +107,62 @@ class Speculation:
         self.most, self.guesser = most, guesser
         self.steps = self.guesses = self.held = 0
         self.won_s = 0.0
-        self._plain: dict[int, deque[float]] = {}
-        self._balance = 0.0
-        self._wanted = min(FIRST, most)
-        self._known: set[tuple[int, int]] = set()
+        self._hits = dict(HITS)
+        self._times: dict[tuple[int, int], deque[float]] = {}  # by sequences and guesses of a step
+        self._balance, self._since, self._last = 0.0, 0, 0
 
     def guess(self, guesser: Guesser, most: int, sequences: int = 1) -> list[int]:
         """What a step of so many sequences may take of `guesser`, at most `most`; nothing where guesses lose."""
-        plain = self._plain_s(sequences)
-        if most < 1 or not plain or self._balance < -DOUBT * plain:
+        for sure, held in guesser.outcomes:
+            self._hits[sure] += LEARNED * (held - self._hits[sure])
+        guesser.outcomes.clear()
+        known = len(self._times.get((sequences, 0), ())) > 1
+        kind = guesser.sure() if most > 0 and known and self._balance >= 0 else None
+        if kind is None:
             return []
-        return guesser.guess(min(most, self._wanted), LEAST if self._balance >= 0 else LONGEST)
+        sizes = [1 << i for i in range(self.most.bit_length())] + [self.most]
+        share = min(self._hits[kind], 0.99)
+        most = min(most, max(FIRST, 2 * self._last))
+        said = {n: (1 - share ** (n + 1)) / (1 - share) for n in sizes if n <= most}
+        rates = {n: tokens / self._time(sequences, n) for n, tokens in said.items()}
+        best = max(rates, key=lambda n: rates[n])
+        return guesser.guess(best) if rates[best] * self._time(sequences, 0) > 1 else []
 
     def plain(self, seconds: float, sequences: int = 1) -> None:
         """A step without guesses took so long."""
-        self._plain.setdefault(sequences, deque(maxlen=MEASURED)).append(seconds)
-        if self._balance < 0:
-            self._balance += SHARE * seconds
+        self._times.setdefault((sequences, 0), deque(maxlen=MEASURED)).append(seconds)
+        self._balance += SHARE * seconds if self._balance < 0 else 0
+        self._since += 1
+        if self._since % KEPT == 0:  # a busy moment shall not end a kind for good
+            for (_, size), times in self._times.items():
+                if size and times:
+                    times.popleft()
 
     def guessed(self, seconds: float, guesses: Sequence[int], held: Sequence[int]) -> None:
         """A step took so long, in which each sequence had so many guesses, of which so many held."""
         self.steps += 1
         self.guesses += sum(guesses)
         self.held += sum(held)
-        plain = self._plain_s(len(guesses))
+        self._last = max(held)
+        plain = self._time(len(guesses), 0)
         won = (1 + sum(held) / len(held)) * plain - seconds
         self.won_s += won
         kind = len(guesses), max(guesses)
-        if kind in self._known:  # the first of a kind prepares what others find
+        if kind in self._times:
+            self._times[kind].append(seconds)
             self._balance = min(self._balance + won, RESERVE * plain)
-        self._known.add(kind)
-        best = max(held)
-        self._wanted = min(self.most, 2 * self._wanted if best == max(guesses) else max(2, best + 1))
+        else:  # the first of a kind prepares what others find
+            self._times[kind] = deque(maxlen=MEASURED)
 
-    def _plain_s(self, sequences: int) -> float:
-        """A plain step's time; 0: not known yet."""
-        measured = self._plain.get(sequences, ())
-        return median(measured) if len(measured) > 1 else 0.0
+    def _time(self, sequences: int, guesses: int) -> float:
+        """Of a step; of a kind that was not measured by the next larger or smaller one."""
+        if measured := self._times.get((sequences, guesses)):
+            return median(measured)
+        plain = self._time(sequences, 0) if guesses else 0.0
+        known = [size for (rows, size), times in self._times.items() if rows == sequences and size and times]
+        near = min(known, key=lambda size: abs(size - guesses), default=0)
+        more = (self._time(sequences, near) - plain) / near if near else MORE * plain
+        return plain + guesses * more
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""

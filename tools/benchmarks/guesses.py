@@ -1,4 +1,4 @@
-"""Answers with guessed tokens beside plain ones: 40 tasks of editing and copying, 40 free chats.
+"""Answers with guessed tokens beside plain ones: 40 tasks of editing and copying, 40 free chats, 10 texts that are gone on with.
 
   python -m tools.benchmarks.guesses PACKAGE --threads 2 --tokens 96
 
@@ -67,13 +67,18 @@ def seconds(answer: Answer) -> float:
     return (len(answer.tokens) - 1) / answer.decode_tokens_per_s if answer.decode_tokens_per_s else 0.0
 
 
-def lead(model: LanguageModel, prompt: str, ours: list[int], theirs: list[int]) -> float | None:
+def asked(model: LanguageModel, name: str, prompt: str) -> list[int]:
+    """Token ids of a prompt: a message, or a text of its own."""
+    return model.text.encode(prompt) if name == "texts" else model.text.dialogue([{"role": "user", "content": prompt}])
+
+
+def lead(model: LanguageModel, prompt: list[int], ours: list[int], theirs: list[int]) -> float | None:
     """How far the likelier token is ahead where two answers part; None: they do not."""
     place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
         return None
     model.runner.start()
-    logits = model.runner.prefill(model.text.dialogue([{"role": "user", "content": prompt}]) + ours[:place])
+    logits = model.runner.prefill(prompt + ours[:place])
     return abs(float(logits[ours[place]] - logits[theirs[place]]))
 
 
@@ -82,25 +87,31 @@ def main() -> None:
     parser.add_argument("package", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--sets", default="edits,chats,texts", help="which of them")
     parser.add_argument("--every", type=int, default=1, help="ask every so many of the prompts")
     given = parser.parse_args()
     found = Findings()
     plain = still_export.load(given.package, threads=given.threads, guess="none")
-    for name, texts in (("edits", prompts(EDITS, SOURCES)), ("chats", prompts(CHATS, SUBJECTS))):
+    sets = {
+        "edits": prompts(EDITS, SOURCES),
+        "chats": prompts(CHATS, SUBJECTS),
+        "texts": prompts(("{0}\n{0}\n{0}\n",), SOURCES),
+    }
+    for name, texts in [(name, sets[name]) for name in given.sets.split(",")]:
         guessing = still_export.load(given.package, threads=given.threads)
         rates, leads = list[float](), list[float]()
         spent = {"plain": 0.0, "guessing": 0.0}
         for number, prompt in enumerate(texts[:: given.every]):
-            messages = [{"role": "user", "content": prompt}]
+            ids = asked(plain, name, prompt)
             answers = {}
             for kind, model in [("plain", plain), ("guessing", guessing)][:: 1 - 2 * (number % 2)]:
-                answers[kind] = model.generate(messages, max_tokens=given.tokens)
+                answers[kind] = model.generate(ids, max_tokens=given.tokens)
             times = {kind: seconds(answer) / max(1, len(answer.tokens) - 1) for kind, answer in answers.items()}
             if all(times.values()):
                 rates.append(times["plain"] / times["guessing"])
                 for kind, time in times.items():
                     spent[kind] += time
-            ahead = lead(plain, prompt, answers["plain"].tokens, answers["guessing"].tokens)
+            ahead = lead(plain, ids, answers["plain"].tokens, answers["guessing"].tokens)
             if ahead is not None:
                 leads.append(ahead)
         assert guessing.runner.speculation is not None

@@ -25,7 +25,7 @@ from tests.tolerances import MODEL
 
 pytestmark = pytest.mark.slow  # each exports a model
 
-CLOSE = dict.fromkeys(("rtol", "atol"), MODEL["float32"])
+CLOSE: dict[str, Any] = dict.fromkeys(("rtol", "atol"), MODEL["float32"])
 GUESSES, SEQUENCES, STEPS = 4, 3, 3 * CHUNK
 LENGTHS = np.array([1, CHUNK + 5, 2 * CHUNK - 1])
 RANDOM = np.random.default_rng(7)

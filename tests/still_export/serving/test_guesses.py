@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import still_export
-from still_export.runtime.draft import open_draft
+from still_export.runtime.draft import Draft, open_draft
 from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefixes import PrefixCache
@@ -41,11 +42,15 @@ class Told:
     def __init__(self, right: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
         self.known, self.tokens = right, list(tokens)
         self.random = np.random.default_rng(len(self.tokens))
+        self.outcomes: list[tuple[int, bool]] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
 
-    def guess(self, most: int, least: int) -> list[int]:
+    def sure(self) -> int:
+        return 0
+
+    def guess(self, most: int) -> list[int]:
         size = len(self.tokens)
         right = next((list(r[size : size + most]) for r in self.known if list(r[:size]) == self.tokens), [0] * most)
         return [token if self.random.random() < 0.8 else 7 for token in right]
@@ -55,7 +60,7 @@ class Always(Speculation):
     """Guesses whether it pays or not."""
 
     def guess(self, guesser, most, sequences=1):  # type: ignore[no-untyped-def]
-        return guesser.guess(min(most, self.most), 3) if most > 0 else []
+        return guesser.guess(min(most, self.most)) if most > 0 and guesser.sure() is not None else []
 
 
 @pytest.fixture
@@ -70,13 +75,15 @@ def test_answers_alone(model: OrtModel, guessing_package: Path) -> None:
     guessing = LanguageModel(model, PrefixCache(model.table, 1 << 24))
     for case in CASES:
         for stop in ("", "zz"):
-            options = dict(max_tokens=case.tokens, temperature=case.sampling.temperature, seed=case.seed or 0)
-            right = plain.generate(case.prompt, **options)  # type: ignore[call-overload]
+            options: dict[str, Any] = dict(
+                max_tokens=case.tokens, temperature=case.sampling.temperature, seed=case.seed or 0
+            )
+            right = plain.generate(case.prompt, **options)
             if stop:  # in the midst of what was guessed
                 options["stop"] = right.text[len(right.text) // 2 :][:2] or stop
-                right = plain.generate(case.prompt, **options)  # type: ignore[call-overload]
+                right = plain.generate(case.prompt, **options)
             told[0] = case.prompt + right.tokens
-            found = guessing.generate(case.prompt, **options)  # type: ignore[call-overload]
+            found = guessing.generate(case.prompt, **options)
             assert (found.tokens, found.text, found.ended) == (right.tokens, right.text, right.ended)
             # What was kept is the state of what was said.
             again = case.prompt + right.tokens + IDS[:3]
@@ -110,7 +117,7 @@ def test_the_distribution_is_that_of_plain_sampling(model: OrtModel) -> None:
     likely = np.argsort(-exact)[:6]
     counts: Counter[int] = Counter()
     model.speculation = Always(
-        4, lambda tokens: SimpleNamespace(guess=lambda most, least: [int(likely[1])] * most, extend=list)
+        4, lambda tokens: SimpleNamespace(guess=lambda most: [int(likely[1])] * most, extend=list, sure=int)
     )
     draws, tokens = 400, Sampling(0.7, seed=3)
     model.start()
@@ -126,16 +133,19 @@ def test_the_distribution_is_that_of_plain_sampling(model: OrtModel) -> None:
     assert chi < 22.5  # of 6 degrees of freedom: once in 1,000
 
 
-def test_answers_beside_others(model: OrtModel, guessing_package: Path) -> None:
+def test_answers_beside_others(model: OrtModel, guessing_package: Path, byte_package: Path) -> None:
     text = Text(model)
     alone = answers(guessing_package, text)
     right = {case: alone(case) for case in CASES}
     told = [case.prompt + right[case][0] for case in CASES]
-    model.speculation = Always(4, lambda tokens: Told(told, tokens))
-    for rows, prefixes in ((3, False), (2, True)):
-        scheduler = Scheduler(
-            model, text, rows, piece=16, prefixes=PrefixCache(model.table, 1 << 24) if prefixes else None
-        )
+    for rows, guesser in (
+        (3, None),
+        (2, lambda tokens: Told(told, tokens)),
+        (3, Draft(OrtModel(byte_package), 257).guesser),
+    ):
+        prefixes = None if guesser is None else PrefixCache(model.table, 1 << 24)
+        model.speculation = Always(4, guesser or (lambda tokens: Told(told, tokens)))
+        scheduler = Scheduler(model, text, rows, piece=16, prefixes=prefixes)
         for stop in (False, True):  # the second time what was kept is read
             cases = [replace(c, stop=right[c][1][5:7]) if stop and right[c][1][5:7] else c for c in CASES]
             clients = [Client(case) for case in cases]
@@ -148,7 +158,8 @@ def test_answers_beside_others(model: OrtModel, guessing_package: Path) -> None:
                 round_ += 1
             for client in clients:
                 assert client.told == alone(client.case)
-    assert 0 < model.speculation.held < model.speculation.guesses
+        assert model.speculation is not None
+        assert 0 < model.speculation.held < model.speculation.guesses
     metrics = Metrics(scheduler).text().decode()
     assert (
         f"still_accepted_tokens {float(model.speculation.held)}" in metrics and "still_guesses_won_seconds" in metrics
@@ -174,7 +185,7 @@ def test_a_draft_model(model: OrtModel, guessing_package: Path, byte_package: Pa
         def small(self: Text, runner: OrtModel) -> None:
             whole(self, runner)
             if runner is other:
-                self.tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)
+                self.tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)  # type: ignore[assignment]
 
         patch.setattr(Text, "__init__", small)
         with pytest.raises(RunError, match=r"the draft .* has another tokenizer than"):
