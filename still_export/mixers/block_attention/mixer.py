@@ -9,8 +9,9 @@ from torch import nn
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.block_attention.cache import BlockLayer
-from still_export.mixers.block_attention.module import BlockSelected, SalaSparse
+from still_export.mixers.block_attention.module import BlockSelected, SalaSparse, TrainableBlockSelected
 from still_export.mixers.layers import SELECTED, head_size
+from still_export.mixers.trainable import Trainable
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
 
@@ -54,6 +55,11 @@ class SelectedBlocksMixer(BlockAttentionMixer):
 
     name = SELECTED
     of_families = False
+
+    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
+        module.__class__ = TrainableBlockSelected  # wrapping would rename the parameters
+        found: Trainable = module
+        return found
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
         raise UnsupportedModelError(

@@ -98,7 +98,7 @@ def test_a_model_is_stored_exported_and_proven(tmp_path: Path, capsys: pytest.Ca
         ({"dense_length": 15}, "dense_length=15 must be at least lse_length=16"),
     ],
 )
-def test_choices_that_do_not_fit(changes: dict[str, int], message: str) -> None:
+def test_choices_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         selected(**changes)
 
