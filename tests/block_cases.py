@@ -52,28 +52,35 @@ def chosen(layer: Layer, query: Tensor, key: Tensor, **planted: int) -> tuple[li
         the right number; `tier`, 1: the normalizer has the fine means; `one_head`, 1: no sum over heads; `late`, 1: of equal scores the
         higher index; `other`, 1: the other key/value head's scores.
     """
-    c, group = layer.choice, layer.heads // layer.kv_heads
-    query, key = query.double(), key.double()
-    found, gaps = [], torch.full((len(query), layer.kv_heads), torch.inf)
-    for p in range(len(query)):
+    c, group, tokens = layer.choice, layer.heads // layer.kv_heads, len(query)
+    query, key = query.double() / layer.dim**0.5, key.double()
+    found: list[list[list[int]]] = []
+    gaps = torch.full((tokens, layer.kv_heads), torch.inf)
+
+    def logits(stride: int, width: int) -> list[Tensor]:
+        """Of each key/value head: queries [T, G] times all means, [T, G, J]."""
+        means = torch.stack([key[j : j + width].mean(0) for j in range(0, tokens, stride)])  # [J, HK, D]
+        kept = means.flip(1) if planted.get("other") else means
+        own = query.unflatten(1, (layer.kv_heads, group))
+        return [own[:, head] @ kept[:, head].T for head in range(layer.kv_heads)]
+
+    def complete(p: int, stride: int, width: int) -> int:
+        return len([j for j in range(0, p + 1, stride) if j + width - 1 - planted.get("early", 0) <= p])
+
+    tier = (c["mean_stride"], c["mean_length"]), (c["lse_stride"], c["lse_length"])
+    tier = (tier[0], tier[0]) if planted.get("tier") else tier
+    fine, coarse = (logits(*each) for each in tier)
+    for p in range(tokens):
         found.append([])
         own = p // c["block_size"]
         for head in range(layer.kv_heads):
             if p + 1 < c["dense_length"]:
                 found[-1].append(list(range(own + 1)))
                 continue
-            keys = key[:, head if not planted.get("other") else layer.kv_heads - 1 - head]
-
-            def means(stride: int, width: int, keys: Tensor = keys, p: int = p) -> Tensor:
-                starts = [j for j in range(0, p + 1, stride) if j + width - 1 - planted.get("early", 0) <= p]
-                return torch.stack([keys[j : j + width].mean(0) for j in starts])
-
-            fine = means(c["mean_stride"], c["mean_length"])
-            coarse = fine if planted.get("tier") else means(c["lse_stride"], c["lse_length"])
-            total = torch.zeros(len(fine), dtype=torch.float64)
-            for q in query[p, head * group : (head + 1) * group][: 1 if planted.get("one_head") else None]:
-                q = q / layer.dim**0.5
-                total += (fine @ q - (coarse @ q).logsumexp(0)).exp()
+            some = slice(0, 1 if planted.get("one_head") else None)
+            a = fine[head][p, some, : complete(p, *tier[0])]
+            b = coarse[head][p, some, : complete(p, *tier[1])]
+            total = (a - b.logsumexp(-1, keepdim=True)).exp().sum(0)
             per, shared = c["block_size"] // c["mean_stride"], c["mean_length"] // c["mean_stride"]
             width = planted.get("pool", per + shared - 1)
             scores = []
@@ -134,7 +141,8 @@ def calls(
 
     whole = {"query": 2 * normal(layer.heads), "key": normal(layer.kv_heads), "value": normal(layer.kv_heads)}
     made = [chosen(layer, whole["query"][b], whole["key"][b]) for b in range(batch)]
-    outputs = [attended(layer, *(whole[n][b] for n in whole), made[b][0]) for b in range(batch)]
+    query, key, value = whole.values()
+    outputs = [attended(layer, query[b], key[b], value[b], made[b][0]) for b in range(batch)]
     slots, past = layer.attributes["block_slots"], torch.zeros(batch, dtype=torch.int64)
     for new in counts:
         tokens = max(int(new.max()), 1)

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
 
 STILL_FIELDS = ("chunk_size", "salient_per_chunk", "select_scope", "feature_map", "capacity_tokens", "layer_types")
-LAYERS = {"still": "hybrid_attention", "liger-gla": "liger_gla", "gla": "linearized_gla", "gdn": "linearized_gdn"}
+LAYERS = {
+    "still": "hybrid_attention",
+    "liger-gla": "liger_gla",
+    "gla": "linearized_gla",
+    "gdn": "linearized_gdn",
+    "blocks": "selected_blocks",
+}
 """By the recipe's mixer: what a layer is called that it made, in `layer_types`."""
 OF_STILL = (
     *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
@@ -24,6 +30,10 @@ OF_STILL = (
     *("selection_weight", "selection_target"),
 )
 """Options that no other mixer has."""
+OF_BLOCKS = ("top_blocks", "local_blocks", "dense_length")
+"""The same of chosen blocks."""
+UNTRAINED = ("liger-gla", "blocks")
+"""Mixers without parameters of their own."""
 CHOICES = {
     "mixer": tuple(LAYERS),
     "loss": ("ce", "kl"),
@@ -56,7 +66,7 @@ class Recipe:
         (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
     )
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
-    mixer: str = option("still", "What softmax layers become: still, liger-gla, gla or gdn.")
+    mixer: str = option("still", "What softmax layers become: still, liger-gla, gla, gdn or blocks.")
     start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
@@ -78,8 +88,11 @@ class Recipe:
     )
     layer_types: tuple[str, ...] | None = option(
         None,
-        "Per layer full_attention or what the mixer makes: hybrid_attention, liger_gla, linearized_gla, linearized_gdn.",
+        "Per layer full_attention or what the mixer makes: hybrid_attention, liger_gla, linearized_gla, linearized_gdn, selected_blocks.",
     )
+    top_blocks: int = option(96, "Blocks of 64 tokens that a token reads with mixer=blocks.")
+    local_blocks: int = option(32, "Of them, the latest before its own.")
+    dense_length: int = option(8192, "Tokens with fewer up to themselves read all blocks.")
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.")
@@ -189,16 +202,17 @@ class Recipe:
 
     def _check_mixer(self) -> None:
         """Raise ConfigError where an option is of another mixer."""
+        for owner, own in {"STILL": OF_STILL, "blocks": OF_BLOCKS}.items():
+            foreign = [f.name for f in fields(self) if f.name in own and getattr(self, f.name) != f.default]
+            if foreign and owner.lower() != self.mixer:
+                raise ConfigError(
+                    f"{', '.join(foreign)}: options of {owner}; layers of mixer={self.mixer} have no such thing."
+                )
         if self.mixer == "still":
             return
-        foreign = [f.name for f in fields(self) if f.name in OF_STILL and getattr(self, f.name) != f.default]
-        if foreign:
+        if self.mixer in UNTRAINED and self.transfer_steps:
             raise ConfigError(
-                f"{', '.join(foreign)}: options of STILL; layers of mixer={self.mixer} have no such thing."
-            )
-        if self.mixer == "liger-gla" and self.transfer_steps:
-            raise ConfigError(
-                f"transfer_steps={self.transfer_steps}: liger-gla has no parameters of its own, so there is no stage 1. Set it to 0."
+                f"transfer_steps={self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
         others = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
         if others:
@@ -262,7 +276,7 @@ class Recipe:
                 )
             factors = factors * (layers // len(factors))
         rows = None if factors is None else tuple((float(factor),) * heads for factor in factors)
-        values = {name: getattr(self, name) for name in STILL_FIELDS}
+        values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)}
         if self.layer_types is None and self.mixer != "still":
             values["layer_types"] = (self.layer,) * layers
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")

@@ -310,7 +310,7 @@ class LinearizationRun:
         return result
 
     def write(self, result: Linearization, command: str) -> None:
-        """Write adapter, model, tokenizer and report, in one step; the work folder stays."""
+        """Write adapter (where there is something in it), model, tokenizer and report, in one step; the work folder stays."""
         self.log("writing the model")
         tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
         for stage in result.stages:
@@ -320,8 +320,12 @@ class LinearizationRun:
             tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
         with staged_folder(self.output, force=True, keep=self.folder.kept) as folder:
-            adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
-            save_model(adapter.apply_adapter(self.recipe.base, folder / "adapter"), self.tokenizer, folder)
+            if tensors:
+                adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
+                model = adapter.apply_adapter(self.recipe.base, folder / "adapter")
+            else:  # nothing was trained, and the layers have nothing of their own
+                model = load_model(self.recipe.base, attach_untrained=True, still_config=still)
+            save_model(model, self.tokenizer, folder)
             content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
             (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

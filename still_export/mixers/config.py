@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from still_export.fields import check_types
+from still_export.mixers.block_attention.settings import BlockSettings
 from still_export.mixers.hybrid_attention.settings import HybridSettings
-from still_export.mixers.layers import HYBRID, Deployment
+from still_export.mixers.layers import HYBRID, SELECTED, Deployment
 from still_export.mixers.registry import MIXERS
 from still_graphs.errors import ConfigError
 
@@ -80,8 +81,8 @@ class LayersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StillConfig(LayersConfig, HybridSettings):
-    """Of a softmax model whose layers became hybrid, or another mixer's: with the settings of the hybrid ones.
+class StillConfig(LayersConfig, HybridSettings, BlockSettings):
+    """Of a softmax model whose layers became hybrid, or another mixer's: with the settings of those that have some.
 
     Raises:
         ConfigError: A value is unknown, out of range, or contradicts another.
@@ -90,12 +91,13 @@ class StillConfig(LayersConfig, HybridSettings):
     def __post_init__(self) -> None:
         LayersConfig.__post_init__(self)
         HybridSettings.__post_init__(self)
+        BlockSettings.__post_init__(self)
 
     def to_dict(self) -> dict[str, Any]:
         """As of LayersConfig, with the settings where a layer has them."""
-        if HYBRID not in (self.layer_types or (HYBRID,)):
-            return super().to_dict()
-        values = {f.name: getattr(self, f.name) for f in fields(HybridSettings)}
-        if self.window_factors is not None:
+        kinds = {HYBRID: HybridSettings, SELECTED: BlockSettings}
+        own = [kind for name, kind in kinds.items() if name in (self.layer_types or (HYBRID,))]
+        values = {f.name: getattr(self, f.name) for kind in own for f in fields(kind)}
+        if HybridSettings in own and self.window_factors is not None:
             values["window_factors"] = [list(row) for row in self.window_factors]
         return {**values, **super().to_dict()}

@@ -11,6 +11,7 @@ from still_kernels.hybrid_attention.config import CACHES, CHOICES, check_choice
 HYBRID = "hybrid_attention"
 FULL = "full_attention"
 WINDOWED = "windowed_attention"
+SELECTED = "selected_blocks"
 """Names of layers; still_export.mixers.registry has all."""
 
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 40

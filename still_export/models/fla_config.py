@@ -139,8 +139,11 @@ def _hgrn(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _retnet(given: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = _delta_net(given | {"use_gate": given["use_output_gate"]})
-    turned = {"head_dim": sizes["linear_key_head_dim"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    sizes = _delta_net({**given, "use_gate": given["use_output_gate"]})
+    turned: dict[str, Any] = {
+        "head_dim": sizes["linear_key_head_dim"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
     return sizes | turned
 
 

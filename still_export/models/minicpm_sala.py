@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.mixers.block_attention.mixer import checked_choice
+from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
@@ -22,8 +22,6 @@ LINEAR, SPARSE = "linear_attention", "indexed_attention"
 """Of transformers' names, which alone it lets a configuration have."""
 _TYPES = {"minicpm4": SPARSE, **dict.fromkeys(("lightning", "lightning_attn", "lightning-attn"), LINEAR)}
 _SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0}
-COARSE = 4
-"""Times the fine means' stride and length are those of the coarse ones; no configuration says so."""
 
 
 @strict
@@ -107,7 +105,7 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings",
         "initializer_range",
     )
-    kept += (
+    more = (
         "attention_bias",
         "tie_word_embeddings",
         "use_cache",
@@ -117,7 +115,7 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_norm",
     )
     return {
-        **{name: config[name] for name in (*kept, "dtype", "torch_dtype") if name in config},
+        **{name: config[name] for name in (*kept, *more, "dtype", "torch_dtype") if name in config},
         "model_type": "minicpm_sala",
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -151,8 +149,6 @@ def _choice(sparse: Mapping[str, Any]) -> dict[str, int]:
         "block_size": block,
         "mean_stride": stride,
         "mean_length": kernel,
-        "lse_stride": COARSE * stride,
-        "lse_length": COARSE * kernel,
         "top_blocks": top + window // block,  # the window's blocks come on top of those that are chosen
         "init_blocks": init,
         "local_blocks": window // block,

@@ -201,8 +201,8 @@ class FlaModel:
         c = self.config
         queries, keys, values, dim, size = self.sizes
         names = "fi" if self.family == "hgrn" else "qfi" if self.family == "hgrn2" else "qkv"
-        *q, k, v = (x @ w[f"{n}_proj.weight"].T for n in names)
-        q = q[0] if q else x[..., :0]
+        *read, k, v = (x @ w[f"{n}_proj.weight"].T for n in names)
+        q = read[0] if read else x[..., :0]
         if c["use_short_conv"]:
             taps = c["conv_size"]
             wide = torch.nn.functional.pad(torch.cat([q, k, v], -1), (0, 0, taps - 1, 0)).transpose(1, 2)

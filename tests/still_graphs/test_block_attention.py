@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tests.tolerances import REFERENCE
 
 def node_model(spec: OpSpec, layer: Layer, dtype: torch.dtype, attributes: dict[str, int]) -> onnx.ModelProto:
     """A model of one node, body attached; `N` and the like are free."""
-    sizes = {"H": layer.heads, "HK": layer.kv_heads, "D": layer.dim, **attributes}
+    sizes: dict[Any, Any] = {"H": layer.heads, "HK": layer.kv_heads, "D": layer.dim, **attributes}
     kinds = {"T": ELEMENT[dtype], "float32": 1, "int64": TensorProto.INT64, "int32": TensorProto.INT32}
     sides = [
         [
@@ -30,8 +32,9 @@ def node_model(spec: OpSpec, layer: Layer, dtype: torch.dtype, attributes: dict[
         ]
         for names, tensors in ((spec.input_names(), spec.all_inputs()), (spec.output_names(), spec.all_outputs()))
     ]
-    node = helper.make_node(spec.name, spec.input_names(), spec.output_names(), domain=DOMAIN, **attributes)
-    graph = helper.make_graph([node], "still", *sides)
+    given: dict[str, Any] = dict(attributes)
+    node = helper.make_node(spec.name, spec.input_names(), spec.output_names(), domain=DOMAIN, **given)
+    graph = helper.make_graph([node], "still", sides[0], sides[1])
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     assert attach_functions(model) == 1

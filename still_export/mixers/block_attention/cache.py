@@ -36,11 +36,11 @@ class BlockLayer(AttentionLayer):
 
     def grown(self, state: Any, columns: int) -> Any:
         sums: Tensor = state.key_sum
-        grown = super().grown(replace(state, key_sum=None), columns)
-        missing = -(-grown.rows // self.stride) - sums.shape[2]
-        if missing <= 0:
-            return state if grown.rows == state.rows else replace(grown, key_sum=sums)
-        return replace(grown, key_sum=torch.nn.functional.pad(sums, (0, 0, 0, missing)))
+        kept: Any = super().grown(replace(state, key_sum=None), columns)
+        missing = -(-kept.rows // self.stride) - sums.shape[2]
+        if kept.rows == state.rows and missing <= 0:
+            return state
+        return replace(kept, key_sum=torch.nn.functional.pad(sums, (0, 0, 0, max(0, missing))))
 
     def bind(self, inputs: Any, state: Any) -> None:
         return None

@@ -6,44 +6,37 @@ from typing import Any
 
 from torch import nn
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.block_attention.cache import BlockLayer
-from still_export.mixers.block_attention.module import BlockSelected, SalaSparse
-from still_export.mixers.layers import head_size
+from still_export.mixers.block_attention.module import BlockSelected, SalaSparse, TrainableBlockSelected
+from still_export.mixers.layers import SELECTED, head_size
+from still_export.mixers.trainable import Trainable
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.select_blocks import SELECT_BLOCKS, fault_of, slots_of
+from still_graphs.ops.select_blocks import SELECT_BLOCKS
 
 
-def checked_choice(given: dict[str, int], source: str) -> dict[str, int]:
-    """The attributes of SelectBlocks that `given` in `source` and the op's own say.
-
-    Raises:
-        ConfigError: They do not fit each other.
-    """
-    choice = {a.name: int(a.default) for a in SELECT_BLOCKS.attributes} | given
-    if choice["block_size"] > 0:
-        choice["block_slots"] = slots_of(choice["top_blocks"], choice["dense_length"], choice["block_size"])
-    if fault := fault_of(choice):
-        raise ConfigError(f"{source}: {fault}. Fix it.")
+def choice_of(config: Any) -> dict[str, int]:
+    """The attributes of SelectBlocks in a model with the STILL family configuration `config`: the family's own, or what it stores."""
+    choice: dict[str, int] = (config if hasattr(config, "block_choice") else config.still).block_choice()
     return choice
 
 
 class BlockAttentionMixer(Mixer):
-    """Layers of type "block_attention"; a configuration says by `block_choice` how blocks are chosen."""
+    """Layers of type "block_attention", of families that choose blocks from the start."""
 
     name = "block_attention"
     of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         sizes = {"H": config.num_attention_heads, "HK": config.num_key_value_heads, "D": head_size(config)}
-        choice = config.block_choice()
+        choice = choice_of(config)
         return LayerOp(SELECT_BLOCKS, choice, sizes), LayerOp(
             BLOCK_ATTENTION, {"block_size": choice["block_size"]}, sizes
         )
 
     def cache_layer(self, config: Any, index: int) -> BlockLayer:
-        stride = config.block_choice()["mean_stride"]
+        stride = choice_of(config)["mean_stride"]
         return BlockLayer(config.num_key_value_heads, head_size(config), stride, config.still.deployment.cache)
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
@@ -52,6 +45,23 @@ class BlockAttentionMixer(Mixer):
                 f"cache='int8': layer {index} reads chosen blocks, whose keys and values are kept as numbers; choose float16 or none."
             )
         kind = SalaSparse if type(base).__name__ == "SalaSparseMixer" else BlockSelected
-        module = kind(base, head_size(config), config.block_choice())
+        module = kind(base, head_size(config), choice_of(config))
         module.cache = config.still.deployment.cache
         return module
+
+
+class SelectedBlocksMixer(BlockAttentionMixer):
+    """Layers of type "selected_blocks", which softmax layers become without training."""
+
+    name = SELECTED
+    of_families = False
+
+    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
+        module.__class__ = TrainableBlockSelected  # wrapping would rename the parameters
+        found: Trainable = module
+        return found
+
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
+        raise UnsupportedModelError(
+            f"layers of type {self.name} are not served by this plugin: it has no kernels that choose blocks. Serve the base model."
+        )

@@ -16,6 +16,7 @@ from still_export.mixers.block_attention.op import block_attention, select_block
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import wants_gradients
 from still_export.mixers.roles import GATE, PROJECTION
+from still_export.mixers.trainable import TrainableModule
 from still_kernels.attention import AttentionState
 from still_kernels.block_attention import Inputs
 from still_kernels.block_attention import block_attention as kernel
@@ -67,6 +68,10 @@ class BlockSelected(SoftmaxAttention):
         if torch.compiler.is_compiling():
             return block_attention(inputs, held)
         return kernel(inputs, held, in_place=owned and not wants_gradients(inputs.query))
+
+
+class TrainableBlockSelected(TrainableModule, BlockSelected):
+    """BlockSelected as teacher and student."""
 
 
 class SalaSparse(BlockSelected):

@@ -115,7 +115,7 @@ class Retention(GatedLinearAttention):
 class HGRN2(GatedLinearAttention):
     """HGRN2: what is forgotten is what is written, k = 1 - exp(decay); later layers forget no more than a bound."""
 
-    names = ("q_proj", "f_proj", "i_proj")
+    names: ClassVar[tuple[str, ...]] = ("q_proj", "f_proj", "i_proj")
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("q_proj.weight", "i_proj.weight", "o_proj.weight"), PROJECTION),
         "f_proj.weight": GATE,

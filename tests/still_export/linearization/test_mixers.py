@@ -312,6 +312,20 @@ def test_a_run_goes_on_from_an_adapter(base: Path, text: Path, tmp_path: Path) -
         linearize(replace(recipe("gla", base, text), start=again.start), tmp_path / "other")
 
 
+def test_blocks_are_chosen_without_training(base: Path, text: Path, tmp_path: Path) -> None:
+    """The base's own weights, another configuration, no adapter."""
+    made = recipe(
+        "blocks", base, text, transfer_steps=0, finetune_steps=0, top_blocks=4, local_blocks=1, dense_length=128
+    )
+    bits = linearize(made, tmp_path / "made").bits_per_byte
+    assert bits["teacher"] == bits["after attention transfer"]  # rows are shorter than what is read whole
+    assert not (tmp_path / "made" / "adapter").exists()
+    config = json.loads((tmp_path / "made" / "config.json").read_text())["still_config"]
+    assert set(config["layer_types"]) == {"selected_blocks"} and config["top_blocks"] == 4
+    model, theirs = load_model(tmp_path / "made"), load_file(base / "model.safetensors")
+    assert all(torch.equal(x, theirs[n]) for n, x in model.state_dict().items() if n in theirs)
+
+
 def test_what_does_not_hold_is_refused(base: Path, text: Path) -> None:
     for changes, message in (
         ({"window_factors": (10,)}, "window_factors: options of STILL"),
@@ -322,6 +336,10 @@ def test_what_does_not_hold_is_refused(base: Path, text: Path) -> None:
             recipe("gdn", base, text, **changes)
     with pytest.raises(ConfigError, match="mixer='mamba' is unknown"):
         Recipe(mixer="mamba")
+    with pytest.raises(ConfigError, match="top_blocks: options of blocks; layers of mixer=gdn"):
+        recipe("gdn", base, text, top_blocks=50)
+    with pytest.raises(ConfigError, match="chunk_size: options of STILL; layers of mixer=blocks"):
+        Recipe(mixer="blocks", chunk_size=8, transfer_steps=0)
     with pytest.raises(ConfigError, match="no stage 1"):
         recipe("liger-gla", base, text, transfer_steps=3)
 
