@@ -152,8 +152,8 @@ def _grouped(weight: Grouped) -> Deferred:
     outputs, inputs = weight.shape
     if weight.groups < 1 or inputs % weight.groups or weight.size % 8:
         raise ValueError(f"{weight.groups} groups do not divide {inputs} inputs into multiples of 8")
-    blocks, order = None, weight.order
-    if order is None or torch.equal(torch.bincount(weight.of_input), torch.full((weight.groups,), weight.size)):
+    blocks, of_input, order = None, weight.of_input, weight.order
+    if of_input is None or torch.equal(torch.bincount(of_input), torch.full((weight.groups,), weight.size)):
         positive = weight.bits == 8 and bool((weight.scales() > 0).all())
         kind = (max(weight.bits, 4), False, False, weight.blocks, weight.size, weight.zero_points is not None)
         blocks = SourceBlocks(*kind, order, positive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -69,6 +70,13 @@ def compressed(*formats: tuple[str, str, dict[str, Any]]) -> Maker:
             library = compressors.BaseCompressor.get_value_from_registry(kind)
             held = library.compress(qparams(weight, groups[kind].weights, quantization.utils), groups[kind])
             found[f"{module}.weight"] = library.decompress(dict(held), groups[kind])["weight"]
+            if kind == "nvfp4-pack-quantized":  # in float32: `decompress` gives bfloat16, which hides the last bits
+                whole = compressors.nvfp4.helpers.unpack_fp4_from_uint8(
+                    held["weight_packed"], *weight.shape, torch.float32
+                )
+                scales = (held["weight_scale"].float(), None, groups[kind].weights, torch.float32)
+                read = quantization.lifecycle.forward.dequantize
+                found[f"{module}.weight"] = read(whole, *scales, held["weight_global_scale"])
             return dict(held)
 
         name = formats[0][0] if len(formats) == 1 else "mixed-precision"
@@ -106,8 +114,9 @@ def gptqmodel(**how: Any) -> Maker:
         model = library.GPTQModel.load(str(base), library.QuantizeConfig(group_size=32, offload_to_disk=False, **how))
         random = torch.Generator().manual_seed(0)
         tokens = [torch.randint(0, 257, (1, 64), generator=random) for _ in range(8)]
-        model.quantize([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in tokens], batch_size=1)
-        model.save(str(folder))
+        with contextlib.chdir(folder.parent):  # it writes a folder of logs where it runs
+            model.quantize([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in tokens], batch_size=1)
+            model.save(str(folder))
         if how.get("quant_method") == "awq":
             return dict(awq_weights(load_file(folder / "model.safetensors")))
         whole = folder.with_name(f"{folder.name}-whole")

@@ -48,7 +48,7 @@ def grouped(
     outputs, count = len(weight), int(groups.max()) + 1
     codes = random.integers(0, 1 << bits, weight.shape)
     scales = (random.random((outputs, count)) * 0.02 + 1e-3).astype(np.float16)
-    zero = np.full_like(scales, 1 << (bits - 1)) if symmetric else random.integers(1, 1 << bits, scales.shape)
+    zero = np.full_like(scales, 1 << (bits - 1)) if symmetric else random.integers(0, 1 << bits, scales.shape)
     value = (codes - zero[:, groups]).astype(np.float32) * scales[:, groups].astype(np.float32)
     return codes, scales, zero.astype(np.int64), torch.from_numpy(value)
 
@@ -60,7 +60,10 @@ def gptq(bits: int = BITS, symmetric: bool = False, act_order: bool = False, for
             groups = np.random.default_rng(1).permutation(groups)
         codes, scales, zero, value = grouped(weight, bits, symmetric, groups)
         file[f"{module}.qweight"] = words(codes, bits).t().contiguous()
-        file[f"{module}.qzeros"] = words((zero.T - (0 if format_2 else 1)) % (1 << bits), bits)
+        ones = words(
+            np.ones((1, 32 // bits), np.int64), bits
+        )  # a zero point of 0 borrows from the next one of its word
+        file[f"{module}.qzeros"] = words(zero.T, bits) - (0 if format_2 else ones)
         file[f"{module}.scales"] = torch.from_numpy(scales.T.copy())
         file[f"{module}.g_idx"] = torch.from_numpy(groups.astype(np.int32))
         return value
@@ -125,6 +128,8 @@ FORMS: dict[str, tuple[Maker, dict[str, Any], bool]] = {
         True,
     ),
     "gptq act-order": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}, True),
+    "gptq 2 bits": (gptq(2), {"quant_method": "gptq", "bits": 2}, True),
+    "gptq of other bits here": (gptq(8), {"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, False),
     "gptq 8 bits": (gptq(8, symmetric=True), {"quant_method": "gptq", "bits": 8, "sym": True}, False),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "zero_point": True}, True),
     "packed": (packed(False), {"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
@@ -268,6 +273,14 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
     nothing = torch.zeros
     with pytest.raises(ValueError, match="3 groups do not divide 40 inputs"):
         _grouped(Grouped(shape, 4, 3, lambda: nothing(shape), lambda: nothing(8, 3), None))
+
+
+def test_as_many_blocks_as_outputs(tmp_path: Path) -> None:
+    """[2, 4] scales of blocks beside 8 outputs, as layers of 16,384 inputs have them in blocks of 128."""
+    narrow, scales = torch.randn(8, 64).to(torch.float8_e4m3fn), torch.rand(2, 4) + 0.1
+    theirs = {"a.weight": narrow, "a.weight_scale_inv": scales}
+    found = dequantizing(theirs, {"quant_method": "fp8", "weight_block_size": [4, 16]}, "here")["a.weight"]
+    assert torch.equal(value_of(found), narrow.float() * scales.repeat_interleave(4, 0).repeat_interleave(16, 1))
 
 
 def test_folders_of_model_optimizer_say_it_in_a_file_of_its_own(base: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ CODES = {
     "packed int8, zero points": ("onnx", "half", "trt8", "genai", "web"),
     "int8, channels": ("onnx", "half", "trt8", "trt", "trt-rtx", "genai", "web"),
     "int8, blocks": ("onnx", "half", "trt8", "trt-rtx", "genai", "web"),
-    "nvfp4": ("onnx", "genai", "web"),
+    "nvfp4": ("onnx", "half", "genai", "web"),
     "mxfp4": ("onnx", "half", "trt8", "trt-rtx", "genai", "web"),
     "fp8, channels": (),
 }
