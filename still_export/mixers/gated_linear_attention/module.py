@@ -49,8 +49,8 @@ class GatedLinearAttention(FixedStateModule):
         self.least: float | None = getattr(base, "clamp_min", None)
 
     def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
-        """What the rule reads of the projected queries, keys and values, and the decay's logarithm in at least float32, [B, T, heads, D or
-        1]; `turn` is cos and sin of positions, where the family has them."""
+        """What the rule reads of the projected queries and keys [B, T, heads, D] and values [B, T, H * V], and the decay's logarithm in
+        at least float32, [B, T, heads, D or 1]; `turn` is cos and sin of positions, where the family has them."""
         forget = self.gk_proj(hidden).unflatten(-1, (self.heads, self.dim))
         decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
         return heads, decay if self.least is None else decay.clamp_min(self.least)
@@ -73,14 +73,12 @@ class GatedLinearAttention(FixedStateModule):
             mixed, after["conv_state"] = causal_conv(taps, before["conv_state"])
         queries, keys = self.query_heads * self.dim, self.heads * self.dim
         query, key, value = mixed.split((queries, keys, self.heads * self.size), dim=-1)
-        query, key, value = (
-            x.unflatten(-1, (-1, n)) for x, n in ((query, self.dim), (key, self.dim), (value, self.size))
-        )
+        query, key = (x.unflatten(-1, (-1, self.dim)) for x in (query, key))
         (query, key, value), decay = self.parts(hidden_states, (query, key, value), position_embeddings)
         inputs = Inputs(
             query.unflatten(2, (-1, max(1, self.query_heads // self.heads))),
             key,
-            value,
+            value.unflatten(-1, (self.heads, self.size)),
             decay,
             new_tokens=new_tokens,
             update_rule="gated",
@@ -155,7 +153,7 @@ class HGRN(HGRN2):
         _, key, value = heads
         written, decay = self.gates(key)
         one = key.new_ones(1, 1, 1, 1).expand(*key.shape[:2], 1, 1)
-        return (one, one, (silu(value) * written).to(value.dtype)), decay
+        return (one, one, (silu(value) * written.flatten(2)).to(value.dtype)), decay
 
     def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
         result: Tensor = self.g_norm(output.flatten(2), self.g_proj(hidden))

@@ -30,7 +30,7 @@ class Lightning(FixedStateModule):
     slopes: tuple[float, ...]
 
     def attend(self, hidden: Tensor, cache: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The rule on query [B, T, H, D], key [B, T, HK, D] and value [B, T, H, V]: output [B, T, H * V]."""
+        """The rule on query [B, T, H, D], key [B, T, HK, D] and value [B, T, H, V]: output [B, T, H, 1, V]."""
         states, new_tokens, layer = self.begin(hidden, cache)
         wide = torch.promote_types(query.dtype, torch.float32)
         decay = -torch.tensor(self.slopes, dtype=wide, device=query.device)[:, None].expand(*query.shape[:3], 1)
@@ -39,7 +39,7 @@ class Lightning(FixedStateModule):
         output, recurrent = linear_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"recurrent_state": recurrent})
-        return output.flatten(2)
+        return output
 
 
 class MiniMaxLightning(Lightning):
@@ -75,7 +75,7 @@ class MiniMaxLightning(Lightning):
         heads = silu(self.qkv_proj(hidden_states)).unflatten(-1, (self.heads, 3 * self.dim))
         output = self.attend(hidden_states, past_key_values, *heads.split(self.dim, dim=-1))
         gate = self.output_gate(hidden_states).sigmoid()
-        return self.out_proj(gate * self.norm(output)), None
+        return self.out_proj(gate * self.norm(output.flatten(2))), None
 
 
 class TransNormer(Lightning):
@@ -107,7 +107,8 @@ class TransNormer(Lightning):
             angles = position_embeddings[..., None] * self.lrpe.theta.squeeze(1).to(position_embeddings.dtype)
             cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
             query, key = (torch.cat((x * cos, x * sin), dim=-1) for x in (query, key))
-        result: Tensor = self.out_proj(gate * self.norm(self.attend(hidden, past_key_values, query, key, value)))
+        output = self.attend(hidden, past_key_values, query, key, value).flatten(2)
+        result: Tensor = self.out_proj(gate * self.norm(output))
         return result
 
 
@@ -142,7 +143,7 @@ class SalaLightning(Lightning):
             cos, sin = (x[:, :, None] for x in position_embeddings)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         value = value.repeat_interleave(self.heads // value.shape[2], dim=2)
-        output = self.attend(hidden, past_key_values, query, key, value)
+        output = self.attend(hidden, past_key_values, query, key, value).flatten(2)
         if hasattr(self, "o_norm"):
             output = self.o_norm(output)
         if hasattr(self, "z_proj"):
