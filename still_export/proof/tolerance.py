@@ -27,6 +27,8 @@ MEDIAN = 8.0
 """Times the median error of PyTorch's rows, of the part or of the output, that the median of a part's rows may be."""
 LOGITS_MEDIAN = 2.0
 """The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
+FEW_LOGITS = 2.0
+"""The median of n rows of logits may be 1 + FEW_LOGITS / sqrt(n) times that: that of 24 of a clean Falcon-H1 reaches 2.23."""
 FEWEST = 8
 """Rows of a part at least, that its median says something."""
 ROUNDINGS = 64
@@ -107,7 +109,8 @@ class Bounds:
         if parts and worst.share <= 1:  # a row says where
             errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
             usual = np.fmax(_medians(own), self.median.get(output, np.zeros(2))[:, None])
-            times = self.logits if output == LOGITS else MEDIAN * self.coarse
+            few = 1 + FEW_LOGITS / math.sqrt(errors.shape[2])
+            times = self.logits * few if output == LOGITS else MEDIAN * self.coarse
             bounds = np.maximum(times * usual, self._sums(output))
             bounds = np.maximum(bounds, self.tail_median.get(output, np.zeros(2))[:, None])
             medians = _part_medians(errors)

@@ -13,7 +13,7 @@ from still_graphs.functions.experts import activation_of, loop_over_experts, sca
 from still_graphs.ops.experts_nbits import EXPERTS_NBITS
 
 WORD_BITS = 32
-ACCURACY_LEVEL = {FLOAT: 4, TensorProto.FLOAT16: 0}
+ACCURACY_LEVEL = {int(FLOAT): 4, int(TensorProto.FLOAT16): 0}
 """4: activations are rounded to 8 bits, block by block, as MatMulNBits does here: 4 bits take 0.76 ms a token in the place of 1.9
 (E 64, M 512, k 6, ONNX Runtime 1.31.1), 8 bits have no other kernel. Float16 stands in for kernels of GPUs, which round nothing."""
 
