@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from still_export.proof.records import Record
 
+AT_LENGTH = re.compile(r"_at_\d+$")
 HEAD = ("what", "target", "type", "verdict", "showed", "machine", "date", "commit", "sources")
 SUBJECT = ("package", "target", "dtype", "quantize", "provider")
 """Parts of a subject that have a column, or stand behind the name."""
@@ -35,7 +37,10 @@ def _row(record: Record) -> tuple[str, ...]:
     dtype = " ".join(filter(None, [subject.get("quantize", ""), subject.get("dtype", "")]))
     machine = record.machine.gpu or f"{record.machine.processor}, {record.machine.cores} cores"
     state = f"**stale**: {', '.join(changed)}" if changed else "as they are"
-    cells = (what, target, dtype, record.verdict, figures(record.figures), machine)
+    told = {
+        name: value for name, value in record.figures.items() if not AT_LENGTH.search(name)
+    }  # the others have a table
+    cells = (what, target, dtype, record.verdict, figures(told), machine)
     return *(cell.replace("|", "\\|") for cell in cells), f"{record.date:%Y-%m-%d}", f"`{record.commit}`", state
 
 

@@ -463,10 +463,9 @@ class OrtModel(Runner):
             fresh = (first, len(brought), tokens, self._turn, FOLDED) not in self._bindings
             binding, inputs = self._binding(first, len(brought), tokens, FOLDED)
             if fresh:
-                names = ["logits", "present_length", *self._replays(self.session)]
-                values = dict(zip(names, guessed.get_outputs(), strict=False))
-                for name in names:
-                    binding.bind_ortvalue_input(name, values[name])
+                replayed = self._replays(self.session)  # behind logits and length
+                for name, value in zip(replayed, guessed.get_outputs()[2:], strict=False):
+                    binding.bind_ortvalue_input(name, value)
             inputs["new_tokens"].update_inplace(accepted)
             inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + len(brought)]))
             self._fold.run_with_iobinding(binding)

@@ -194,7 +194,7 @@ OTHERS_SHOW_IT = (
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long if name == "group mean" else ())
+        pytest.param(name, marks=pytest.mark.long if name in ("group mean", "fold min decode") else ())
         for name in REST
         if name not in OTHERS_SHOW_IT
     ],

@@ -34,13 +34,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recipes_of_the_package() -> None:
-    assert set(presets()) == {"quick", "paper", "retrieval", "liger-gla", "gla", "gdn"}
+    assert set(presets()) == {"quick", "paper", "retrieval", "liger-gla", "gla", "gdn", "blocks"}
     paper = read_recipe(preset("paper"), {})
     assert paper == Recipe(), "the options' defaults are the paper's"
     quick = read_recipe(preset("quick"), {"transfer_steps": 7})
     assert quick.transfer_steps == 7 and quick.finetune_steps < 100
     assert read_recipe(preset("retrieval"), {}).natural
-    with pytest.raises(ConfigError, match=r"known: gdn, gla, liger-gla, paper, quick, retrieval. Did you mean 'quick'"):
+    with pytest.raises(
+        ConfigError, match=r"known: blocks, gdn, gla, liger-gla, paper, quick, retrieval. Did you mean 'quick'"
+    ):
         preset("quik")
 
 
