@@ -108,6 +108,7 @@ class Driver:
         self.call("cuDeviceGetAttribute", ctypes.byref(major), 75, handle)
         self.call("cuDeviceGetAttribute", ctypes.byref(minor), 76, handle)
         self.name, self.architecture = name.value.decode(), 10 * major.value + minor.value
+        self.free_at_start = self.memory()[0]
 
     @staticmethod
     def _open() -> Any:

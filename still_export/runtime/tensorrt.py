@@ -58,8 +58,8 @@ class TrtModel(TrtEngine, Runner):
         return DECODE if self.batch == 1 else DECODE_ROWS
 
     def peak_mb(self) -> float:
-        free, total = self.driver.memory()
-        return (total - free) / 2**20
+        """Device memory taken since this process came to the device, MB: what others held before is not in it."""
+        return (self.driver.free_at_start - self.driver.memory()[0]) / 2**20
 
     def _clear(self) -> None:
         if not 1 <= self.batch <= self.entry["batch"]:

@@ -20,6 +20,7 @@ class HostDriver:
     def __init__(self, device: int = 0) -> None:
         self.name, self.architecture, self.stream = "stand-in", 90, ctypes.c_void_p(1)
         self.allocations = self.synchronizations = 0
+        self.free_at_start = self.memory()[0]
         self.library = types.SimpleNamespace(cuMemFree_v2=lambda address: self.blocks.pop(address.value, None))
 
     @staticmethod
