@@ -19,7 +19,7 @@ from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.registry import mixer_of
-from still_export.models.support import check_attention, check_family_config
+from still_export.models.support import check_attention, check_family_config, with_windows
 
 
 class StillConfigMixin:
@@ -35,8 +35,8 @@ class StillConfigMixin:
         self.check(still)
 
     def read_still(self) -> LayersConfig:
-        """The STILL configuration that the family's one was made with."""
-        return self.still
+        """The STILL configuration that the family's one was made with; layers with a window of the family's keep it."""
+        return with_windows(self, self.still)
 
     def check(self, still: LayersConfig) -> None:
         """Raise UnsupportedModelError where the family's configuration describes layers that are not covered."""

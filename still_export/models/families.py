@@ -15,6 +15,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,6 +34,7 @@ from transformers import (
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from still_export.models.base import StillConfigMixin, StillModelMixin
+from still_export.models.gemma import GemmaConfigMixin, GemmaModelMixin
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ FAMILIES: dict[str, Family] = {
             fields={"attention_bias": (bool, False), "mlp_bias": (bool, False)},
             partial_rotation=True,
         ),
+        make_family(__name__, Gemma3TextConfig, Gemma3ForCausalLM, (GemmaConfigMixin, GemmaModelMixin)),
     )
 }
 """Families by transformers' model_type."""

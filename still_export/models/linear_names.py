@@ -24,8 +24,11 @@ _ELSEWHERE = {
     "model.visual.": _IMAGES,
     "model.vision_tower.": _IMAGES,
     "model.multi_modal_projector.": _IMAGES,
+    "vision_tower.": _IMAGES,
+    "multi_modal_projector.": _IMAGES,
 }
 """Beginnings of the names of tensors of other things than the language model, and what they are for. transformers leaves them out, too."""
+_LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """Fields of configurations whose last layers guess tokens ahead."""
@@ -73,7 +76,7 @@ _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "transnormer": transnormer.translated,
     "minicpm_sala": minicpm_sala.translated,
 }
-_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2"}
+_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2", "gemma3": "gemma3_text"}
 """Models of text and images, and the model_type of their language model."""
 
 
@@ -100,7 +103,7 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
     others: Counter[str] = Counter()
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in _AHEAD) else None
     for name, tensor in tensors.items():
-        ours = _renamed(name.replace("model.language_model.", "model.", 1), parts)
+        ours = _renamed(_LANGUAGE.sub("model.", name), parts)
         what = next((what for begin, what in _ELSEWHERE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD

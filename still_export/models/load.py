@@ -174,6 +174,7 @@ def open_source(
             )
         if found.still is not None and still_config is not None:
             raise _trained("the adapter")
+        found.tensors, left_out = published_names(found.model_type, found.tensors, found.config)
         still, fresh = found.still or still_config or StillConfig(), True
     still = replace(still, deployment=replace(still.deployment, **deployment or {}))
     family = family_of(found.model_type)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.config import LayersConfig
-from still_export.mixers.layers import head_size
+from still_export.mixers.layers import MOST_ROWS, WINDOWED, head_size
 from still_export.mixers.registry import MIXERS
+
+SLIDING = "sliding_attention"
+"""The families' name of layers with a window."""
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose cos and sin depend on the position alone, so that prefill in pieces equals prefill at once."""
@@ -40,7 +44,13 @@ def check_heads(config: Any) -> None:
 
 def check_rope(config: Any, partial: bool = False) -> None:
     """Raise UnsupportedModelError where rotary positions are none of a kind that is covered; `partial`: of some channels, too."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    found = getattr(config, "rope_parameters", None) or {}
+    kinds = [part for part in found.values() if isinstance(part, dict)]  # Gemma's layers with a window have their own
+    for rope in kinds or [found]:
+        _check_rope(config, rope, partial)
+
+
+def _check_rope(config: Any, rope: dict[str, Any], partial: bool) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in STATIC_ROPE_TYPES:
         raise UnsupportedModelError(
@@ -55,7 +65,7 @@ def check_rope(config: Any, partial: bool = False) -> None:
 
 
 def _check_layers(config: Any, still: LayersConfig) -> None:
-    own = [name for name, mixer in MIXERS.items() if not mixer.of_families]
+    own = [name for name, mixer in MIXERS.items() if not mixer.of_families or (name == WINDOWED and _slides(config))]
     foreign = sorted(set(still.layer_types or ()) - set(own))
     if foreign:
         raise ConfigError(
@@ -64,18 +74,38 @@ def _check_layers(config: Any, still: LayersConfig) -> None:
         )
 
 
+def _slides(config: Any) -> bool:
+    """Whether some layers, by the family's own names, have a window."""
+    return SLIDING in (getattr(config, "layer_types", None) or ())
+
+
+def with_windows(config: Any, still: LayersConfig) -> LayersConfig:
+    """`still`, in which layers that have a window in the family configuration `config` are windowed: they have no far tokens to keep.
+
+    Raises:
+        ConfigError: There are such layers and no window that is possible.
+    """
+    types = getattr(config, "layer_types", None) or ()
+    if not _slides(config) or len(still.layer_types or types) != len(types):  # the number of layers is checked later
+        return still
+    window = config.sliding_window
+    if not isinstance(window, int) or not 1 <= window <= MOST_ROWS:
+        raise ConfigError(f"sliding_window={window} in config.json is outside 1..{MOST_ROWS}. Fix it.")
+    kinds = (WINDOWED if kind == SLIDING else still.layer_type(index) for index, kind in enumerate(types))
+    return replace(still, layer_types=tuple(kinds))
+
+
 def _check_windows(config: Any, still: LayersConfig) -> None:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
-    unknown = sorted(set(types or ()) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(types or ()) - {"full_attention", SLIDING})
     if unknown:
         raise UnsupportedModelError(
-            f"layer_types in config.json name {', '.join(unknown)}; covered: full_attention. (Which layers are hybrid is said by "
-            "still_config.layer_types.)"
+            f"layer_types in config.json name {', '.join(unknown)}; covered: full_attention, {SLIDING}. (Which layers are hybrid is said "
+            "by still_config.layer_types.)"
         )
     capacity = still.deployment.capacity(config)
-    slides = types is None or "sliding_attention" in types
-    if window is not None and slides and (window < capacity or still.deployment.overflow != "error"):
+    if window is not None and types is None and (window < capacity or still.deployment.overflow != "error"):
         raise UnsupportedModelError(
             f"sliding_window={window} in config.json is smaller than capacity_tokens={capacity}; STILL replaces full attention and "
             "would see tokens that the model never saw. Set sliding_window to null (and layer_types to full_attention) if the model "

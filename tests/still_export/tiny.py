@@ -18,8 +18,8 @@ STORIES = SHARED / "models" / "stories260K"
 GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
 VOCAB = 61
 CHUNK = 8
-DENSE = tuple(name for name in FAMILIES if name not in ("qwen3_moe", "phi3"))
-"""Families without experts, which every target takes; Phi-3 is Llama by then."""
+DENSE = tuple(name for name in FAMILIES if name not in ("qwen3_moe", "phi3", "gemma3_text"))
+"""Families without experts and windows, which every target takes; Phi-3 is Llama by then."""
 MIXED = ("hybrid_attention", "full_attention", "hybrid_attention")
 
 needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is absent on this machine")
@@ -47,6 +47,9 @@ def family_config(family: str, **changes: Any) -> Any:
         values |= dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=14)
     if family == "phi3":
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.6}
+    if family == "gemma3_text":
+        layers = ["full_attention", "sliding_attention", "full_attention"]
+        values |= dict(layer_types=layers, sliding_window=9, query_pre_attn_scalar=10, final_logit_softcapping=2.0)
     if family == "smollm3":
         values["no_rope_layers"] = [1, 0, 1]
     return FAMILIES[family].config(**{**values, **changes})

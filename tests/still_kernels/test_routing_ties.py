@@ -102,7 +102,7 @@ def test_equal_scores_tie() -> None:
 
 def test_layers_that_select_and_route_are_told_apart() -> None:
     """Of a softmax model with experts that was linearized."""
-    both = Ties([SelectionTies(4, 1, "q_head", 1), TIES])
+    both = Ties([SelectionTies(4, 1, "q_head", 1, [0]), TIES])
     scores = scores_of(route_inputs("softmax", 2, 5))
     assert both.span == 8 and [type(op) for op in both.shown.each] == [SelectionTies]
     assert set(both.leads(scores, scores, COUNTS)) == {~4}

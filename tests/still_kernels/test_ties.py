@@ -10,7 +10,7 @@ from still_kernels.registry import ties_of
 from still_kernels.ties import Choices
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
-TIES = SelectionTies(8, SALIENT, "q_head", HEADS)
+TIES = SelectionTies(8, SALIENT, "q_head", HEADS, [1])
 
 
 def caches(seed: int) -> dict[str, np.ndarray]:
@@ -109,10 +109,21 @@ def test_more_ties_than_expected_are_a_mismatch(found: int, expected: float, too
 
 
 def test_layers_that_select_nothing_have_no_ties() -> None:
-    """A window is the same op, without settings in the manifest."""
+    """A window is the same op, whose salient cache has no rows."""
+    caches = [
+        {"name": f"salient_key.{layer}", "growth": {"rows": rows}}
+        for layer, rows in ((0, 0), (2, SALIENT), (5, SALIENT))
+    ]
     manifest = {"ops": {"HybridAttention": 1, "Attention": 1}, "still": {}, "model": {"kv_heads": HEADS}}
-    assert not ties_of(manifest).each
+    assert not ties_of({**manifest, "states": caches[:1]}).each
+    manifest["states"] = caches
     manifest["still"] = {"chunk_size": 8, "salient_per_chunk": SALIENT, "select_scope": "kv_group_max"}
     (found,) = ties_of(manifest).each
-    assert vars(found) == {"chunk": 8, "salient": SALIENT, "scope": "kv_group_max", "kv_heads": HEADS}
+    assert vars(found) == {
+        "chunk": 8,
+        "salient": SALIENT,
+        "scope": "kv_group_max",
+        "kv_heads": HEADS,
+        "layers": ("2", "5"),
+    }
     assert not ties_of({**manifest, "ops": {"Attention": 1, "Foreign": 1}}).each

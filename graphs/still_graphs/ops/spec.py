@@ -63,7 +63,8 @@ class Growth:
         rows, per = (attributes[x] if isinstance(x, str) else x for x in (self.rows, self.per))
         fixed = self.only is not None and attributes[self.only[0]] != self.only[1]
         return {
-            "dimension": self.dimension,
+            # A state that never has rows shares no dimension with those that do: a window's layer beside hybrid ones.
+            "dimension": self.dimension if int(rows) else f"no_{self.dimension}_{per}",
             "axis": self.axis,
             "rows": int(rows),
             "per": int(per),

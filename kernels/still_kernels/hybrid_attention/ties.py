@@ -27,14 +27,17 @@ class SelectionTies:
     watched = ""
     unseen = False
 
-    def __init__(self, chunk_size: int, salient_per_chunk: int, select_scope: str, kv_heads: int) -> None:
+    def __init__(
+        self, chunk_size: int, salient_per_chunk: int, select_scope: str, kv_heads: int, layers: Sequence[int]
+    ) -> None:
         self.chunk, self.salient, self.scope, self.kv_heads = chunk_size, salient_per_chunk, select_scope, kv_heads
+        self.layers = tuple(str(layer) for layer in layers)
 
     def compare(self, pairs: Pairs, leads: Leads) -> Choices:
         """Compare the salient caches of two runtimes, chunk by chunk of each head."""
         found = Choices()
         for expected, actual in pairs:
-            for layer in _layers(expected):
+            for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads)
                 found.compared += int(self._chunks(np.asarray(np.abs(expected[KEY + layer]).any(-1))).sum())
                 found.near_ties += int((differs & (lead <= 1)).sum())
@@ -48,7 +51,7 @@ class SelectionTies:
         settled = []
         for expected, actual in pairs:
             outputs = dict(actual)
-            for layer in _layers(expected):
+            for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads)
                 outputs |= self._both_sum(expected, actual, layer, differs & (lead <= 1))
                 tied = (differs & (lead <= 1)).repeat(self.salient, axis=2)
@@ -61,7 +64,7 @@ class SelectionTies:
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
         """Whether the salient caches hold the same tokens."""
-        return not any(_differs(expected, actual, layer).any() for layer in _layers(expected))
+        return not any(_differs(expected, actual, layer).any() for layer in self._layers(expected))
 
     def chooses(self, lengths: np.ndarray) -> bool:
         """The first token of a chunk promotes the chunk before the one before it."""
@@ -81,7 +84,7 @@ class SelectionTies:
             position = last - (last - np.arange(self.span)) % self.span  # the latest of each slot, [B, 2C]
             sequence, slot = np.nonzero(position >= past[:, None])
             for name, ring in outputs.items():
-                if name.startswith(f"present_{SCORE}."):
+                if name.startswith(f"present_{SCORE}.") and name.rpartition(".")[2] in self.layers:
                     score = self._grouped(ring.astype(np.float64))
                     whole = np.zeros((*score.shape[:2], -(-most // self.chunk) * self.chunk))
                     all_of = found.setdefault(int(name.rsplit(".", 1)[1]), whole)
@@ -152,6 +155,10 @@ class SelectionTies:
             found += [values[0][~same.any(1)], values[1][~same.any(0)]]
         return np.concatenate(found)
 
+    def _layers(self, outputs: Arrays) -> list[str]:
+        """Numbers of the layers that choose, of those in `outputs`."""
+        return [layer for layer in self.layers if KEY + layer in outputs]
+
     def _differing(self, expected: Arrays, actual: Arrays, layer: str, leads: Leads) -> tuple[np.ndarray, np.ndarray]:
         """Chunks [B, HS, chunks] of which other tokens are held, and the leads of those choices; up to 1 it is a tie."""
         differs = self._chunks(_differs(expected, actual, layer))
@@ -182,14 +189,13 @@ def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:
     return ~(np.abs(a - b).max(-1, initial=0) <= ALIKE * np.abs(a).max(-1, initial=0) + 1e-6)
 
 
-def _layers(outputs: Arrays) -> list[str]:
-    """Numbers of the layers that have a salient cache."""
-    return [name.removeprefix(KEY) for name in outputs if name.startswith(KEY)]
-
-
 def ties_of(manifest: Mapping[str, Any]) -> SelectionTies | None:
-    """The ties of a package; None where its layers of this op select nothing, as windows do: their settings are not in the manifest."""
-    still, heads = manifest["still"], manifest["model"]["kv_heads"]
-    if "salient_per_chunk" not in still:
-        return None
-    return SelectionTies(still["chunk_size"], still["salient_per_chunk"], still["select_scope"], heads)
+    """The ties of a package; None where its layers of this op select nothing, as windows do: their salient caches have no rows."""
+    still, heads, begin = manifest["still"], manifest["model"]["kv_heads"], KEY.removeprefix("present_")
+    caches = [s for s in manifest["states"] if s["name"].startswith(begin) and s["growth"]["rows"]]
+    layers = sorted(int(cache["name"].removeprefix(begin)) for cache in caches)
+    return (
+        SelectionTies(still["chunk_size"], still["salient_per_chunk"], still["select_scope"], heads, layers)
+        if layers
+        else None
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from still_export.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from still_export.mixers.cache import StillCache, empty_states
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.module import StillAttention
-from still_export.mixers.layers import Deployment
+from still_export.mixers.layers import FULL, WINDOWED, Deployment
 from still_export.models import FAMILIES, attach_untrained, forward_with_state
 from still_export.models.build import still_family_config
 from still_export.models.load import load_model
@@ -34,7 +36,7 @@ def test_full_selection_is_the_plain_model(family: str) -> None:
     plain = plain_model(family)
     still = attach_untrained(plain, StillConfig(salient_per_chunk=CHUNK, **EXACT))
     ids = random_ids(2, 5 * CHUNK + 3)
-    assert sum(isinstance(m, StillAttention) for m in still.modules()) == 3
+    assert sum(isinstance(m, StillAttention) for m in still.modules()) == (2 if family == "gemma3_text" else 3)
     with torch.no_grad():
         torch.testing.assert_close(still(ids).logits, plain(ids).logits, rtol=0, atol=PLAIN.get(family, DOUBLE))
 
@@ -221,18 +223,45 @@ def test_gradients_reach_gates_and_feature_maps() -> None:
             "rope_type='dynamic'",
         ),
         ("mistral", {"sliding_window": 16}, "sliding_window=16"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None},
-            "sliding_window=16",
-        ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50"),
+        ("gemma3_text", {"query_pre_attn_scalar": 12}, "scales its logits"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("llama", {"head_dim": 9}, "head_dim=9"),
     ],
 )
 def test_uncovered_attention_is_refused(family: str, changes: dict, words: str) -> None:
     values = {**family_config(family).to_dict(), **changes}
     with pytest.raises(UnsupportedModelError, match=words):
-        still_family_config(FAMILIES[family], values, StillConfig())
+        FAMILIES[family].still_model(still_family_config(FAMILIES[family], values, StillConfig()))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_layers_with_a_window_keep_it(family: str) -> None:
+    """As the plain model over more tokens than the window, at once, in pieces and one by one; with a token more or less it is another."""
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}
+    if family == "gemma3_text":
+        window = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    plain, ids = plain_model(family, **window), random_ids(2, 61)
+    still = attach_untrained(plain, StillConfig(layer_types=("full_attention",) * 3))
+    kinds = [WINDOWED if kind == "sliding_attention" else FULL for kind in plain.config.layer_types]
+    assert list(still.config.still.layer_types) == kinds and WINDOWED in kinds
+    cache, cuts = StillCache.empty(still.config), (0, 7, 30, 31, 61)
+    with torch.no_grad():
+        right = plain(ids, use_cache=False).logits
+        parts = [still(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in pairwise(cuts)]
+        for found in (still(ids, use_cache=False).logits, torch.cat(parts, 1)):
+            torch.testing.assert_close(found, right, rtol=0, atol=PLAIN.get(family, DOUBLE))
+        for other in (8, 10):
+            changed = plain_model(family, **{**window, "sliding_window": other})
+            wrong = attach_untrained(changed, StillConfig(layer_types=("full_attention",) * 3))
+            assert (wrong(ids, use_cache=False).logits - right).abs().max() > 1e-3
+
+
+def test_a_window_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sliding_window=0"):
+        still_family_config(
+            FAMILIES["gemma3_text"], {**family_config("gemma3_text").to_dict(), "sliding_window": 0}, StillConfig()
+        )
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
@@ -291,3 +320,21 @@ def test_linear_layers_that_a_checkpoint_holds_as_one(tmp_path: Path) -> None:
         CheckpointError, match=r"layers.1.mlp.gate_up_proj.weight has 86 outputs, config.json demands 88"
     ):
         load_model(tmp_path, attach_untrained=True)
+
+
+def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    """Gemma 3's published folders; what belongs to images is left out."""
+    plain = plain_model("gemma3_text", torch.float32)
+    config = {
+        "model_type": "gemma3",
+        "text_config": {**plain.config.to_dict(), "model_type": "gemma3_text"},
+        "vision_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"language_{name.replace('model.', 'model.model.', 1)}": x for name, x in plain.state_dict().items()}
+    images = {"vision_tower.a.weight": torch.zeros(2), "multi_modal_projector.b": torch.zeros(3)}
+    tensors = {name: x for name, x in tensors.items() if "lm_head" not in name} | images
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found, ids = load_model(tmp_path, attach_untrained=True), random_ids(1, 2 * CHUNK)
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)

@@ -1,0 +1,50 @@
+"""Gemma 3's language model: windows in most layers, scaled embeddings, logits that may be capped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.errors import UnsupportedModelError
+from still_export.mixers.config import LayersConfig
+from still_export.models.base import StillConfigMixin, StillModelMixin
+
+
+class GemmaConfigMixin(StillConfigMixin):
+    """Without what no checkpoint of Gemma 3 has."""
+
+    def check(self, still: LayersConfig) -> None:
+        for name, value in (("attn_logit_softcapping", None), ("use_bidirectional_attention", False)):
+            if (found := getattr(self, name)) not in (value, None):
+                raise UnsupportedModelError(
+                    f"{name}={found} in config.json; covered: {value}. This checkpoint cannot be read."
+                )
+        super().check(still)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Rows times a factor that the weights' type rounds, as transformers has it, whose factor is a buffer that no checkpoint has."""
+
+    def __init__(self, weight: nn.Parameter, scale: float) -> None:
+        super().__init__(*weight.shape, _weight=weight)
+        self.scale = scale
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [B, T, channels] of token ids [B, T]."""
+        rows = super().forward(input_ids)
+        return rows * float(torch.tensor(self.scale, dtype=torch.float32).to(rows.dtype))
+
+
+class GemmaModelMixin(StillModelMixin):
+    """Goes before Gemma3ForCausalLM."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        table = self.model.embed_tokens
+        self.model.embed_tokens = ScaledEmbedding(table.weight, table.scalar_embed_scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, most = super().logits(hidden), self.config.final_logit_softcapping
+        return logits if most is None else torch.tanh(logits / most) * most
