@@ -17,6 +17,7 @@ from still_export.mixers.lightning_attention.mixer import LightningAttentionMixe
 from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
+from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
 from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
 
@@ -39,6 +40,7 @@ MIXERS: dict[str, Mixer] = {
         LightningAttentionMixer(),
         BlockAttentionMixer(),
         SelectedBlocksMixer(),
+        Rwkv7Mixer(),
         FeedForwardMixer(),
     )
 }

@@ -47,6 +47,7 @@ from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.minicpm_sala import SALA
+from still_export.models.rwkv7 import RWKV7
 from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.transnormer import TRANSNORMER
 
@@ -235,6 +236,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
         *FLA_FAMILIES,
         TRANSNORMER,
         SALA,
+        RWKV7,
     )
 }
 """Families by transformers' model_type."""
@@ -246,7 +248,6 @@ NOT_COVERED = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
-    "rwkv7": "RWKV-7 moves its state by two more vectors of each token, which no rule of the op does",
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models import minicpm_sala, transnormer
+from still_export.models import minicpm_sala, rwkv7, transnormer
 from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -72,6 +72,7 @@ _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(MIXERS, translated),
     "transnormer": transnormer.translated,
     "minicpm_sala": minicpm_sala.translated,
+    "rwkv7": rwkv7.translated,
 }
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2"}
 """Models of text and images, and the model_type of their language model."""
@@ -95,12 +96,13 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
     Raises:
         CheckpointError: A convolution lacks a part.
     """
-    parts = _NAMES.get(model_type.removeprefix("still_"), ())
+    kind = model_type.removeprefix("still_")
+    rename = rwkv7.renamed if kind == "rwkv7" else partial(_renamed, parts=_NAMES.get(kind, ()))
     kept: dict[str, Weight] = {}
     others: Counter[str] = Counter()
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in _AHEAD) else None
     for name, tensor in tensors.items():
-        ours = _renamed(name.replace("model.language_model.", "model.", 1), parts)
+        ours = rename(name.replace("model.language_model.", "model.", 1))
         what = next((what for begin, what in _ELSEWHERE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD

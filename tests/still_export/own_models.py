@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import group_norm, layer_norm, normalize, pad, silu
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.block_cases import Layer, attended, chosen
@@ -279,5 +279,106 @@ class SalaModel(OwnModel):
         return hidden @ self.tensors["lm_head.weight"].T
 
 
-OWN: dict[str, type[OwnModel]] = {"transnormer": TransNormerModel, "minicpm_sala": SalaModel}
+class Rwkv7Model(OwnModel):
+    """RWKV-7, the state as the paper has it: rows are values."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        head_dim=8,
+        decay_low_rank_dim=5,
+        gate_low_rank_dim=6,
+        a_low_rank_dim=7,
+        v_low_rank_dim=3,
+        hidden_act="sqrelu",
+        norm_first=True,
+        norm_bias=True,
+        norm_eps=1e-5,
+        fuse_norm=False,
+        value_dim=[24] * 3,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner = c["hidden_size"], c["intermediate_size"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embeddings.weight": embeddings, "lm_head.weight": embeddings}
+        norms = ["model.norm"]
+        for i in range(c["num_hidden_layers"]):
+            own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in "rkvo"}
+            own |= {f"attn.x_{x}": (1, 1, width) for x in "rwkvag"}
+            own |= {"attn.k_k": (width,), "attn.k_a": (width,), "attn.r_k": (width // c["head_dim"], c["head_dim"])}
+            for x, rank in {"w": "decay", "a": "a", "v": "v", "g": "gate"}.items():
+                low = c[f"{rank}_low_rank_dim"]
+                if i or x != "v":
+                    own |= {f"attn.{x}_lora.lora.0.weight": (low, width), f"attn.{x}_lora.lora.2.weight": (width, low)}
+                    own |= {f"attn.{x}_lora.lora.2.bias": (width,)} if x != "g" else {}
+            own |= {"attn.g_norm.weight": (width,), "attn.g_norm.bias": (width,), "ffn.x_k": (width,)}
+            own |= {"ffn.key.weight": (inner, width), "ffn.value.weight": (width, inner)}
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+            norms += [
+                f"model.layers.{i}.{x}_norm" for x in ("attn", "ffn", *(["pre"] if not i and c["norm_first"] else []))
+            ]
+        for name in norms:
+            found |= {f"{name}.{x}": (width,) for x in ("weight", *(["bias"] if c["norm_bias"] else []))}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, first = self.config, None
+        x = self.tensors["model.embeddings.weight"][ids]
+        heads = c["hidden_size"] // c["head_dim"]
+
+        def normed(h: Tensor, name: str) -> Tensor:
+            weight, bias = (self.tensors.get(f"{name}.{kind}") for kind in ("weight", "bias"))
+            return layer_norm(h, h.shape[-1:], weight, bias, c["norm_eps"])
+
+        def before(h: Tensor, layer: int) -> Tensor:
+            seen.conv[layer] = h[:, -1:].transpose(1, 2)
+            return pad(h, (0, 0, 1, 0))[:, :-1]
+
+        for i in range(c["num_hidden_layers"]):
+            name, w = f"model.layers.{i}", self.layer(i)
+            x = normed(x, f"{name}.pre_norm") if f"{name}.pre_norm.weight" in self.tensors else x
+            h = normed(x, f"{name}.attn_norm")
+            past = before(h, 2 * i)
+            own = {n.removeprefix("attn."): t for n, t in w.items() if n.startswith("attn.")}
+            r, d, k, v, a, g = (h * (1 - own[f"x_{n}"]) + past * own[f"x_{n}"] for n in "rwkvag")
+
+            def low(y: Tensor, n: str, activation: Any, own: dict[str, Tensor] = own) -> Tensor:
+                inner = activation(y @ own[f"{n}_lora.lora.0.weight"].T)
+                return inner @ own[f"{n}_lora.lora.2.weight"].T + own.get(f"{n}_lora.lora.2.bias", 0.0)
+
+            kept = (-(torch.tensor(-0.5).double().exp()) * low(d, "w", torch.tanh).sigmoid()).exp()
+            rate, gate = low(a, "a", lambda y: y).sigmoid(), low(g, "g", torch.sigmoid)
+            r, k = r @ own["r_proj.weight"].T, k @ own["k_proj.weight"].T
+            share = low(v, "v", lambda y: y).sigmoid() if first is not None else None
+            v = v @ own["v_proj.weight"].T
+            v = v if share is None else torch.lerp(v, first, share)  # type: ignore[arg-type]
+            first = v if first is None else first
+            unit = (k * own["k_k"]).unflatten(-1, (heads, -1))
+            unit = normalize(unit, dim=-1) if not c["fuse_norm"] else unit / (unit.square().sum(-1, True) + 1e-6).sqrt()
+            k = k * (1 + (rate - 1) * own["k_a"])
+            r, k, v, kept, rate = (y.unflatten(-1, (heads, -1)) for y in (r, k, v, kept, rate))
+            state, outputs = x.new_zeros(len(x), heads, c["head_dim"], c["head_dim"]), []
+            for t in range(x.shape[1]):
+                move = torch.diag_embed(kept[:, t]) - unit[:, t, ..., None] * (rate * unit)[:, t, :, None]
+                state = state @ move + v[:, t, ..., None] * k[:, t, :, None]  # [B, H, V, K]
+                outputs.append((state @ r[:, t, ..., None]).squeeze(-1))
+            seen.recurrent[2 * i] = state.transpose(2, 3)
+            output = torch.stack(outputs, 1).flatten(0, 1).flatten(1)
+            output = group_norm(output, heads, own["g_norm.weight"], own["g_norm.bias"], c["head_dim"] * c["norm_eps"])
+            output = output.view_as(x) + ((r * k * own["r_k"]).sum(-1, True) * v).flatten(2)
+            x = x + (output * gate) @ own["o_proj.weight"].T
+            h = normed(x, f"{name}.ffn_norm")
+            h = h + (before(h, 2 * i + 1) - h) * w["ffn.x_k"]
+            x = x + (h @ w["ffn.key.weight"].T).relu().square() @ w["ffn.value.weight"].T
+        return normed(x, "model.norm") @ self.tensors["lm_head.weight"].T
+
+
+OWN: dict[str, type[OwnModel]] = {"transnormer": TransNormerModel, "minicpm_sala": SalaModel, "rwkv7": Rwkv7Model}
 """By model_type."""

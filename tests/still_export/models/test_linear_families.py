@@ -114,6 +114,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("retnet", {"use_short_conv": True, "conv_size": 3, "use_output_gate": False, "expand_v": 1.0}),
         ("transnormer", {"bias": True, "glu_dim": -1, "no_scale_embedding": True, "decoder_attention_heads": 6}),
         ("transnormer", {"hidden_dim": 36, "linear_use_lrpe_list": [0, 0, 0], "tie_word_embeddings": True}),
+        ("rwkv7", {"fuse_norm": True, "norm_bias": False, "norm_first": False}),
         (
             "minicpm_sala",
             dict(
@@ -210,6 +211,8 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
             "lightning_scale='1' in config.json of a minicpm_sala model; covered: '1/sqr",
         ),
         ("minicpm_sala", {"mixer_types": ["minicpm4", "mamba", "minicpm4"]}, "mixer_types='mamba' in config.json"),
+        ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
+        ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
         ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
         ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
         (
@@ -225,7 +228,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv", "rwkv7", "ttt", "xlstm", "deepseek_v32", "bamba"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "ttt", "xlstm", "deepseek_v32", "bamba"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
@@ -270,6 +273,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             {"linear_use_lrpe_list": [1]},
             "linear_use_lrpe_list in config.json has 1 entries for decoder_layers=3",
         ),
+        ("rwkv7", {"head_dim": 7}, r"hidden_size=24 in config\.json is no multiple of head_dim=7"),
         ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],
 )
