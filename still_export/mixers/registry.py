@@ -15,6 +15,7 @@ from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.liger_gla.mixer import LigerGLAMixer
 from still_export.mixers.lightning_attention.mixer import LightningAttentionMixer
 from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
+from still_export.mixers.mamba.mixer import MambaMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
@@ -34,6 +35,7 @@ MIXERS: dict[str, Mixer] = {
         GatedDeltaNetMixer(),
         DeltaNetMixer(),
         GatedLinearAttentionMixer(),
+        MambaMixer(),
         Mamba2Mixer(),
         ParallelMamba2Mixer(),
         ShortConvMixer(),

@@ -56,7 +56,7 @@ _FLA = (
 )
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
-    "mamba2": _MAMBA2,
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), _MAMBA2),
     "nemotron_h": _NEMOTRON,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
     "kimi_linear": _KIMI,
