@@ -111,7 +111,7 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
     said = " and ".join(f"{count} tensors of {what}" for what, count in sorted(others.items()))
-    return _bounded(_joined_convolutions(kept)), said
+    return _bounded(rwkv7.apart(_joined_convolutions(kept))), said
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:

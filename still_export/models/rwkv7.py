@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM, read_values
+from still_export.models.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
 _PARTS = {"attn": "mixer", "attn_norm": "norm", "ffn": "mixer", "ffn_norm": "norm", "pre_norm": "pre_norm"}
@@ -110,6 +112,22 @@ def renamed(name: str) -> str:
         return f"model.layers.{2 * int(match[1]) + part.startswith('ffn')}.{_PARTS[part]}."
 
     return _LAYER.sub(place, name.replace("model.embeddings.", "model.embed_tokens.")).replace("_lora.lora.", "_lora.")
+
+
+def apart(tensors: dict[str, Weight]) -> dict[str, Weight]:
+    """With the shares of the token before as they are since version 2 of flash-linear-attention's layer, which had them in one, [6, C]."""
+    for name in [n for n in tensors if n.endswith(".mixer.x_x")]:
+        whole = tensors.pop(name)
+        for number, part in enumerate("rwkvag"):
+            read = partial(_row, whole, number)
+            tensors[f"{name.removesuffix('x')}{part}"] = Deferred(
+                torch.Size((1, 1, whole.shape[-1])), whole.dtype, read
+            )
+    return tensors
+
+
+def _row(whole: Weight, number: int) -> Tensor:
+    return value_of(whole)[number].reshape(1, 1, -1)
 
 
 def _low_rank(width: int, rank: int, activation: nn.Module, bias: bool = True) -> nn.Sequential:

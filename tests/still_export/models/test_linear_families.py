@@ -189,6 +189,18 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
 
+def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
+    """The shares of the token before in one tensor."""
+    model = linear_model("rwkv7")
+    model.save_pretrained(tmp_path / "second")
+    for layer in range(3):
+        at = f"model.layers.{layer}.attn.x_"
+        model.tensors[f"{at}x"] = torch.cat([model.tensors.pop(f"{at}{x}")[0] for x in "rwkvag"])
+    model.save_pretrained(tmp_path / "first")
+    ours, expected = load_model(tmp_path / "first"), load_model(tmp_path / "second")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), expected.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     "family, changes, message",
     [
