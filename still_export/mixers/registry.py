@@ -17,6 +17,7 @@ from still_export.mixers.lightning_attention.mixer import LightningAttentionMixe
 from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
 from still_export.mixers.mamba.mixer import MambaMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
+from still_export.mixers.mean_attention.mixer import MeanAttentionMixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
@@ -43,6 +44,7 @@ MIXERS: dict[str, Mixer] = {
         BlockAttentionMixer(),
         SelectedBlocksMixer(),
         Rwkv7Mixer(),
+        MeanAttentionMixer(),
         FeedForwardMixer(),
     )
 }

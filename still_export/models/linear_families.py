@@ -56,6 +56,7 @@ from still_export.models.minicpm_sala import SALA
 from still_export.models.rwkv7 import RWKV7
 from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.transnormer import TRANSNORMER
+from still_export.models.vision_readings import VISION
 
 _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
@@ -280,6 +281,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
         TRANSNORMER,
         SALA,
         RWKV7,
+        *VISION,
     )
 }
 """Families by transformers' model_type."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import group_norm, layer_norm, normalize, pad, silu
+from torch.nn.functional import conv1d, group_norm, layer_norm, normalize, pad, silu, softplus
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.block_cases import Layer, attended, chosen
@@ -380,5 +380,99 @@ class Rwkv7Model(OwnModel):
         return normed(x, "model.norm") @ self.tensors["lm_head.weight"].T
 
 
-OWN: dict[str, type[OwnModel]] = {"transnormer": TransNormerModel, "minicpm_sala": SalaModel, "rwkv7": Rwkv7Model}
+class VisionModel(OwnModel):
+    """PolaFormer's and InLine's attention by their published formulas, whose n is the number of tokens so far."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        qkv_bias=True,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        super().__init__(family, draw, **{"kernel_size": 5 if family == "polaformer" else 0, **changes})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+        found["model.norm.weight"] = (width,)
+        for i in range(c["num_hidden_layers"]):
+            names = "qkvg" if c["kernel_size"] else "qkv"
+            own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
+            own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
+            if c["kernel_size"]:
+                size = width // heads
+                own |= {"attn.power": (heads, size), "attn.scale": (width,), "attn.dwc.bias": (size,)}
+                own["attn.dwc.weight"] = (size, 1, c["kernel_size"])
+            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+            own["mlp.down_proj.weight"] = (width, inner)
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, heads = self.config, self.config["num_attention_heads"]
+        x = self.tensors["model.embed_tokens.weight"][ids]
+        for i in range(c["num_hidden_layers"]):
+            w = self.layer(i)
+            h = rms(x, w["input_layernorm.weight"])
+
+            def linear(y: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
+                return y @ w[f"attn.{name}_proj.weight"].T + w.get(f"attn.{name}_proj.bias", 0.0)
+
+            q, k, v = (linear(h, n).unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
+            scale, ones, outputs = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1]), []
+            if taps := c["kernel_size"]:
+                sharp = 1 + 4 * w["attn.power"].sigmoid()[:, None]
+                q, k = (y / softplus(w["attn.scale"]).view(heads, 1, -1) for y in (q, k))
+                (qa, qb), (ka, kb) = (((y.relu() ** sharp), ((-y).relu() ** sharp)) for y in (q, k))
+                same, other, k = (torch.cat(y, -1) for y in ((qa, qb), (qb, qa), (ka, kb)))
+            elif c.get("feature_map") == "relu":
+                q, k = q.relu(), k.relu()
+            for t in range(ids.shape[1]):
+                n, past, values = t + 1, k[:, :, : t + 1], v[:, :, : t + 1]
+                if taps:
+                    parts = []
+                    for query, half in zip((same, other), values.chunk(2, -1), strict=True):
+                        z = 1 / (query[:, :, t : t + 1] @ past.mean(2, keepdim=True).transpose(2, 3) + 1e-6)
+                        parts.append(query[:, :, t : t + 1] @ (past.transpose(2, 3) @ half / n) * z)
+                    outputs.append(torch.cat(parts, -1))
+                else:
+                    own = q[:, :, t : t + 1]
+                    rest = 1 - own @ past.mean(2, keepdim=True).transpose(2, 3) * scale
+                    outputs.append(
+                        own @ (past.transpose(2, 3) @ values) * scale / n + rest * values.mean(2, keepdim=True)
+                    )
+            keys = k if taps else torch.cat((k, ones), -1)
+            seen.recurrent[i] = keys.transpose(2, 3) @ torch.cat((v, ones), -1) / ids.shape[1]
+            rows = torch.cat(outputs, 2).transpose(1, 2).flatten(2)
+            if taps:
+                wide = v.transpose(2, 3).flatten(1, 2)
+                seen.conv[i] = wide[..., 1 - taps :]
+                kernel = w["attn.dwc.weight"].repeat(heads, 1, 1)
+                beside = conv1d(pad(wide, (taps - 1, 0)), kernel, w["attn.dwc.bias"].repeat(heads), groups=len(kernel))
+                rows = (rows + beside.transpose(1, 2)) * linear(h, "g")
+            x = x + linear(rows, "o")
+            h = rms(x, w["post_attention_layernorm.weight"])
+            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + inner @ w["mlp.down_proj.weight"].T
+        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+
+
+OWN: dict[str, type[OwnModel]] = {
+    "transnormer": TransNormerModel,
+    "minicpm_sala": SalaModel,
+    "rwkv7": Rwkv7Model,
+    "polaformer": VisionModel,
+    "inline": VisionModel,
+}
 """By model_type."""
