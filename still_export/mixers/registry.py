@@ -7,6 +7,7 @@ from typing import Any
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
 from still_export.mixers.block_attention.mixer import BlockAttentionMixer, SelectedBlocksMixer
+from still_export.mixers.chosen_heads.mixer import ChosenHeadsMixer
 from still_export.mixers.feed_forward import FeedForwardMixer
 from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
@@ -45,6 +46,7 @@ MIXERS: dict[str, Mixer] = {
         SelectedBlocksMixer(),
         Rwkv7Mixer(),
         MeanAttentionMixer(),
+        ChosenHeadsMixer(),
         FeedForwardMixer(),
     )
 }

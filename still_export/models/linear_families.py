@@ -53,6 +53,7 @@ from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.minicpm_sala import SALA
+from still_export.models.moh import MOH
 from still_export.models.rwkv7 import RWKV7
 from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.transnormer import TRANSNORMER
@@ -282,6 +283,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
         SALA,
         RWKV7,
         *VISION,
+        MOH,
     )
 }
 """Families by transformers' model_type."""

@@ -127,6 +127,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "retnet": dict(_WIDE, num_heads=2),
     "minicpm_sala": dict(_HEADS, head_dim=64, lightning_nh=2, lightning_nkv=2, lightning_head_dim=64),
     "rwkv7": dict(_WIDE, head_dim=64, value_dim=None),
+    "moh_llama": dict(_WIDE, num_attention_heads=8),
     "polaformer": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
     "inline": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
     "transnormer": dict(decoder_embed_dim=128, hidden_dim=128, decoder_attention_heads=2, glu_dim=256),

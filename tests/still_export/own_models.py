@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import conv1d, group_norm, layer_norm, normalize, pad, silu, softplus
+from torch.nn.functional import (
+    conv1d,
+    group_norm,
+    layer_norm,
+    normalize,
+    pad,
+    scaled_dot_product_attention,
+    silu,
+    softplus,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.block_cases import Layer, attended, chosen
@@ -468,7 +477,66 @@ class VisionModel(OwnModel):
         return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
 
 
+class MohModel(OwnModel):
+    """MoH-LLaMA3: the mask of heads as it is published, behind softmax attention."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        rope_theta=1000.0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner = c["hidden_size"], c["intermediate_size"]
+        keys = width // c["num_attention_heads"] * c["num_key_value_heads"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+        found["model.norm.weight"] = (width,)
+        for i in range(c["num_hidden_layers"]):
+            own: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": (width, width) for x in "qo"}
+            own |= {f"self_attn.{x}_proj.weight": (keys, width) for x in "kv"}
+            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+            own["mlp.down_proj.weight"] = (width, inner)
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, heads = self.config, self.config["num_attention_heads"]
+        shared, routed = c.get("shared_heads") or heads // 2, c.get("routed_heads") or heads // 4
+        x, dim = self.tensors["model.embed_tokens.weight"][ids], c["hidden_size"] // heads
+        angles = torch.arange(ids.shape[1])[:, None] / c["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        for i in range(c["num_hidden_layers"]):
+            w = self.layer(i)
+            h = rms(x, w["input_layernorm.weight"])
+            q, k, v = ((h @ w[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+            lengths = q[:, :, shared:].norm(dim=-1)
+            mask = torch.zeros_like(lengths).scatter(-1, lengths.topk(routed).indices, 1.0)
+            mask = torch.cat((mask.new_ones(*mask.shape[:2], shared), mask), -1)
+            q, k, v = (y.transpose(1, 2) for y in (turned(q, turn), turned(k, turn), v))
+            rows = (
+                scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2) * mask[..., None]
+            )
+            x = x + rows.flatten(2) @ w["self_attn.o_proj.weight"].T
+            h = rms(x, w["post_attention_layernorm.weight"])
+            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + inner @ w["mlp.down_proj.weight"].T
+        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+
+
 OWN: dict[str, type[OwnModel]] = {
+    "moh_llama": MohModel,
     "transnormer": TransNormerModel,
     "minicpm_sala": SalaModel,
     "rwkv7": Rwkv7Model,
