@@ -68,7 +68,7 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     width = config.get("hidden_size")
     values = config.get("value_dim") or width
-    if {values} if isinstance(values, int) else {*values} != {width}:
+    if any(size != width for size in (values if isinstance(values, list) else [values])):
         raise UnsupportedModelError(
             f"value_dim={values} in config.json of an rwkv7 model; covered: hidden_size={width}."
         )

@@ -17,6 +17,7 @@ def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, T
     of_keys = within_chunks(asked, key, x["decay"], None).scores.unflatten(-2, (-1, 2))
     written = within_chunks(query[..., None, :], writing, x["decay"], -reading)
     start, to_end = written.prefix.exp(), written.suffix.exp()
+    assert written.inverse is not None
     taken = written.inverse @ (start * reading)
     terms = ChunkTerms(
         added=torch.cat((written.inverse @ (of_keys[..., 1, :].tril(-1) @ value), value), dim=-2),

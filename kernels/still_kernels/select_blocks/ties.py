@@ -72,7 +72,7 @@ def _finite(scores: Scores) -> Scores:
 def _padded(margins: np.ndarray, size: int) -> np.ndarray:
     """With blocks that are not there yet, which nobody reads."""
     missing = size - margins.shape[-1]
-    more = np.broadcast_to(np.float32([[-np.inf], [0]]), (*margins.shape[:2], 2, missing))
+    more = np.broadcast_to(np.array([[-np.inf], [0.0]]), (*margins.shape[:2], 2, missing))
     return np.concatenate([margins, more.astype(margins.dtype)], axis=-1)
 
 

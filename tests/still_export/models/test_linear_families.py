@@ -118,7 +118,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("moh_llama", {"shared_heads": 1, "routed_heads": 3}),
         ("inline", {"feature_map": "relu", "qkv_bias": False}),
         ("polaformer", {"kernel_size": 2, "qkv_bias": False}),
-        ("rwkv7", {"fuse_norm": True, "norm_bias": False, "norm_first": False}),
+        ("rwkv7", {"fuse_norm": True, "norm_bias": False, "norm_first": False, "value_dim": None}),
         (
             "minicpm_sala",
             dict(
@@ -228,6 +228,7 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         ),
         ("minicpm_sala", {"mixer_types": ["minicpm4", "mamba", "minicpm4"]}, "mixer_types='mamba' in config.json"),
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
+        ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
         ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
         ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
