@@ -17,7 +17,6 @@ from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile
 
 if TYPE_CHECKING:
-    from still_kernels.ties import OpTies
     from still_kernels.work import OpWork
 
 
@@ -179,9 +178,7 @@ class Op:
     Args:
         kernels: What is launched, and what kernels are compiled for.
         work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
-        ties: What makes the tie tolerance of the layers that a package's manifest describes; None where an op chooses nothing.
     """
 
     kernels: OpKernels
     work: Callable[[], OpWork] | None = None
-    ties: Callable[[], Callable[[Mapping[str, Any]], OpTies | None]] | None = None

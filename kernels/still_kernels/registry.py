@@ -54,19 +54,22 @@ def work_of(name: str) -> OpWork:
 
 
 def ties_of(manifest: Mapping[str, Any]) -> Ties:
-    """The ties of the ops that a package has, by its manifest. No torch."""
-    makers = (op_of(name).ties for name in op_names() if name in manifest["ops"])
-    found = (make()(manifest) for make in makers if make)
+    """The ties of the ops that a package has, by its manifest: of those with a module `ties`. No torch."""
+    places = (_place(name, "ties") for name in OPS if name in manifest["ops"])
+    found = (import_module(place).ties_of(manifest) for place in places if _is_there(place))
     return Ties(ties for ties in found if ties)
 
 
-def _place(name: str) -> str:
+def _place(name: str, part: str = "op") -> str:
     spec = OPS[name]
-    return f"{spec.home}.op" if spec.home else f"still_kernels.{spec.torch_name}.op"
+    return f"{spec.home}.{part}" if spec.home else f"still_kernels.{spec.torch_name}.{part}"
 
 
 def _has_kernels(name: str) -> bool:
-    place = _place(name)
+    return _is_there(_place(name))
+
+
+def _is_there(place: str) -> bool:
     try:
         return find_spec(place) is not None
     except ModuleNotFoundError as error:

@@ -23,9 +23,10 @@ _NAMES = (
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
     (".block_sparse_moe.router.layer.weight", ".block_sparse_moe.gate.weight"),
     (".block_sparse_moe.router.weight", ".block_sparse_moe.gate.weight"),
+    (".feed_forward.router.weight", ".feed_forward.gate.weight"),
     (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
 )
-"""Granite's and LFM2's, and ours."""
+"""Granite's, Jamba's and LFM2's, and ours."""
 FLOAT32 = ("e_score_correction_bias", "expert_bias", ".lrpe.theta")
 """Ends of the names of tensors that are float32 in a model of any type: what they decide is not rounded."""
 

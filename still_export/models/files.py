@@ -82,7 +82,7 @@ class Config(Generation):
     def _known_activation(cls, name: str | None) -> str | None:
         from transformers.activations import ACT2FN
 
-        if name is not None and name not in ACT2FN:
+        if name is not None and name not in ACT2FN and name != "sqrelu":  # RWKV-7's, as flash-linear-attention calls it
             raise ValueError(f"{name!r:.40} is no activation that transformers has")
         return name
 

@@ -14,8 +14,11 @@ from transformers import (
     BailingHybridForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
+    FalconMambaConfig,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     KimiLinearConfig,
     KimiLinearForCausalLM,
     Lfm2Config,
@@ -23,6 +26,7 @@ from transformers import (
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
     Mamba2Config,
+    MambaConfig,
     MiniMaxConfig,
     MiniMaxForCausalLM,
     NemotronHConfig,
@@ -35,6 +39,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaBlock, FalconMambaRMSNorm
+from transformers.models.mamba.modeling_mamba import MambaBlock, MambaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNorm
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
@@ -47,8 +53,11 @@ from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.minicpm_sala import SALA
+from still_export.models.moh import MOH
+from still_export.models.rwkv7 import RWKV7
 from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.transnormer import TRANSNORMER
+from still_export.models.vision_readings import VISION
 
 _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
@@ -111,9 +120,11 @@ class FalconModelMixin(LinearModelMixin):
 class Mamba2ModelMixin(LinearModelMixin):
     """Mamba-2 alone."""
 
+    block, norm = Mamba2Block, Mamba2RMSNorm
+
     def stack(self, config: Any) -> Stack:
-        layers = [Mamba2Block(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, layers, Mamba2RMSNorm(config.hidden_size, config.layer_norm_epsilon))
+        layers = [self.block(config, index) for index in range(config.num_hidden_layers)]
+        return Stack(config, layers, self.norm(config.hidden_size, config.layer_norm_epsilon))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden.to(self.dtype))  # type: ignore[attr-defined]  # the sums of layers are float32
@@ -123,6 +134,18 @@ class Mamba2ModelMixin(LinearModelMixin):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         inputs.pop("cache_params", None)
         return inputs
+
+
+class MambaModelMixin(Mamba2ModelMixin):
+    """Mamba alone, the first."""
+
+    block, norm = MambaBlock, MambaRMSNorm
+
+
+class FalconMambaModelMixin(Mamba2ModelMixin):
+    """The same with norms of the step, B and C."""
+
+    block, norm = FalconMambaBlock, FalconMambaRMSNorm
 
 
 class MiniMaxConfigMixin(LinearConfigMixin):
@@ -212,6 +235,29 @@ LINEAR_FAMILIES: dict[str, Family] = {
             fields={"max_position_embeddings": (int, 1 << 20)},
             attribute_map={"num_attention_heads": "num_heads", "num_key_value_heads": "num_heads"},
         ),
+        *(
+            _family(
+                config,
+                StackForCausalLM,
+                {"linear_attention": Place("mamba", ("mixer",))},
+                (LinearConfigMixin, mixin),
+                title=title,
+                fields={
+                    "max_position_embeddings": (int, 1 << 20),
+                    "num_attention_heads": (int, 1),
+                    "num_key_value_heads": (int, 1),
+                },
+            )
+            for title, config, mixin in (
+                ("Mamba", MambaConfig, MambaModelMixin),
+                ("FalconMamba", FalconMambaConfig, FalconMambaModelMixin),
+            )
+        ),
+        _family(
+            JambaConfig,
+            JambaForCausalLM,
+            {"linear_attention": Place("mamba", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
+        ),
         _family(
             MiniMaxConfig,
             MiniMaxForCausalLM,
@@ -235,18 +281,20 @@ LINEAR_FAMILIES: dict[str, Family] = {
         *FLA_FAMILIES,
         TRANSNORMER,
         SALA,
+        RWKV7,
+        *VISION,
+        MOH,
     )
 }
 """Families by transformers' model_type."""
 
-_MAMBA_1 = "Mamba-1 decays each channel's states apart, which needs an op of its own"
+_SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
 _SPARSE = "its softmax layers select keys"
 _BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba", "samba"), _MAMBA_1),
+    **dict.fromkeys(("zamba", "samba"), _SHARED),
     **dict.fromkeys(("qwen4_exp", "glm5_next", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
-    "rwkv7": "RWKV-7 moves its state by two more vectors of each token, which no rule of the op does",
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",

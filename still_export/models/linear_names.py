@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models import minicpm_sala, transnormer
+from still_export.models import minicpm_sala, rwkv7, transnormer
 from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -59,7 +59,7 @@ _FLA = (
 )
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
-    "mamba2": _MAMBA2,
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), _MAMBA2),
     "nemotron_h": _NEMOTRON,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
     "kimi_linear": _KIMI,
@@ -75,6 +75,7 @@ _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     **dict.fromkeys(MIXERS, translated),
     "transnormer": transnormer.translated,
     "minicpm_sala": minicpm_sala.translated,
+    "rwkv7": rwkv7.translated,
 }
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2", "gemma3": "gemma3_text"}
 """Models of text and images, and the model_type of their language model."""
@@ -98,12 +99,13 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
     Raises:
         CheckpointError: A convolution lacks a part.
     """
-    parts = _NAMES.get(model_type.removeprefix("still_"), ())
+    kind = model_type.removeprefix("still_")
+    rename = rwkv7.renamed if kind == "rwkv7" else partial(_renamed, parts=_NAMES.get(kind, ()))
     kept: dict[str, Weight] = {}
     others: Counter[str] = Counter()
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in _AHEAD) else None
     for name, tensor in tensors.items():
-        ours = _renamed(_LANGUAGE.sub("model.", name), parts)
+        ours = rename(_LANGUAGE.sub("model.", name))
         what = next((what for begin, what in _ELSEWHERE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD
@@ -112,7 +114,7 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
     said = " and ".join(f"{count} tensors of {what}" for what, count in sorted(others.items()))
-    return _bounded(_joined_convolutions(kept)), said
+    return _bounded(rwkv7.apart(_joined_convolutions(kept))), said
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:

@@ -77,8 +77,11 @@ class Case:
         """Whether PyTorch went where a runtime did, of which experts by place [B, N, k] were seen of each layer that has some."""
         for (_, went), chosen in zip(sorted(self.went.items()), seen, strict=False):
             count = min(went.shape[1], chosen.shape[1])
-            there = np.take_along_axis(went[:, :count], np.maximum(chosen[:, :count], 0), -1) | (chosen[:, :count] < 0)
-            if not there.all():
+            went, chosen = went[:, :count], chosen[:, :count]
+            told = chosen >= 0
+            there = np.take_along_axis(went, np.clip(chosen, 0, went.shape[2] - 1), -1) & (chosen < went.shape[2])
+            fewer = told.any(-1) & (told.sum(-1) < went.sum(-1))
+            if not (there | ~told).all() or fewer.any():
                 return False
         return True
 

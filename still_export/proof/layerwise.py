@@ -188,17 +188,19 @@ class _Layer:
         self.linear = linear
         self.seen: dict[str, Tensor] = {}
         self.follow: Tensor | None = None
-        for module in model.model.layers[index].modules():
-            if hasattr(module, "watch"):
-                module.watch = self._route
+        watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
+        for module in watched[-1:]:  # of a layer that chooses twice the experts, which come after attention
+            module.watch = self._route
 
     def _route(self, margins: Tensor) -> Tensor | None:
-        """Keep the margins [B, T, ., E] and where tokens go; the experts [B, T, k] that they are told."""
+        """Keep the margins [B, T, ., E] and where tokens go; the experts, or blocks, [B, T, k] that they are told."""
         went = margins[..., -1:, :] > 0
         told = self.follow
         if told is not None:
-            one_hot = torch.zeros_like(went).scatter_(-1, told.clamp_min(0)[:, :, None], True)
-            went = torch.where((told < 0).any(-1)[..., None, None], went, one_hot)
+            count = went.shape[-1]
+            places = torch.where((told < 0) | (told >= count), count, told)
+            one_hot = went.new_zeros(*went.shape[:-1], count + 1).scatter_(-1, places[:, :, None], True)[..., :count]
+            went = torch.where((told < 0).all(-1)[..., None, None], went, one_hot)
         self.seen[MARGINS] = torch.cat([margins, went.to(margins.dtype)], dim=-2)
         return told
 

@@ -36,6 +36,10 @@ class Session:
         found: list[np.ndarray] = []
         for past, new, outputs in calls:
             for number, output in enumerate(outputs):
+                if output.ndim > 3:  # of several heads: as `margins` of these layers number what is chosen
+                    heads = output.shape[2]
+                    output = np.where(output < 0, -1, output * heads + np.arange(heads, dtype=np.int32)[:, None])
+                    output = output.reshape(*output.shape[:2], -1)
                 if number == len(found):
                     found.append(np.full((len(output), most, *output.shape[2:]), -1, np.int32))
                 for row, (begin, count) in enumerate(zip(past, new, strict=True)):

@@ -301,10 +301,10 @@ def _own_chains(draft: _Draft, case: Case) -> list[Chain]:
 
 
 def _places(went: np.ndarray) -> np.ndarray:
-    """The experts of a mask [B, N, E], as of `Chain.follow`."""
+    """The experts of a mask [B, N, E], as of `Chain.follow`; -1 behind them."""
     count = went.sum(-1)
     found = np.argsort(~went, axis=-1, kind="stable")[..., : int(count.max(initial=0))]
-    return np.where((count == found.shape[-1])[..., None], found, -1)
+    return np.where(np.arange(found.shape[-1]) < count[..., None], found, -1)
 
 
 def _of(outputs: Arrays, layer: int | None) -> Arrays:

@@ -93,6 +93,7 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
             mlp_alpha_factor=1.1,
         ),
     ),
+    "jamba": ("jamba", dict(num_experts=7, num_experts_per_tok=3, intermediate_size=18)),
     "lfm2_moe": (
         "lfm2_moe",
         dict(

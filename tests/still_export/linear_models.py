@@ -74,6 +74,11 @@ SIZES: dict[str, dict[str, Any]] = {
         lm_head_multiplier=0.4,
     ),
     "mamba2": dict(_NO_SOFTMAX, num_heads=6, head_dim=8, state_size=10, n_groups=2, time_step_limit=(0.1, 2.0)),
+    "mamba": dict(_NO_SOFTMAX, intermediate_size=None, state_size=10, time_step_rank=5, use_bias=True),
+    "falcon_mamba": dict(_NO_SOFTMAX, intermediate_size=None, state_size=10, time_step_rank=5),
+    "jamba": dict(
+        num_experts=1, mamba_d_state=10, mamba_dt_rank=5, attn_layer_period=3, attn_layer_offset=1, mamba_d_conv=3
+    ),
     "kimi_linear": dict(
         num_key_value_heads=6,
         mlp_layer_types=["dense"] * 3,
@@ -100,6 +105,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(_HEADS, shared_intermediate_size=256, mamba_n_heads=4, mamba_d_state=64, mamba_d_head=64),
     "falcon_h1": dict(_HEADS, head_dim=64, mamba_d_ssm=256, mamba_n_heads=4, mamba_d_head=64, mamba_d_state=64),
     "mamba2": dict(_WIDE, num_heads=4, head_dim=64, state_size=64),
+    "mamba": dict(vocab_size=128, hidden_size=128, state_size=16),
+    "falcon_mamba": dict(vocab_size=128, hidden_size=128, state_size=16),
+    "jamba": dict(_HEADS, mamba_d_state=16),
     "kimi_linear": dict(
         _HEADS,
         num_key_value_heads=2,
@@ -118,6 +126,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "hgrn": _WIDE,
     "retnet": dict(_WIDE, num_heads=2),
     "minicpm_sala": dict(_HEADS, head_dim=64, lightning_nh=2, lightning_nkv=2, lightning_head_dim=64),
+    "rwkv7": dict(_WIDE, head_dim=64, value_dim=None),
+    "moh_llama": dict(_WIDE, num_attention_heads=8),
+    "polaformer": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
+    "inline": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
     "transnormer": dict(decoder_embed_dim=128, hidden_dim=128, decoder_attention_heads=2, glu_dim=256),
 }
 """Changes that make sizes the multiples of 16 that published models have, for runtimes that demand them."""

@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import (
+    conv1d,
+    group_norm,
+    layer_norm,
+    normalize,
+    pad,
+    scaled_dot_product_attention,
+    silu,
+    softplus,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.block_cases import Layer, attended, chosen
@@ -279,5 +288,259 @@ class SalaModel(OwnModel):
         return hidden @ self.tensors["lm_head.weight"].T
 
 
-OWN: dict[str, type[OwnModel]] = {"transnormer": TransNormerModel, "minicpm_sala": SalaModel}
+class Rwkv7Model(OwnModel):
+    """RWKV-7, the state as the paper has it: rows are values."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        head_dim=8,
+        decay_low_rank_dim=5,
+        gate_low_rank_dim=6,
+        a_low_rank_dim=7,
+        v_low_rank_dim=3,
+        hidden_act="sqrelu",
+        norm_first=True,
+        norm_bias=True,
+        norm_eps=1e-5,
+        fuse_norm=False,
+        value_dim=[24] * 3,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner = c["hidden_size"], c["intermediate_size"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embeddings.weight": embeddings, "lm_head.weight": embeddings}
+        norms = ["model.norm"]
+        for i in range(c["num_hidden_layers"]):
+            own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in "rkvo"}
+            own |= {f"attn.x_{x}": (1, 1, width) for x in "rwkvag"}
+            own |= {"attn.k_k": (width,), "attn.k_a": (width,), "attn.r_k": (width // c["head_dim"], c["head_dim"])}
+            for x, rank in {"w": "decay", "a": "a", "v": "v", "g": "gate"}.items():
+                low = c[f"{rank}_low_rank_dim"]
+                if i or x != "v":
+                    own |= {f"attn.{x}_lora.lora.0.weight": (low, width), f"attn.{x}_lora.lora.2.weight": (width, low)}
+                    own |= {f"attn.{x}_lora.lora.2.bias": (width,)} if x != "g" else {}
+            own |= {"attn.g_norm.weight": (width,), "attn.g_norm.bias": (width,), "ffn.x_k": (width,)}
+            own |= {"ffn.key.weight": (inner, width), "ffn.value.weight": (width, inner)}
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+            norms += [
+                f"model.layers.{i}.{x}_norm" for x in ("attn", "ffn", *(["pre"] if not i and c["norm_first"] else []))
+            ]
+        for name in norms:
+            found |= {f"{name}.{x}": (width,) for x in ("weight", *(["bias"] if c["norm_bias"] else []))}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, first = self.config, None
+        x = self.tensors["model.embeddings.weight"][ids]
+        heads = c["hidden_size"] // c["head_dim"]
+
+        def normed(h: Tensor, name: str) -> Tensor:
+            weight, bias = (self.tensors.get(f"{name}.{kind}") for kind in ("weight", "bias"))
+            return layer_norm(h, h.shape[-1:], weight, bias, c["norm_eps"])
+
+        def before(h: Tensor, layer: int) -> Tensor:
+            seen.conv[layer] = h[:, -1:].transpose(1, 2)
+            return pad(h, (0, 0, 1, 0))[:, :-1]
+
+        for i in range(c["num_hidden_layers"]):
+            name, w = f"model.layers.{i}", self.layer(i)
+            x = normed(x, f"{name}.pre_norm") if f"{name}.pre_norm.weight" in self.tensors else x
+            h = normed(x, f"{name}.attn_norm")
+            past = before(h, 2 * i)
+            own = {n.removeprefix("attn."): t for n, t in w.items() if n.startswith("attn.")}
+            r, d, k, v, a, g = (h * (1 - own[f"x_{n}"]) + past * own[f"x_{n}"] for n in "rwkvag")
+
+            def low(y: Tensor, n: str, activation: Any, own: dict[str, Tensor] = own) -> Tensor:
+                inner = activation(y @ own[f"{n}_lora.lora.0.weight"].T)
+                return inner @ own[f"{n}_lora.lora.2.weight"].T + own.get(f"{n}_lora.lora.2.bias", 0.0)
+
+            kept = (-(torch.tensor(-0.5).double().exp()) * low(d, "w", torch.tanh).sigmoid()).exp()
+            rate, gate = low(a, "a", lambda y: y).sigmoid(), low(g, "g", torch.sigmoid)
+            r, k = r @ own["r_proj.weight"].T, k @ own["k_proj.weight"].T
+            share = low(v, "v", lambda y: y).sigmoid() if first is not None else None
+            v = v @ own["v_proj.weight"].T
+            v = v if share is None else torch.lerp(v, first, share)  # type: ignore[arg-type]
+            first = v if first is None else first
+            unit = (k * own["k_k"]).unflatten(-1, (heads, -1))
+            unit = normalize(unit, dim=-1) if not c["fuse_norm"] else unit / (unit.square().sum(-1, True) + 1e-6).sqrt()
+            k = k * (1 + (rate - 1) * own["k_a"])
+            r, k, v, kept, rate = (y.unflatten(-1, (heads, -1)) for y in (r, k, v, kept, rate))
+            state, outputs = x.new_zeros(len(x), heads, c["head_dim"], c["head_dim"]), []
+            for t in range(x.shape[1]):
+                move = torch.diag_embed(kept[:, t]) - unit[:, t, ..., None] * (rate * unit)[:, t, :, None]
+                state = state @ move + v[:, t, ..., None] * k[:, t, :, None]  # [B, H, V, K]
+                outputs.append((state @ r[:, t, ..., None]).squeeze(-1))
+            seen.recurrent[2 * i] = state.transpose(2, 3)
+            output = torch.stack(outputs, 1).flatten(0, 1).flatten(1)
+            output = group_norm(output, heads, own["g_norm.weight"], own["g_norm.bias"], c["head_dim"] * c["norm_eps"])
+            output = output.view_as(x) + ((r * k * own["r_k"]).sum(-1, True) * v).flatten(2)
+            x = x + (output * gate) @ own["o_proj.weight"].T
+            h = normed(x, f"{name}.ffn_norm")
+            h = h + (before(h, 2 * i + 1) - h) * w["ffn.x_k"]
+            x = x + (h @ w["ffn.key.weight"].T).relu().square() @ w["ffn.value.weight"].T
+        return normed(x, "model.norm") @ self.tensors["lm_head.weight"].T
+
+
+class VisionModel(OwnModel):
+    """PolaFormer's and InLine's attention by their published formulas, whose n is the number of tokens so far."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        qkv_bias=True,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        super().__init__(family, draw, **{"kernel_size": 5 if family == "polaformer" else 0, **changes})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+        found["model.norm.weight"] = (width,)
+        for i in range(c["num_hidden_layers"]):
+            names = "qkvg" if c["kernel_size"] else "qkv"
+            own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
+            own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
+            if c["kernel_size"]:
+                size = width // heads
+                own |= {"attn.power": (heads, size), "attn.scale": (width,), "attn.dwc.bias": (size,)}
+                own["attn.dwc.weight"] = (size, 1, c["kernel_size"])
+            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+            own["mlp.down_proj.weight"] = (width, inner)
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, heads = self.config, self.config["num_attention_heads"]
+        x = self.tensors["model.embed_tokens.weight"][ids]
+        for i in range(c["num_hidden_layers"]):
+            w = self.layer(i)
+            h = rms(x, w["input_layernorm.weight"])
+
+            def linear(y: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
+                return y @ w[f"attn.{name}_proj.weight"].T + w.get(f"attn.{name}_proj.bias", 0.0)
+
+            q, k, v = (linear(h, n).unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
+            scale, ones, outputs = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1]), []
+            if taps := c["kernel_size"]:
+                sharp = 1 + 4 * w["attn.power"].sigmoid()[:, None]
+                q, k = (y / softplus(w["attn.scale"]).view(heads, 1, -1) for y in (q, k))
+                (qa, qb), (ka, kb) = (((y.relu() ** sharp), ((-y).relu() ** sharp)) for y in (q, k))
+                same, other, k = (torch.cat(y, -1) for y in ((qa, qb), (qb, qa), (ka, kb)))
+            elif c.get("feature_map") == "relu":
+                q, k = q.relu(), k.relu()
+            for t in range(ids.shape[1]):
+                n, past, values = t + 1, k[:, :, : t + 1], v[:, :, : t + 1]
+                if taps:
+                    parts = []
+                    for query, half in zip((same, other), values.chunk(2, -1), strict=True):
+                        z = 1 / (query[:, :, t : t + 1] @ past.mean(2, keepdim=True).transpose(2, 3) + 1e-6)
+                        parts.append(query[:, :, t : t + 1] @ (past.transpose(2, 3) @ half / n) * z)
+                    outputs.append(torch.cat(parts, -1))
+                else:
+                    own = q[:, :, t : t + 1]
+                    rest = 1 - own @ past.mean(2, keepdim=True).transpose(2, 3) * scale
+                    outputs.append(
+                        own @ (past.transpose(2, 3) @ values) * scale / n + rest * values.mean(2, keepdim=True)
+                    )
+            keys = k if taps else torch.cat((k, ones), -1)
+            seen.recurrent[i] = keys.transpose(2, 3) @ torch.cat((v, ones), -1) / ids.shape[1]
+            rows = torch.cat(outputs, 2).transpose(1, 2).flatten(2)
+            if taps:
+                wide = v.transpose(2, 3).flatten(1, 2)
+                seen.conv[i] = wide[..., 1 - taps :]
+                kernel = w["attn.dwc.weight"].repeat(heads, 1, 1)
+                beside = conv1d(pad(wide, (taps - 1, 0)), kernel, w["attn.dwc.bias"].repeat(heads), groups=len(kernel))
+                rows = (rows + beside.transpose(1, 2)) * linear(h, "g")
+            x = x + linear(rows, "o")
+            h = rms(x, w["post_attention_layernorm.weight"])
+            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + inner @ w["mlp.down_proj.weight"].T
+        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+
+
+class MohModel(OwnModel):
+    """MoH-LLaMA3: the mask of heads as it is published, behind softmax attention."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        rope_theta=1000.0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner = c["hidden_size"], c["intermediate_size"]
+        keys = width // c["num_attention_heads"] * c["num_key_value_heads"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+        found["model.norm.weight"] = (width,)
+        for i in range(c["num_hidden_layers"]):
+            own: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": (width, width) for x in "qo"}
+            own |= {f"self_attn.{x}_proj.weight": (keys, width) for x in "kv"}
+            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+            own["mlp.down_proj.weight"] = (width, inner)
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, heads = self.config, self.config["num_attention_heads"]
+        shared, routed = c.get("shared_heads") or heads // 2, c.get("routed_heads") or heads // 4
+        x, dim = self.tensors["model.embed_tokens.weight"][ids], c["hidden_size"] // heads
+        angles = torch.arange(ids.shape[1])[:, None] / c["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        for i in range(c["num_hidden_layers"]):
+            w = self.layer(i)
+            h = rms(x, w["input_layernorm.weight"])
+            q, k, v = ((h @ w[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+            lengths = q[:, :, shared:].norm(dim=-1)
+            mask = torch.zeros_like(lengths).scatter(-1, lengths.topk(routed).indices, 1.0)
+            mask = torch.cat((mask.new_ones(*mask.shape[:2], shared), mask), -1)
+            q, k, v = (y.transpose(1, 2) for y in (turned(q, turn), turned(k, turn), v))
+            rows = (
+                scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2) * mask[..., None]
+            )
+            x = x + rows.flatten(2) @ w["self_attn.o_proj.weight"].T
+            h = rms(x, w["post_attention_layernorm.weight"])
+            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + inner @ w["mlp.down_proj.weight"].T
+        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+
+
+OWN: dict[str, type[OwnModel]] = {
+    "moh_llama": MohModel,
+    "transnormer": TransNormerModel,
+    "minicpm_sala": SalaModel,
+    "rwkv7": Rwkv7Model,
+    "polaformer": VisionModel,
+    "inline": VisionModel,
+}
 """By model_type."""

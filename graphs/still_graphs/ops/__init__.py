@@ -15,6 +15,7 @@ from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.route import ROUTE
@@ -43,6 +44,7 @@ OPS: dict[str, OpSpec] = {
         EXPERTS_NBITS,
         SELECT_BLOCKS,
         BLOCK_ATTENTION,
+        RANK_ONE_ATTENTION,
     )
 }
 """Every op of the domain by its ONNX name."""

@@ -5,8 +5,4 @@ from __future__ import annotations
 from still_kernels.hybrid_attention.variants import KERNELS
 from still_kernels.op_kernels import Op, imported
 
-OP = Op(
-    KERNELS,
-    imported("still_kernels.hybrid_attention.work", "WORK"),
-    imported("still_kernels.hybrid_attention.ties", "ties_of"),
-)
+OP = Op(KERNELS, imported("still_kernels.hybrid_attention.work", "WORK"))

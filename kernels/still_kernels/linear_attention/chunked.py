@@ -23,18 +23,24 @@ def chunked_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = Fal
         in_place: Write into `state`, and return it.
     """
     sizes = inputs.check(state)
-    terms = chunk_terms(inputs)
-    outputs = [inputs.query.new_zeros(sizes.B, sizes.H, 0, sizes.G, sizes.V, dtype=inputs.wide)]
+    output, present = over_chunks(chunk_terms(inputs), state, sizes.T, sizes.G)
+    output = output.to(inputs.query.dtype).contiguous()
+    return output, state.copy_(present) if in_place else present
+
+
+def over_chunks(terms: ChunkTerms, state: Tensor, tokens: int, shared: int) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, H, G, V] in the state's type, and the state after the call."""
+    batch, heads, _, size = state.shape
+    outputs = [state.new_zeros(batch, heads, 0, shared, size)]
     present = state
     for i in range(terms.added.shape[2]):
         new = terms.added[:, :, i]
         if terms.taken is not None:
             new = new - terms.taken[:, :, i] @ present
         out = terms.read[:, :, i] @ present + terms.scores[:, :, i] @ new
-        outputs.append(out.unflatten(2, (-1, sizes.G)))
+        outputs.append(out.unflatten(2, (-1, shared)))
         present = terms.left[:, :, i, :, None] * present + terms.kept[:, :, i] @ new
-    output = torch.cat(outputs, dim=2)[:, :, : sizes.T].transpose(1, 2).to(inputs.query.dtype)
-    return output.contiguous(), state.copy_(present) if in_place else present
+    return torch.cat(outputs, dim=2)[:, :, :tokens].transpose(1, 2), present
 
 
 @dataclass
@@ -57,20 +63,11 @@ class ChunkTerms:
 
 def chunk_terms(inputs: Inputs) -> ChunkTerms:
     """The terms of a call in chunks of `CHUNK` tokens, fewer where it has fewer; what is missing to whole chunks is padding."""
-    tokens = inputs.query.shape[1]
     query, key, value, decay, beta = inputs.spread()
-    chunk = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
-    count = -(-tokens // chunk)
-
-    def blocks(x: Tensor) -> Tensor:
-        """[B, T, H, ...] as [B, H, chunks, C, ...]."""
-        x = pad(x, (*[0] * (2 * x.dim() - 4), 0, count * chunk - tokens))
-        return x.unflatten(1, (count, chunk)).movedim(3, 1)
-
     query, key, value = blocks(query), blocks(key), blocks(value)
     gates = torch.zeros_like(key[..., :1]) if decay is None else blocks(decay)
     steps = blocks(beta)[..., None] if beta is not None and inputs.update_rule in DELTA else None
-    within = _within_chunks(query, key, gates, steps)
+    within = within_chunks(query, key, gates, None if steps is None else steps * key)
     start = within.prefix.exp()  # what is left of the state at each token
     to_end = within.suffix.exp()  # what is left of a token at the chunk's end
     corrected = within.inverse is not None and steps is not None
@@ -84,26 +81,36 @@ def chunk_terms(inputs: Inputs) -> ChunkTerms:
     )
 
 
-class _Within:
+def blocks(x: Tensor) -> Tensor:
+    """[B, T, H, ...] as [B, H, chunks, C, ...]."""
+    tokens = x.shape[1]
+    chunk = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
+    count = -(-tokens // chunk)
+    x = pad(x, (*[0] * (2 * x.dim() - 4), 0, count * chunk - tokens))
+    return x.unflatten(1, (count, chunk)).movedim(3, 1)
+
+
+class Within:
     """What tokens of a chunk are to each other, for blocks of 1, 2, 4 .. C tokens until the chunk is one block.
 
     prefix, suffix: Sums of the decay [.., 1 or D] from the block's first token up to each, and behind each up to its last. Sums only:
         a difference of two long sums loses what a strong decay leaves, and is none where a decay is infinite.
     scores: [.., block * G, block], query times key under the decay between them, lower triangle.
-    inverse: [.., block, block], of I + A with A the same of beta times key and key, below the diagonal; None without a delta rule.
+    inverse: [.., block, block], of I + A with A the same of what corrections read by and key, below the diagonal; None without them.
     """
 
     def __init__(self, prefix: Tensor, suffix: Tensor, scores: Tensor, inverse: Tensor | None) -> None:
         self.prefix, self.suffix, self.scores, self.inverse = prefix, suffix, scores, inverse
 
 
-def _within_chunks(query: Tensor, key: Tensor, decay: Tensor, beta: Tensor | None) -> _Within:
+def within_chunks(query: Tensor, key: Tensor, decay: Tensor, reading: Tensor | None) -> Within:
     """The terms of chunks [.., C, ...], by joining neighbouring blocks: below the diagonal stand products of the second block's rows,
-    decayed from its begin, with the first one's, decayed to its end. All exponents are sums of decays, at most 0."""
+    decayed from its begin, with the first one's, decayed to its end. All exponents are sums of decays, at most 0. `reading` [.., C, D] is
+    what corrections read the state by, beta times key of the delta rules; None: there are none."""
     lead, chunk, shared = key.shape[:-2], key.shape[-2], query.shape[-2]
     prefix, suffix = decay[..., None, :], torch.zeros_like(decay)[..., None, :]  # [.., blocks, 1, 1 or D]
     scores = (query * key[..., None, :]).sum(-1)[..., None]  # [.., C, G, 1]
-    inverse = None if beta is None else torch.ones_like(key[..., :1])[..., None]
+    inverse = None if reading is None else torch.ones_like(key[..., :1])[..., None]
     size = 1
     while size < chunk:
         pairs = (*lead, chunk // (2 * size), 2)
@@ -122,9 +129,9 @@ def _within_chunks(query: Tensor, key: Tensor, decay: Tensor, beta: Tensor | Non
         decayed = second.exp()
         asked = (halves(rows(query))[1] * decayed[..., None, :]).flatten(-3, -2)  # [.., size * G, D]
         scores = _joined(*halves(scores), asked @ left.transpose(-1, -2))
-        if inverse is not None and beta is not None:
+        if inverse is not None and reading is not None:
             above, below = halves(inverse)
-            between = (halves(rows(beta * key))[1] * decayed) @ left.transpose(-1, -2)
+            between = (halves(rows(reading))[1] * decayed) @ left.transpose(-1, -2)
             inverse = _joined(above, below, -(below @ between @ above))
         prefix = torch.cat((first, second + first[..., -1:, :]), dim=-2)
         suffix = torch.cat((behind_first + second[..., -1:, :], behind_second), dim=-2)
@@ -132,7 +139,7 @@ def _within_chunks(query: Tensor, key: Tensor, decay: Tensor, beta: Tensor | Non
     whole = len(lead)
     prefix, suffix, scores = prefix.squeeze(whole), suffix.squeeze(whole), scores.squeeze(whole)
     assert scores.shape[-2] == chunk * shared
-    return _Within(prefix, suffix, scores, None if inverse is None else inverse.squeeze(whole))
+    return Within(prefix, suffix, scores, None if inverse is None else inverse.squeeze(whole))
 
 
 def _joined(first: Tensor, second: Tensor, between: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from still_graphs.ops.route import ROUTE
@@ -97,7 +97,7 @@ def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
 
 
 _MOVES = [*one("BN", 16, 32, 64), *one("BK", 32, 64, 128, 256), *stages(2, 3, 4), *one("num_warps", 2, 4, 8)]
-_OP = stateless_op(
+OP = stateless_op(
     PLAN,
     Variant,
     [Variant(dtype) for dtype in DTYPES],
@@ -127,4 +127,3 @@ _OP = stateless_op(
     },
     optional={"bias": "biased"},
 )
-OP = replace(_OP, ties=imported("still_kernels.route.ties", "ties_of"))

@@ -66,7 +66,7 @@ class RoutingTies:
             margins, went, other = exact[:, :, :-1], exact[:, :, -1] > 0, own[key][:, :, :-1]
             with np.errstate(invalid="ignore"):  # groups that were not taken are infinitely far from it
                 error = np.where(np.isfinite(margins) & np.isfinite(other), other - np.float64(margins), 0)
-            usual = np.sqrt(np.square(error - error.mean(-1, keepdims=True)).mean(-1))
+            usual = self.usual(error, np.isfinite(margins) & np.isfinite(other))
             first, second = _natural(margins)
             lead = _relative(margins, error, usual, first, second).min(-1)
             elsewhere = np.zeros(lead.shape, bool)
@@ -83,6 +83,10 @@ class RoutingTies:
                 lead = np.where(turned, -np.abs(gap), lead)
             found[key] = np.where(np.arange(lead.shape[1]) < counts[:, None], lead, np.inf)
         return found
+
+    def usual(self, error: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Root of the mean square of errors, less their mean; `known` are those of margins that are finite."""
+        return np.sqrt(np.square(error - error.mean(-1, keepdims=True)).mean(-1))
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """Over all tokens."""

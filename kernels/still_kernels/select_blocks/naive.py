@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,8 @@ TOKENS = 256
 """Queries whose scores are held at once."""
 NEVER, LARGEST = -1e30, 80.0
 """A logit that does not count, and the largest exponent."""
-MOST = 1e37
-"""Scores end here, below that of blocks which are chosen always."""
+LEAST, MOST = 1e-37, 1e37
+"""Scores end here, below that of blocks which are chosen always; their logarithms begin there."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,17 @@ class Inputs:
             )
 
 
-def naive_select_blocks(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+Watch = Callable[[Tensor], Tensor | None]
+"""Told how far each block of each head is from being chosen or not, [B, T, 1, blocks * HK], head after head of each block: the logarithm of
+its score less what is between the least that is chosen and the best that is not; infinite where scores decide nothing. Gives blocks to
+read in the place of these, [B, T, n], numbered so; -1: none."""
+
+
+def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
     """Blocks int32 [B, T, HK, slots], ascending, -1 behind them and at padding; and the sums of keys after the call.
 
     Args:
+        watch: Told of the choices, which it may replace.
         state: Sums of the keys so far, [B, HK, N, D], float32, float64 for float64 activations; a row for each `stride` tokens.
 
     Raises:
@@ -77,6 +85,8 @@ def naive_select_blocks(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     heads = inputs.key.shape[2]
     present = state.clone()
     blocks = torch.full((batch, tokens, heads, inputs.block_slots), -1, dtype=torch.int32, device=state.device)
+    most = -(-int((inputs.past_length + inputs.new_tokens).max()) // inputs.block_size) if batch and watch else 0
+    margins = state.new_full((batch, tokens, most, heads), -torch.inf)
     for row, (past, new) in enumerate(zip(inputs.past_length.tolist(), inputs.new_tokens.tolist(), strict=True)):
         if not new:
             continue
@@ -90,9 +100,41 @@ def naive_select_blocks(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         query = inputs.query[row, :new].to(state.dtype).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [HK, G, T, D]
         for start in range(0, new, TOKENS):
             part = slice(start, min(start + TOKENS, new))
-            chosen = _choose(inputs, query[:, :, part], sums, places[part])
+            chosen, scores = _choose(inputs, query[:, :, part], sums, places[part])
             blocks[row, part, :, : chosen.shape[-1]] = chosen.transpose(0, 1)
-    return blocks, present
+            if watch:
+                margins[row, part, : scores.shape[-1]] = _margins(scores, chosen).permute(1, 2, 0)
+    told = watch(margins.flatten(2)[:, :, None]) if watch else None
+    return blocks if told is None else _replaced(blocks, told, most), present
+
+
+def _margins(scores: Tensor, chosen: Tensor) -> Tensor:
+    """As of `Watch`, [HK, T, blocks], of scores and what is chosen by them [HK, T, slots or fewer]."""
+    count = scores.shape[-1]
+    places = torch.where(chosen < 0, count, chosen).long()
+    taken = torch.zeros(*scores.shape[:-1], count + 1, dtype=torch.bool, device=scores.device)
+    taken = taken.scatter_(-1, places, True)[..., :count]
+    rank = scores.clamp_min(LEAST).log().masked_fill(scores < 0, -torch.inf)
+    least = rank.where(taken, torch.inf).amin(-1, keepdim=True)
+    best = rank.where(~taken, -torch.inf).amax(-1, keepdim=True)
+    decided = least.isfinite() & best.isfinite()
+    lead = rank - (least + best) / 2
+    lead = torch.where(
+        taken, lead.clamp_min(LEAST), lead.clamp_max(-LEAST)
+    )  # blocks that share a mean have equal scores
+    return torch.where(decided, lead, torch.where(taken, torch.inf, -torch.inf))
+
+
+def _replaced(blocks: Tensor, told: Tensor, most: int) -> Tensor:
+    """`blocks` [B, T, HK, slots] with those of tokens that are told others, of at most `most` blocks."""
+    heads, slots = blocks.shape[2:]
+    end = most * heads
+    places = torch.where((told < 0) | (told >= end), end, told)
+    read = torch.zeros(*told.shape[:2], end + 1, dtype=torch.bool, device=told.device).scatter_(-1, places, True)
+    read = read[..., :end].unflatten(-1, (most, heads)).transpose(2, 3)
+    found = torch.where(read, torch.arange(most, device=told.device), most).sort(-1).values[..., :slots]
+    found = torch.nn.functional.pad(found.where(found < most, -1), (0, slots - found.shape[-1]), value=-1)
+    return torch.where((told >= 0).any(-1)[..., None, None], found.to(blocks.dtype), blocks)
 
 
 def means(sums: Tensor, stride: int, kernel: int, row: int) -> Tensor:
@@ -102,8 +144,9 @@ def means(sums: Tensor, stride: int, kernel: int, row: int) -> Tensor:
     return padded.unfold(1, width, step).sum(-1)[:, : -(-sums.shape[1] // step)] / kernel
 
 
-def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor) -> Tensor:
-    """Blocks int32 [HK, T, slots or fewer] of tokens at `places` [T], query [HK, G, T, D]."""
+def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks int32 [HK, T, slots or fewer] of tokens at `places` [T], query [HK, G, T, D]; and what they were chosen by [HK, T, blocks],
+    infinite where always, below 0 where never."""
 
     def logits(stride: int, kernel: int) -> Tensor:
         keys = means(sums, stride, kernel, inputs.mean_stride)
@@ -129,4 +172,4 @@ def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor) -> Tens
         dense | (torch.arange(order.shape[-1], device=order.device) < inputs.top_blocks)
     )
     order = torch.where(taken, order, count).sort(-1).values
-    return torch.where(order < count, order, -1).to(torch.int32)
+    return torch.where(order < count, order, -1).to(torch.int32), scores

@@ -37,7 +37,7 @@ class OlmoHybridAttention(SoftmaxAttention):
 
 
 class GraniteAttention(SoftmaxAttention):
-    """Granite 4: logits of another scale, which queries take; positions where the model has them."""
+    """Granite 4, and others without positions: logits of another scale, which queries take; positions where the model has them."""
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__(base, head_dim)
@@ -102,6 +102,7 @@ _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "OlmoHybridAttention": OlmoHybridAttention,
     "GraniteMoeHybridAttention": GraniteAttention,
     "NemotronHAttention": GraniteAttention,
+    "JambaAttention": GraniteAttention,
     "FalconH1Attention": FalconH1Attention,
     "Lfm2Attention": Lfm2Attention,
     "Lfm2MoeAttention": Lfm2Attention,

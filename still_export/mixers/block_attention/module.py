@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from still_kernels.attention import AttentionState
 from still_kernels.block_attention import Inputs
 from still_kernels.block_attention import block_attention as kernel
 from still_kernels.select_blocks import Inputs as SelectInputs
+from still_kernels.select_blocks.naive import Watch, naive_select_blocks
 
 
 class BlockSelected(SoftmaxAttention):
@@ -35,6 +37,8 @@ class BlockSelected(SoftmaxAttention):
     def __init__(self, base: Any, head_dim: int, choice: Mapping[str, int]) -> None:
         super().__init__(base, head_dim)
         self.choice = dict(choice)
+        self.watch: Watch | None = None
+        """Told of a call's choices, and may replace them."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         key, value = rounded(key, self.cache), rounded(value, self.cache)
@@ -56,7 +60,8 @@ class BlockSelected(SoftmaxAttention):
             new_tokens = layer.new_tokens
         with torch.no_grad():  # a choice has no derivative
             given = SelectInputs(query, key, new_tokens, state.length, **self.choice)
-            blocks, sums = select_blocks(given, state.key_sum)
+            select = select_blocks if self.watch is None else partial(naive_select_blocks, watch=self.watch)
+            blocks, sums = select(given, state.key_sum)
         inputs = Inputs(query, key, value, new_tokens, blocks, self.choice["block_size"])
         output, kept = self._read(inputs, state, layer is not None and layer.owned)
         if layer is not None:

@@ -54,6 +54,7 @@ ROUTERS: dict[str, Callable[[Any], Routing]] = {
     "Qwen3MoeTopKRouter": _softmax,
     "GraniteMoeHybridTopKRouter": _softmax,  # over the logits of the chosen: the same
     "MiniMaxTopKRouter": _softmax,
+    "JambaTopKRouter": lambda base: Routing(base.top_k, normalize=0),
     "Lfm2MoeTopKRouter": _sigmoid,
     "KimiLinearTopkRouter": _groups,
     "BailingHybridTopkRouter": _groups,

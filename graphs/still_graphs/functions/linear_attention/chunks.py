@@ -16,7 +16,7 @@ CHUNK = 64
 
 
 @dataclass(frozen=True)
-class _Terms:
+class Terms:
     """Of blocks of tokens: sums of decay up to each token and behind it [N, size, E], query times key under the decay between them
     [N, size * G, size], and the inverse [N, size, size] of the delta rules; N blocks of all rows, heads and chunks."""
 
@@ -33,9 +33,7 @@ def write_chunks(b: Scope, layer: Layer, x: Tensors, output: str, present: str) 
     missing = b("Mod", b("Sub", [0], tokens), [CHUNK])
 
     def blocks(value: str, *rest: int) -> str:
-        """[B, h, T, ...] as [N, C, ...]."""
-        pads = b("Concat", [0] * (5 + len(rest)), missing, [0] * len(rest), axis=0)
-        return b.reshape(b("Pad", value, pads, 0.0), -1, CHUNK, *rest)
+        return blocks_of(b, value, missing, *rest)
 
     query, key, value = blocks(x.query, shared, dim), blocks(x.key, dim), blocks(x.value, size)
     decay = None if x.decay is None else blocks(x.decay, layer.decay)
@@ -43,13 +41,7 @@ def write_chunks(b: Scope, layer: Layer, x: Tensors, output: str, present: str) 
     if x.beta is not None:
         ones = b.shape(1, heads, 1, 1)
         beta = blocks(x.beta if layer.beta == heads else b("Expand", x.beta, ones), 1)
-    terms = _terms(b, layer, query, key, decay, beta)
-
-    def scanned(value: str, *rest: int) -> str:
-        """[N, ...] as [chunks, B, H, ...]."""
-        by_row = b.reshape(value, b.dim(x.key, 0), heads, -1, *rest)
-        return b("Transpose", by_row, perm=[2, 0, 1, *range(3, 3 + len(rest))])
-
+    terms = terms_of(b, layer, query, key, decay, beta)
     start = (
         None if terms.prefix is None else b("Exp", terms.prefix)
     )  # what is left of the state at each token, [N, C, E]
@@ -67,12 +59,50 @@ def write_chunks(b: Scope, layer: Layer, x: Tensors, output: str, present: str) 
     else:
         read = b("Pad", read, [0, 1, 0, 0, 0, 0], 0.0)  # a row of zeros, see below
     corrections = CHUNK if terms.inverse is not None else 1
+    write_scan(b, layer, x.key, (read, added, terms.scores, kept), start, corrections, CHUNK, output, present)
+
+
+def blocks_of(b: Scope, value: str, missing: str, *rest: int) -> str:
+    """[B, h, T, ...] as [N, C, ...]; `missing` tokens to whole chunks are 0."""
+    pads = b("Concat", [0] * (5 + len(rest)), missing, [0] * len(rest), axis=0)
+    return b.reshape(b("Pad", value, pads, 0.0), -1, CHUNK, *rest)
+
+
+def write_scan(
+    b: Scope,
+    layer: Layer,
+    key: str,
+    terms: tuple[str, str, str, str],
+    start: str | None,
+    corrections: int,
+    writes: int,
+    output: str,
+    present: str,
+) -> None:
+    """The state from chunk to chunk: `output` [B, T, H, G, V] and the state `present`.
+
+    Args:
+        key: As of the call [B, H, T, D], whose sizes count.
+        terms: read [N, corrections + C * G, D], whose first rows are taken from what is added; added, scores, kept as of `ChunkTerms` of
+            the kernels, kept [N, writes, D].
+        start: What is left of the state at each token; None: all.
+        writes: Rows that a chunk adds to the state.
+    """
+    heads, shared, dim, size = layer.heads, layer.shared, layer.dim, layer.size
     rows = corrections + CHUNK * shared
+    tokens = b.dim(key, 2)
+
+    def scanned(value: str, *rest: int) -> str:
+        """[N, ...] as [chunks, B, H, ...]."""
+        by_row = b.reshape(value, b.dim(key, 0), heads, -1, *rest)
+        return b("Transpose", by_row, perm=[2, 0, 1, *range(3, 3 + len(rest))])
+
+    read, added, scores, kept = terms
     fed = {
         "read": scanned(read, rows, dim),
-        "added": scanned(added, CHUNK, size),
-        "scores": scanned(terms.scores, CHUNK * shared, CHUNK),
-        "kept": scanned(b("Transpose", kept, perm=[0, 2, 1]), dim, CHUNK),
+        "added": scanned(added, writes, size),
+        "scores": scanned(scores, CHUNK * shared, writes),
+        "kept": scanned(b("Transpose", kept, perm=[0, 2, 1]), dim, writes),
     }
     if start is not None:
         last = b("Slice", start, [CHUNK - 1], [CHUNK], [1])  # [N, 1, E]
@@ -101,12 +131,15 @@ def write_chunks(b: Scope, layer: Layer, x: Tensors, output: str, present: str) 
     )  # [chunks, B, H, C * G, V]
     by_token = b.reshape(results, 0, 0, heads, CHUNK, shared, size)
     ordered = b("Transpose", by_token, perm=[1, 0, 3, 2, 4, 5])
-    flat = b.reshape(ordered, b.dim(x.key, 0), -1, heads, shared, size)
+    flat = b.reshape(ordered, b.dim(key, 0), -1, heads, shared, size)
     b("Slice", flat, [0], tokens, [1], out=output)
 
 
-def _terms(b: Scope, layer: Layer, query: str, key: str, decay: str | None, beta: str | None) -> _Terms:
-    """The terms of whole chunks, from those of blocks of 1, 2, 4 .. tokens by joining neighbours.
+def terms_of(
+    b: Scope, layer: Layer, query: str, key: str, decay: str | None, beta: str | None, reading: str | None = None
+) -> Terms:
+    """The terms of whole chunks, from those of blocks of 1, 2, 4 .. tokens by joining neighbours. `reading` is what a correction reads
+    the state by [N, C, D]; None: its key.
 
     Below the diagonal stand products of the second block's rows, decayed from its begin, with the first one's, decayed to its end.
     Exponents are sums of decays: no difference of two long sums, and at most 0 for any decay, an infinite one too.
@@ -119,7 +152,7 @@ def _terms(b: Scope, layer: Layer, query: str, key: str, decay: str | None, beta
     inverse = None
     stepped = None
     if beta is not None:
-        stepped = b("Mul", beta, key)
+        stepped = b("Mul", beta, reading or key)
         inverse = b("Expand", 1.0, b("Concat", b.dim(scores, 0), [1, 1], axis=0))
 
     def half(value: str, which: int, *rest: int) -> str:
@@ -150,7 +183,7 @@ def _terms(b: Scope, layer: Layer, query: str, key: str, decay: str | None, beta
             between = b("Neg", b("MatMul", b("MatMul", below, links), above))
             inverse = _joined(b, above, below, between, size)
         size *= 2
-    return _Terms(prefix, suffix, scores, inverse)
+    return Terms(prefix, suffix, scores, inverse)
 
 
 def _joined(b: Scope, first: str, second: str, between: str, size: int) -> str:

@@ -1,0 +1,81 @@
+"""Did a runtime read other blocks than PyTorch, which then followed it, and was it a near tie? Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from still_graphs.ops.route import ROUTE
+from still_graphs.ops.select_blocks import SELECT_BLOCKS
+from still_kernels.route.ties import MARGINS, RoutingTies
+from still_kernels.ties import Leads, Look, Scores
+
+FAR, EQUAL = 1e30, 1e-30
+"""Margin of a block that is read, or not, whatever the scores; and at most that of one whose score equals another's, as those of blocks
+that share a mean do in every runtime."""
+
+
+class BlockTies(RoutingTies):
+    """The blocks of each token and key/value head, [B, N * HK], as experts are those of a token; margins are logarithms of scores. A choice
+    of more or fewer blocks is no near tie."""
+
+    watched = SELECT_BLOCKS.name
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+    def scores(self, looks: Sequence[Look]) -> Scores:
+        """Margins [B, N, 2, blocks * HK]; the later calls have more blocks."""
+        names = {name for _, outputs in looks for name in outputs if name.startswith(f"present_{MARGINS}.")}
+        most = max((outputs[name].shape[-1] for _, outputs in looks for name in names & outputs.keys()), default=0)
+        return super().scores(
+            [(past, {n: _padded(x, most) if n in names else x for n, x in outputs.items()}) for past, outputs in looks]
+        )
+
+    def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
+        """As of RoutingTies."""
+        apart = _finite(self._apart(scores))
+        found = super().leads(apart, self._apart(own), counts * self.heads)
+        for key, x in apart.items():
+            margins, went = x[:, :, 0], x[:, :, 1] > 0
+            near = np.abs(margins).min(-1, initial=FAR)
+            open_ = ((near > EQUAL) & (near < FAR)) | (found[key] < 0)
+            other = ((margins > 0).sum(-1) != went.sum(-1)) & (np.arange(x.shape[1]) < counts[:, None] * self.heads)
+            found[key] = np.where(other, -np.inf, np.where(open_, found[key], np.inf))
+        return found
+
+    def closest(self, scores: Scores, counts: np.ndarray) -> float:
+        """Over all tokens."""
+        return super().closest(_finite(self._apart(scores)), counts * self.heads)
+
+    def usual(self, error: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Of the blocks that are chosen by their scores alone."""
+        count = np.maximum(known.sum(-1, keepdims=True), 1)
+        spread = np.where(known, error - error.sum(-1, keepdims=True) / count, 0)
+        return np.sqrt(np.square(spread).sum(-1) / count[..., 0])
+
+    def _apart(self, scores: Scores) -> Scores:
+        """Heads one after the other as tokens are, [B, N * HK, 2, blocks]."""
+        found = {}
+        for key, x in scores.items():
+            heads = x.reshape(*x.shape[:3], -1, self.heads).transpose(0, 1, 4, 2, 3)
+            found[key] = heads.reshape(len(x), -1, *heads.shape[3:])
+        return found
+
+
+def _finite(scores: Scores) -> Scores:
+    return {key: np.nan_to_num(x, posinf=FAR, neginf=-FAR) for key, x in scores.items()}
+
+
+def _padded(margins: np.ndarray, size: int) -> np.ndarray:
+    """With blocks that are not there yet, which nobody reads."""
+    missing = size - margins.shape[-1]
+    more = np.broadcast_to(np.array([[-np.inf], [0.0]]), (*margins.shape[:2], 2, missing))
+    return np.concatenate([margins, more.astype(margins.dtype)], axis=-1)
+
+
+def ties_of(manifest: Mapping[str, Any]) -> BlockTies | None:
+    """The ties of a package; None where its layers have experts as well: one kind of choices of a layer is followed."""
+    return None if ROUTE.name in manifest["ops"] else BlockTies(manifest["model"]["kv_heads"])

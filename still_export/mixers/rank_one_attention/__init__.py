@@ -1,0 +1,1 @@
+"""Linear attention with a correction of rank one: the traced op."""

@@ -1,0 +1,145 @@
+"""Vision models' linear attention in a language model: our causal reading, in Llama's layers. No folder is published; the format is ours.
+
+Of PolaFormer the positions of patches are left out, of InLine the residual, whose weights follow from the whole sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from still_export.errors import ConfigError
+from still_export.mixers.config import LayersConfig
+from still_export.models.families import Family, make_family
+from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.stack import Stack, StackForCausalLM
+from still_export.models.transnormer import Places
+
+
+@strict
+class VisionConfig(PreTrainedConfig):
+    """What the layers have, under transformers' names where it has the like.
+
+    Args:
+        kernel_size: Taps of PolaFormer's convolution; 0: InLine, which has none.
+        alpha: PolaFormer's powers are between 1 and 1 + alpha.
+        feature_map: Of InLine's queries and keys, "identity" or "relu".
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    kernel_size: int = 0
+    alpha: float = 4.0
+    feature_map: str = "identity"
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    layer_types: list[str] | None = None
+    max_position_embeddings: int = 1 << 20
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+
+class InLineMixer(nn.Module):
+    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.heads, self.alpha = layer_idx, config.num_attention_heads, config.alpha
+        self.rectified = config.feature_map == "relu"
+        width = config.hidden_size
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
+        self.o_proj = nn.Linear(width, width)
+
+
+class PolarMixer(InLineMixer):
+    """The same of PolaFormer."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, size = config.hidden_size, config.hidden_size // self.heads
+        self.g_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.power, self.scale = nn.Parameter(torch.zeros(self.heads, size)), nn.Parameter(torch.zeros(width))
+        self.dwc = nn.Conv1d(size, size, config.kernel_size, groups=size)
+
+
+class VisionBlock(nn.Module):
+    """A layer: norm, mixer, norm, feed-forward, each pair added to what goes in."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = (
+            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+        )
+        self.attn: nn.Module = (PolarMixer if config.kernel_size else InLineMixer)(config, index)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+        """[B, T, channels] to the same; `cache` is a StillCache or None."""
+        hidden = hidden + self.attn(self.input_layernorm(hidden), cache, **kwargs)
+        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return result
+
+
+class VisionConfigMixin(LinearConfigMixin):
+    """What does not fit."""
+
+    def check(self, still: LayersConfig) -> None:
+        super().check(still)
+        config: Any = self
+        polar = config.model_type.endswith("polaformer")
+        parts = config.num_attention_heads * (2 if polar else 1)
+        if config.hidden_size % parts:
+            raise ConfigError(
+                f"hidden_size={config.hidden_size} in config.json is no multiple of {parts}, the heads' parts. Fix it."
+            )
+        if not (2 <= config.kernel_size <= 64 if polar else config.kernel_size == 0):
+            raise ConfigError(
+                f"kernel_size={config.kernel_size} in config.json; it must be {'2 to 64, taps' if polar else '0'} for "
+                f"{config.model_type.removeprefix('still_')}."
+            )
+        if config.feature_map not in ("identity", "relu") or (polar and config.feature_map != "identity"):
+            raise ConfigError(
+                f"feature_map={config.feature_map!r} in config.json; covered: identity, and relu of InLine."
+            )
+
+
+class VisionModelMixin(LinearModelMixin):
+    """Its stack."""
+
+    def stack(self, config: Any) -> Stack:
+        blocks = [VisionBlock(config, index) for index in range(config.num_hidden_layers)]
+        return Stack(config, blocks, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
+
+
+VISION: tuple[Family, ...] = tuple(
+    make_family(
+        __name__,
+        VisionConfig,
+        StackForCausalLM,
+        (VisionConfigMixin, VisionModelMixin),
+        title=title,
+        name=title.lower(),
+        linear=True,
+        places={"linear_attention": Place("mean_attention", ("attn",))},
+    )
+    for title in ("PolaFormer", "InLine")
+)

@@ -1,0 +1,106 @@
+"""still::RankOneAttention, chunks and function body, against a loop in float64: outputs, states, padding; faults that must be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from still_graphs.errors import ShapeError
+from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
+from still_kernels.rank_one_attention import Inputs, chunked_rank_one_attention, naive_rank_one_attention
+from tests.linear_attention_cases import BOUND, HARD_BOUND, SPLITS, Split, error
+from tests.still_graphs.node_model import StatefulNode, node_model
+
+SIZES = {"H": 3, "D": 10, "V": 7}
+STRENGTHS = {0.6: BOUND, 60.0: HARD_BOUND}
+"""The largest decay of a token, and the error that is allowed."""
+
+
+def looped(x: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one sequence [T, H, ...], the state moved by whole matrices [H, D, D]."""
+    outputs = []
+    for t in range(len(x["query"])):
+        move = torch.eye(SIZES["D"]).double() + x["write_key"][t, :, :, None] * x["read_key"][t, :, None]
+        state = move @ (x["decay"][t].exp()[..., None] * state) + x["key"][t, :, :, None] * x["value"][t, :, None]
+        outputs.append(torch.einsum("hd,hdv->hv", x["query"][t], state))
+    return torch.stack([*outputs, torch.zeros(SIZES["H"], SIZES["V"]).double()])[:-1], state
+
+
+def calls(splits: list[Split], dtype: torch.dtype, strength: float = 0.6) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
+    """Calls of two sequences with NaN where there is no token, their outputs and states."""
+    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in splits])
+    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
+
+    def normal(size: int) -> Tensor:
+        return torch.randn(2, tokens, SIZES["H"], size, generator=generator, dtype=torch.float64)
+
+    unit = normalize(normal(SIZES["D"]), dim=-1)
+    x = {name: normal(SIZES["V" if name == "value" else "D"]) for name in ("query", "key", "value")}
+    x |= {"read_key": -unit, "write_key": unit * torch.rand(unit.shape, generator=generator).double()}
+    x = {name: tensor.to(dtype) for name, tensor in x.items()}
+    x["decay"] = -strength * torch.rand(unit.shape, generator=generator)
+    state, start = torch.zeros(2, *SIZES.values(), dtype=torch.float64), [0, 0]
+    for new in counts:
+        longest = max(int(new.max()), 1)
+        feeds = {name: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=t.dtype) for name, t in x.items()}
+        output = torch.zeros(2, longest, SIZES["H"], SIZES["V"], dtype=torch.float64)
+        for row, count in enumerate(new.tolist()):
+            part = {name: t[row, start[row] : start[row] + count] for name, t in x.items()}
+            for name, t in part.items():
+                feeds[name][row, :count] = t
+            output[row, :count], state[row] = looped({name: t.double() for name, t in part.items()}, state[row])
+            start[row] += count
+        yield Inputs(**feeds, new_tokens=new), output, state
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_definition_and_chunks_equal_the_loop(strength: float) -> None:
+    for form in (naive_rank_one_attention, chunked_rank_one_attention):
+        state = torch.zeros(2, *SIZES.values())
+        for inputs, output, expected in calls(SPLITS, torch.float32, strength):
+            found, state = form(inputs, state)
+            assert max(error(found, output), error(state, expected)) <= STRENGTHS[strength]
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize(
+    "dtype, strength, bound",
+    [(torch.float32, 0.6, BOUND), (torch.float32, 60.0, HARD_BOUND), (torch.float16, 0.6, 1e-3)],
+)
+def test_body_equals_the_loop(dtype: torch.dtype, strength: float, bound: float, in_place: bool) -> None:
+    model = node_model(RANK_ONE_ATTENTION, SIZES, dtype)
+    node = StatefulNode(RANK_ONE_ATTENTION, model, torch.zeros(2, *SIZES.values()), in_place)
+    for inputs, output, expected in calls(SPLITS, dtype, strength):
+        found, state = node(vars(inputs), output.to(dtype))
+        assert max(error(found, output), error(state, expected)) <= bound
+
+
+def test_faults_are_seen() -> None:
+    """Each beyond a thousand times the bound."""
+    x, output, _ = next(calls([70], torch.float32))
+    state = torch.zeros(2, *SIZES.values())
+    late = torch.cat((x.decay[:, :1], x.decay[:, :-1]), dim=1)
+    faults = {
+        "no correction": replace(x, read_key=torch.zeros_like(x.read_key)),
+        "read before the decay": replace(x, read_key=x.read_key * (-x.decay).exp()),
+        "keys exchanged": replace(x, read_key=x.write_key, write_key=x.read_key),
+        "the sign": replace(x, write_key=-x.write_key),
+        "the key moves": replace(x, write_key=x.key),
+        "decay of the token before": replace(x, decay=late),
+        "heads exchanged": replace(x, read_key=x.read_key.flip(2)),
+    }
+    for name, fault in faults.items():
+        assert error(chunked_rank_one_attention(fault, state)[0], output) > 1e3 * BOUND, name
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, _, _ = next(calls([5], torch.float32))
+    with pytest.raises(ShapeError, match=r"read_key: expected \[2, 5, 3, 10\], got \[2, 4, 3, 10\]"):
+        naive_rank_one_attention(replace(x, read_key=x.read_key[:, 1:]), torch.zeros(2, *SIZES.values()))
+    with pytest.raises(ShapeError, match=r"state: expected \[2, 3, 10, 7\] of torch.float32, got \[2, 3, 7, 10\]"):
+        naive_rank_one_attention(x, torch.zeros(2, 3, 7, 10))
