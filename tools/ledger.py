@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
-from still_export.proof.ledger import newest, table
+from still_export.proof.ledger import newest, state_of, table
 from still_export.proof.records import Record, read_record, read_records, write_record
 from still_export.targets.registry import TARGETS
 
@@ -67,7 +67,7 @@ def targets(records: list[Record]) -> str:
         found = list(group)
         types = sorted({f"{r.subject.get('quantize', '')} {r.subject.get('dtype', '')}".strip() for r in found} - {""})
         failed = sum(r.verdict == "failed" for r in found)
-        stale = sorted({room.removeprefix("still_export.") for r in found for room in r.stale_rooms()})
+        stale = sorted({room for r in found for room in r.stale_rooms()})
         last = max(found, key=lambda r: r.date)
         rows.append(
             (
@@ -75,8 +75,8 @@ def targets(records: list[Record]) -> str:
                 f"{len(found)} passed" if not failed else f"**{failed} failed**, {len(found) - failed} passed",
                 ", ".join(types),
                 machine,
-                f"{last.date:%Y-%m-%d}, `{last.commit}`",
-                f"**stale**: {', '.join(stale)}" if stale else "as they are",
+                f"{last.date:%Y-%m-%d}, `{last.commit[:12]}`",
+                state_of(stale),
             )
         )
     left = [t.name for t in TARGETS if t.name not in {row[0] for row in rows}]

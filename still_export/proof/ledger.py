@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from still_export.proof.records import Record
@@ -36,12 +36,24 @@ def _row(record: Record) -> tuple[str, ...]:
     target = " on ".join(filter(None, [subject.get("target", ""), subject.get("provider", "")]))
     dtype = " ".join(filter(None, [subject.get("quantize", ""), subject.get("dtype", "")]))
     machine = record.machine.gpu or f"{record.machine.processor}, {record.machine.cores} cores"
-    state = f"**stale**: {', '.join(changed)}" if changed else "as they are"
     told = {
         name: value for name, value in record.figures.items() if not AT_LENGTH.search(name)
     }  # the others have a table
     cells = (what, target, dtype, record.verdict, figures(told), machine)
-    return *(cell.replace("|", "\\|") for cell in cells), f"{record.date:%Y-%m-%d}", f"`{record.commit}`", state
+    return (
+        *(cell.replace("|", "\\|") for cell in cells),
+        f"{record.date:%Y-%m-%d}",
+        f"`{record.commit[:12]}`",
+        state_of(changed),
+    )
+
+
+def state_of(changed: Sequence[str]) -> str:
+    """What the pages say of sources of which the rooms `changed` are others now."""
+    if not changed:
+        return "as they are"
+    names = [room.removeprefix("still_export.") for room in changed]
+    return f"**stale**: {', '.join(names)}" if len(names) < 4 else f"**stale**: {names[0]} and {len(names) - 1} more"
 
 
 def figures(found: dict[str, Any]) -> str:

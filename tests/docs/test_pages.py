@@ -54,7 +54,9 @@ def test_nothing_of_one_machine(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "notebook"], ids=name)
 def test_five_minutes(page: Path) -> None:
-    assert len(page.read_text(encoding="utf-8").split()) <= WORDS
+    """Bars between the cells of a table are no words."""
+    words = page.read_text(encoding="utf-8").split()
+    assert sum(any(letter.isalnum() for letter in word) for word in words) <= WORDS
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
