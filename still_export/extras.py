@@ -15,6 +15,7 @@ EXTRAS = {
     "ray": ("ray",),
     "genai": ("onnxruntime_genai",),
     "lm-eval": ("lm_eval",),
+    "quantize": ("gptqmodel",),
     "trt": ("tensorrt",),
     "trt-rtx": ("tensorrt_rtx_bindings",),
 }

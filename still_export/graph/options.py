@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from still_export.errors import ConfigError
 from still_export.fields import check_types, option
-from still_export.graph.quantization.policy import DEFAULT_LORA, DEFAULT_METHOD, Layout, Quantization
+from still_export.graph.quantization.policy import (
+    DEFAULT_LORA,
+    DEFAULT_METHOD,
+    GPTQ,
+    Layout,
+    Quantization,
+    parse_budget,
+)
 from still_export.mixers.choices import MODEL
 from still_export.package.files import MANIFEST
 
@@ -60,7 +67,13 @@ class ExportOptions:
     still: dict[str, Any] = field(default_factory=dict)
     quantize: str | None = option(None, "Weights in int8 or int4, by a policy.", shown="no")
     quantize_method: str | None = option(
-        None, "Who rounds to 4 bits: rtn, k_quant or hqq.", shown=DEFAULT_METHOD, panel=BITS
+        None, "Who rounds to 4 bits: rtn, k_quant, hqq, or gptq, which reads text.", shown=DEFAULT_METHOD, panel=BITS
+    )
+    calibrate: tuple[str, ...] = option(
+        (), "Text to round by, for gptq and budgets; repeatable.", shown="Python's documentation", panel=BITS
+    )
+    quantize_budget: str | None = option(
+        None, "What bits per byte may grow by, such as +1%; weights that lose most get 8 bits for 4.", panel=BITS
     )
     quantize_block: int | None = option(
         None, "Weights that share a scale: 16 to 256, of engines 64 or 128.", shown="32, of engines 64", panel=BITS
@@ -78,6 +91,17 @@ class ExportOptions:
             raise ConfigError("--all-logits is not for --speculate, which has logits of the last tokens of a call.")
         if self.quantize is None and (self.quantize_method or self.quantize_block or self.lora or self.adapters):
             raise ConfigError("--quantize-method, --quantize-block, --lora and --adapters are for --quantize.")
+        if self.quantize_budget is not None:
+            parse_budget(self.quantize_budget)
+        if self.calibrates and self.quantize != "int4":
+            raise ConfigError(f"--quantize-method {GPTQ} and --quantize-budget are for --quantize int4.")
+        if self.calibrate and not self.calibrates:
+            raise ConfigError(f"--calibrate is for --quantize-method {GPTQ} and --quantize-budget.")
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the model reads text before its weights are rounded."""
+        return self.quantize_method == GPTQ or self.quantize_budget is not None
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
@@ -118,7 +142,7 @@ class ExportOptions:
             recorded = dict(manifest["config"])  # with what the target chose
             check_types(cls, recorded, f"{MANIFEST}: config", ConfigError)
             values = {entry.name: recorded[entry.name] for entry in fields(cls) if entry.name in recorded}
-            return cls(**{**values, "overlays": tuple(values.get("overlays", ()))})
+            return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("overlays", "calibrate")}})
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{MANIFEST}: config is no export configuration that this version reads: {error}."

@@ -119,6 +119,17 @@ class AdapterPlace(Record):
     outputs: list[Count]
 
 
+class Calibration(Record):
+    """Text that weights were rounded by: tokens; with a budget (a share of bits per byte) the loss on held-out text, the loss with no more
+    than 4 bits, and the weights that have 8 bits instead."""
+
+    tokens: Count
+    budget: Annotated[float, Field(ge=0)] | None = None
+    loss: float | None = None
+    loss_of_four_bits: float | None = None
+    eight_bits: list[str] = Field(default_factory=list)
+
+
 class Quantization(Record):
     """Low-bit weights; `block_size` null: a scale for each output. `nodes`: what computes with them (quantization/policy.py)."""
 
@@ -128,6 +139,7 @@ class Quantization(Record):
     lora: Literal["apart", "merged"]
     roles: dict[str, list[QuantizedRole]]
     adapters: list[AdapterPlace] = Field(default_factory=list)
+    calibration: Calibration | None = None
 
 
 class SourceCodes(Record):

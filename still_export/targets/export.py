@@ -123,6 +123,7 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
         asked = replace(ExportOptions.from_manifest(manifest), **given)
     # The manifest is read from other working directories.
     asked = replace(asked, model=_absolute(asked.model), overlays=tuple(map(_absolute, asked.overlays)))
+    asked = replace(asked, calibrate=tuple(map(_absolute, asked.calibrate)))
     options = meant.options.from_manifest(recorded, **chosen)
     target = target_of(name, options)
     # A refusal comes before anything is read; the layout of the type that is asked for, or of the least demanding one.

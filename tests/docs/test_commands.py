@@ -45,6 +45,7 @@ GPU = "needs a GPU with TensorRT or onnxruntime-gpu"
 HEADERS = "needs the headers of TensorRT, which no package has"
 REAL = "needs the real model and minutes"
 TRAINING = "trains for minutes"
+CALIBRATED = "needs GPTQModel; tests/still_export/graph/quantization/test_calibrate.py"
 ELSEWHERE = {
     "bash tools/demo.sh": Elsewhere(REAL),
     "bash tools/test.sh": Elsewhere("is what runs this test"),
@@ -81,6 +82,12 @@ ELSEWHERE = {
     'still-export run TRT --prompt "Once upon a time"': Elsewhere(GPU),
     "still-export verify TRT": Elsewhere(GPU),
     "still-export bench TRT --lengths 1024,8000": Elsewhere(GPU),
+    "still-export MODEL --to onnx --quantize int4 --quantize-method gptq --calibrate TEXT -o GPTQ": Elsewhere(
+        CALIBRATED
+    ),
+    "still-export MODEL --to onnx --quantize int4 --quantize-method gptq --calibrate TEXT --quantize-budget +1% -o MIXED": (
+        Elsewhere(CALIBRATED)
+    ),
     "./TRT/still_run8 TRT --prompt-ids 1,403,407 --tokens 100": Elsewhere(GPU),
     "still-export MODEL --to trt-rtx --arch sm_89,sm_120 -o RTX": Elsewhere(
         "builds an engine for minutes; tests/still_export/cli/test_trt_cli.py for one architecture"

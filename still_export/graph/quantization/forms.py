@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from still_export.graph.quantization.policy import DEQUANTIZED, HALF, Quantization
+from still_export.errors import UnsupportedError
+from still_export.graph.quantization.policy import DEFAULT_METHOD, DEQUANTIZED, HALF, Quantization
 from still_export.mixers.roles import EMBEDDING
-from still_export.models.weights import Deferred, Pair, Weight
+from still_export.models.blocks import BlockWeight
+from still_export.models.weights import Deferred, Pair, Weight, Weights
 
 EXACT = "exact"
 """The method of blocks that are taken over from the source as they are."""
@@ -37,6 +40,7 @@ class Form:
         zero_points, offsets: The blocks have them.
         half_scales: The scales are half precision numbers.
         pairs: LoRA.
+        codes: The blocks, where they are made beforehand (calibrate.py).
     """
 
     bits: int
@@ -46,6 +50,7 @@ class Form:
     offsets: bool = False
     half_scales: bool = False
     pairs: tuple[Pair, ...] = ()
+    codes: BlockWeight | None = None
 
     @property
     def order(self) -> np.ndarray | None:
@@ -88,4 +93,25 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         if base.bits in (5, 6):
             bits = 8
     zero_points = bits < 8 and asked.layout.zero_points
-    return Form(bits, asked.method if bits < 8 else "rtn", base, zero_points=zero_points, pairs=pairs)
+    return Form(bits, asked.method if bits < 8 else DEFAULT_METHOD, base, zero_points=zero_points, pairs=pairs)
+
+
+def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) -> tuple[Quantization, dict[str, Form]]:
+    """The forms of all weights that have one, by name, and `asked` with the block size that the source has.
+
+    Raises:
+        UnsupportedError: The block size does not divide a weight.
+    """
+    held = [(w.blocks.size, w.shape[-1]) for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
+    asked = asked.fitted([size for size, inputs in held if size < inputs])
+    forms = {
+        name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None
+    }
+    for name, form in forms.items():
+        inputs = weights[name].shape[-1]
+        if form.bits != HALF and form.base is not None and inputs % asked.block_of(form.bits, inputs):
+            raise UnsupportedError(
+                f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
+                "Choose another --quantize-block, or export without --quantize."
+            )
+    return asked, forms

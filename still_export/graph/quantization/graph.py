@@ -13,7 +13,7 @@ import torch
 from still_export.errors import UnsupportedError
 from still_export.graph.lower import lazy_tensor
 from still_export.graph.quantization.experts import STACKED, StackedWeight, quantize_experts
-from still_export.graph.quantization.forms import ROWS, form_of
+from still_export.graph.quantization.forms import ROWS, Form
 from still_export.graph.quantization.gemm import PRODUCTS
 from still_export.graph.quantization.policy import HALF, Quantization, account
 from still_export.graph.quantization.stored import StoredWeight, cast_value, replace_nodes, store_values
@@ -24,7 +24,12 @@ from still_graphs.edits import CONTRIB, add_node, store
 
 
 def quantize_graph(
-    model: ir.Model, weights: Weights, roles: Mapping[str, str], asked: Quantization, rounded: dict[str, float]
+    model: ir.Model,
+    weights: Weights,
+    roles: Mapping[str, str],
+    asked: Quantization,
+    forms: Mapping[str, Form],
+    rounded: dict[str, float],
 ) -> dict[str, Any]:
     """Replace the nodes that read weights which the policy quantizes, in place.
 
@@ -32,27 +37,15 @@ def quantize_graph(
         model: From `lower_program`; its initializers have the model's names.
         weights: Values by those names, [N, K].
         roles: By those names.
-        asked: Scheme, method, block size, LoRA.
+        asked, forms: As `plan_forms` has them.
         rounded: Gets, when they are written, the relative error of weights whose codes in the source are rounded again.
 
     Returns:
         What the manifest says of it.
 
     Raises:
-        UnsupportedError: The block size does not divide a weight, or a weight is read in a way that has no quantized form.
+        UnsupportedError: A weight is read in a way that has no quantized form.
     """
-    held = [(w.blocks.size, w.shape[-1]) for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
-    asked = asked.fitted([size for size, inputs in held if size < inputs])
-    forms = {
-        name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None
-    }
-    for name, form in forms.items():
-        inputs = weights[name].shape[-1]
-        if form.bits != HALF and form.base is not None and inputs % asked.block_of(form.bits, inputs):
-            raise UnsupportedError(
-                f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
-                "Choose another --quantize-block, or export without --quantize."
-            )
     groups: dict[tuple[object, ...], list[tuple[StoredWeight, ir.Node]]] = {}
     gathers: list[tuple[StoredWeight, ir.Node]] = []
     stacks: dict[str, StackedWeight] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,9 @@ SCHEMES = ("int8", "int4")
 NODES = "com.microsoft", "dequantized", "plugin"
 """What computes with low-bit weights: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, kernels of ours."""
 RUNTIME, DEQUANTIZED, PLUGIN = NODES
-METHODS = ("rtn", "k_quant", "hqq")
+GPTQ = "gptq"
+"""The method that rounds a weight against what it multiplies, by GPTQModel (calibrate.py)."""
+METHODS = ("rtn", "k_quant", "hqq", GPTQ)
 HALF = 16
 """Bits of a weight in half precision, which is cast to the model's type when it is read."""
 DEFAULT_METHOD = "rtn"
@@ -24,6 +27,19 @@ k_quant, whose search of an offset is undone by rounding it to a zero point; 6, 
 LORA = ("apart", "merged")
 DEFAULT_LORA = "apart"
 """The demo model, int4: mean KL 0.0000 nats on 2,048 tokens apart from the exact blocks of its Q4_1 base, 0.264 merged and rounded."""
+
+
+def parse_budget(said: str) -> float:
+    """The share that "+1%" says: 0.01.
+
+    Raises:
+        ConfigError: It is no such text.
+    """
+    if re.fullmatch(r"\+\d+(\.\d+)?%", said) is None:
+        raise ConfigError(
+            f"--quantize-budget {said!r} is no budget: it is what bits per byte may grow by, such as +1% or +0.5%."
+        )
+    return float(said[1:-1]) / 100
 
 
 @dataclass(frozen=True)
@@ -123,10 +139,10 @@ class Quantization:
                 raise ConfigError(f"--{flag} {value} is unknown; known: {', '.join(known)}.{hint}")
         if self.adapters and not self.layout.adapters:
             raise ConfigError(f"--adapters is for --to onnx, not for --to {self.to}; add the adapter with --overlay.")
-        if self.method != DEFAULT_METHOD and not self.layout.zero_points:
+        if self.method not in (DEFAULT_METHOD, GPTQ) and not self.layout.zero_points:
             raise ConfigError(
                 f"--quantize-method {self.method} gives zero points, which {self.layout.form} has not; --to {self.to} takes "
-                f"{DEFAULT_METHOD}."
+                f"{DEFAULT_METHOD} and {GPTQ}."
             )
         object.__setattr__(self, "block_given", bool(self.block_size))
         sizes = self.layout.block_sizes

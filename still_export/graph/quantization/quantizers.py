@@ -33,7 +33,7 @@ def quantize(weight: torch.Tensor, bits: int, block_size: int, method: str, zero
         weight: [N, K], of any type of floats, K a multiple of `block_size`.
         bits: 4, or 8, which is rounded to nearest by every method, without zero points.
         block_size: Of the layout's.
-        method: Of policy.METHODS.
+        method: Of policy.METHODS, but gptq, which needs inputs.
         zero_points: Of 4 bits; without, `method` is "rtn" and every scale is positive, as TensorRT wants it.
 
     Returns:

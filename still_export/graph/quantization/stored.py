@@ -37,7 +37,9 @@ class StoredWeight:
                 self._made = base.blocks.read().split(self.asked.block_of(bits, self.inputs))
             else:
                 values = narrow_value_of(base).detach()
-                if bits == 8 and not self.asked.layout.blocks_of_eight:
+                if self.form.codes is not None:
+                    self._made = self.form.codes
+                elif bits == 8 and not self.asked.layout.blocks_of_eight:
                     self._made = quantize_outputs(values)
                 else:
                     zero_points = self.asked.layout.zero_points

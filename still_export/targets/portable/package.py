@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.graph.options import ExportOptions, Progress, silent
-from still_export.graph.quantization.forms import EXACT
-from still_export.graph.quantization.policy import Layout
+from still_export.graph.quantization.forms import EXACT, Form, plan_forms
+from still_export.graph.quantization.policy import Layout, Quantization, parse_budget
 from still_export.models.description import describe_model
 from still_export.models.source import find_source
 from still_export.models.weights import is_coded
@@ -29,6 +29,7 @@ from still_graphs.pipelines import Dump, Step, run_steps
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from still_export.models.load import Source
     from still_export.models.weights import Weights
 
 
@@ -72,8 +73,9 @@ def write_portable(
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     model.generation_config.save_pretrained(folder)
+    planned = _plan_quantization(source, model, options, layout(dtype), to, progress)
     progress("tracing")
-    manifest |= _write_graph(model, source.weights, options, folder, progress, manifest, layout(dtype), to, dump)
+    manifest |= _write_graph(model, source.weights, options, folder, progress, manifest, planned, dump)
     progress("hashing")
     write_manifest(folder, manifest)
     return Package(folder, manifest)
@@ -86,8 +88,7 @@ def _write_graph(
     folder: Path,
     say: Progress,
     manifest: dict[str, Any],
-    layout: Layout,
-    to: str,
+    planned: Planned | None,
     dump: Dump | None,
 ) -> dict[str, Any]:
     """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
@@ -102,12 +103,12 @@ def _write_graph(
     steps = [
         Step(attach_functions, "a runtime without kernels runs the bodies", requires=no_functions, ensures=bodies),
     ]
-    if asked := options.quantization(layout, to):
+    if planned is not None:
         from still_export.graph.quantization.graph import quantize_graph
-        from still_export.models.roles import weight_roles
 
         def quantize(graph: ir.Model) -> int:
-            said["quantization"] = quantize_graph(graph, weights, weight_roles(model), asked, rounded)
+            found = quantize_graph(graph, weights, planned.roles, planned.asked, planned.forms, rounded)
+            said["quantization"] = {**found, **planned.said}
             return sum(
                 part["weights"] for role in said["quantization"]["roles"].values() for part in role if part["method"]
             )
@@ -130,6 +131,38 @@ def _write_graph(
         floats = coded - kept - len(rounded)
         said["source_codes"] = {"exact": kept, "floats": floats, "rounded": dict(sorted(rounded.items()))}
     return said
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How weights are quantized: their roles and forms by name, what was asked for, and what the manifest says beside."""
+
+    roles: dict[str, str]
+    forms: dict[str, Form]
+    asked: Quantization
+    said: dict[str, Any]
+
+
+def _plan_quantization(
+    source: Source, model: Any, options: ExportOptions, layout: Layout, to: str, progress: Progress
+) -> Planned | None:
+    """The forms of the weights, calibrated where that is asked for; None: they are not quantized."""
+    if (asked := options.quantization(layout, to)) is None:
+        return None
+    from still_export.models.roles import weight_roles
+
+    roles = weight_roles(model)
+    asked, forms = plan_forms(source.weights, roles, asked)
+    if not options.calibrates:
+        return Planned(roles, forms, asked, {})
+    from still_export.graph.quantization.calibrate import calibrate, read_rows
+    from still_export.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(options.model, options.revision)
+    texts = read_rows(options.calibrate, tokenizer, int(model.config.vocab_size))
+    budget = None if options.quantize_budget is None else parse_budget(options.quantize_budget)
+    forms, said = calibrate(source, forms, asked, texts, budget, progress)
+    return Planned(roles, forms, asked, {"calibration": said})
 
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:

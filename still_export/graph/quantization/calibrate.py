@@ -1,0 +1,344 @@
+"""Codes that know what a weight multiplies, and bits by what a weight's codes lose: measured on text, on the very model that is exported.
+
+The model reads rows of text once, all of them together. Right before a linear layer multiplies, its weight is rounded against the inputs
+that arrive, which the layers before it have made with their codes; so every mixer is calibrated as it is, with its adapter, and nothing is
+known of its modules but where their linear layers are.
+
+Source: GPTQ, arXiv:2210.17323, by GPTQModel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from still_export.errors import ConfigError, DataError, UnsupportedError
+from still_export.extras import demand
+from still_export.graph.quantization.forms import EXACT, Form
+from still_export.graph.quantization.policy import DEFAULT_METHOD, GPTQ, Quantization
+from still_export.graph.quantization.quantizers import quantize
+from still_export.graph.quantization.stored import StoredWeight
+from still_export.linearization.texts import python_documentation, read_text, tokenize
+from still_export.models.blocks import BlockWeight, pack
+from still_export.models.load import Source
+from still_export.models.weights import value_of
+
+ROWS, ROW_TOKENS = 32, 512
+"""Of the text that is read for GPTQ."""
+HELD_OUT_ROWS = 8
+"""Of other text, by which losses are told."""
+LONGEST_TOKEN = 16
+"""Characters, on the whole: the rest of a part is not tokenized."""
+LIBRARY = "gptqmodel"
+GAIN = 3
+"""How many times as much rounding to nearest loses as GPTQ, at most."""
+TRIES = 5
+"""Measurements of a loss, to choose bits."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Rows of tokens from texts, spread over them evenly: `calibration` and `held_out`, int64 [B, T], which have no text in common."""
+
+    calibration: Tensor
+    held_out: Tensor
+
+
+def read_rows(paths: Sequence[str], tokenizer: Any, vocab_size: int) -> Texts:
+    """Rows of text files, or of Python's documentation where there are none: of each part of the whole its first tokens.
+
+    Raises:
+        DataError: A file is no text, or they have too few tokens.
+    """
+    text = "\n\n".join(read_text(Path(path)) for path in paths) or python_documentation()
+    size = len(text) // (ROWS + HELD_OUT_ROWS)
+    rows = []
+    for start in range(0, size * (ROWS + HELD_OUT_ROWS), size or 1):
+        ids = tokenize(text[start : start + min(size, LONGEST_TOKEN * ROW_TOKENS)], tokenizer, vocab_size)[:ROW_TOKENS]
+        if len(ids) < ROW_TOKENS:
+            raise DataError(
+                f"the text to calibrate with ({', '.join(paths)}) is too short: each of its {ROWS + HELD_OUT_ROWS} parts should have "
+                f"{ROW_TOKENS} tokens, and one has {len(ids)}. Give more with --calibrate."
+            )
+        rows.append(torch.from_numpy(ids.astype(np.int64)))
+    every = len(rows) // HELD_OUT_ROWS
+    held_out = [number % every == every - 1 for number in range(len(rows))]
+    found = [
+        torch.stack([row for row, out in zip(rows, held_out, strict=True) if out == wanted]) for wanted in (False, True)
+    ]
+    return Texts(*found)
+
+
+def calibrate(
+    source: Source,
+    forms: Mapping[str, Form],
+    asked: Quantization,
+    texts: Texts,
+    budget: float | None = None,
+    say: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> tuple[dict[str, Form], dict[str, Any]]:
+    """Round the weights of 4 bits beforehand.
+
+    Args:
+        source: The model.
+        forms: As planned, by name.
+        asked: As planned with them.
+        texts: What the model reads.
+        budget: What the loss on held-out text may grow by, as a share; weights that lose most for their bytes then get 8 bits. None: any.
+        say: Told each step, how much of it is done, and how much there is.
+
+    Returns:
+        All forms, those of rounded weights with their codes or with 8 bits, and what the manifest says of it.
+
+    Raises:
+        ConfigError: No weight is rounded to 4 bits; or the budget cannot be met.
+        UnsupportedError: A weight multiplies values that are no numbers.
+        ModuleNotFoundError: The library is missing.
+    """
+    if asked.method == GPTQ:
+        demand(LIBRARY)
+    wanted = {n: form for n, form in forms.items() if form.bits == 4 and form.base is not None and form.method != EXACT}
+    if not wanted:
+        raise ConfigError(
+            f"--quantize-method {GPTQ} and --quantize-budget are for weights that are rounded to 4 bits, and none is: they are the "
+            "source's own codes, or have 8 bits. Leave them out, or merge an adapter with --lora merged."
+        )
+    say("reading the model to calibrate", 0, 0)
+    rounding = Rounding(source, wanted, asked, say)
+    said: dict[str, Any] = {"tokens": texts.calibration.numel()}
+    wide: list[str] = []
+    if budget is None:
+        rounding.by_library(texts.calibration)
+    else:
+        wide, lost = _choose_wide(rounding, texts, budget)
+        said |= {"budget": budget, "loss": lost, "eight_bits": wide}
+    # Experts, which no linear layer holds, are rounded to nearest when they are written.
+    left = {n: replace(form, method=DEFAULT_METHOD) for n, form in wanted.items() if form.method == GPTQ}
+    made = {name: replace(wanted[name], codes=codes) for name, codes in rounding.made.items()}
+    return {**forms, **left, **made, **{name: _in_eight(wanted[name]) for name in wide}}, said
+
+
+def loss_of(model: Any, rows: Tensor) -> float:
+    """Mean nats of every token but the first of rows [B, T]."""
+    with torch.no_grad():
+        return sum(float(_nats(model, row[None])) for row in rows) / _predicted(rows)
+
+
+def fewest(loss: Callable[[int], float], expected: Sequence[float], limit: float) -> int:
+    """A count with loss(count) <= limit, as small as TRIES calls find, and one more for the largest; -1: of the largest it is more, too.
+
+    Args:
+        expected: What the loss of each count may be but for a factor, falling; the factor is learned from calls.
+    """
+    most = len(expected) - 1
+    low, high, factor = -1, most + 1, 1.0  # of `low` it is more; of `high` it is not, where that is a count
+    for tried in range(TRIES + 1):
+        within = [count for count in range(low + 1, high) if factor * expected[count] <= limit]
+        if high <= most and (tried == TRIES or not within):
+            break
+        guess = within[0] if within and tried < TRIES else most
+        lost = loss(guess)
+        low, high = (low, guess) if lost <= limit else (guess, high)
+        if low == most:
+            break
+        if lost > 0 < expected[guess]:
+            factor = lost / expected[guess]
+    return high if high <= most else -1
+
+
+def _choose_wide(rounding: Rounding, texts: Texts, budget: float) -> tuple[list[str], float]:
+    """Names of the weights that need 8 bits so that the loss on held-out text grows by no more than `budget`, and what it grows by."""
+    rows, model = texts.held_out, rounding.model
+    whole = loss_of(model, rows)
+    rounding.to_nearest()
+    harms = {name: harm / _predicted(rows) / whole for name, harm in rounding.harms(rows).items()}
+    order = sorted(harms, key=lambda name: harms[name] / rounding.kept[name].numel(), reverse=True)
+    expected = [sum(harms[name] for name in order[count:]) for count in range(len(order) + 1)]
+    least = 0
+    if rounding.asked.method == GPTQ:
+        # What surely has 8 bits has them before the layers behind are calibrated on what it makes.
+        least = next(count for count, lost in enumerate(expected) if lost <= GAIN * budget or count == len(order))
+        rounding.by_library(texts.calibration, order[:least])
+    losses: dict[int, float] = {}
+
+    def loss(more: int) -> float:
+        rounding.say("measuring the loss", len(losses), TRIES + 1)
+        rounding.give(order[: least + more])
+        losses[least + more] = loss_of(model, rows) / whole - 1
+        return losses[least + more]
+
+    more = fewest(loss, expected[least:], budget)
+    if more < 0:
+        raise ConfigError(
+            f"--quantize-budget +{budget:.3%} cannot be met: with 8 bits in the place of 4 everywhere bits per byte of held-out text grow "
+            f"by {losses[len(order)]:+.3%}. Ask for that at least."
+        )
+    return order[: least + more], losses[least + more]
+
+
+def _in_eight(form: Form) -> Form:
+    return replace(form, bits=8, method=DEFAULT_METHOD, zero_points=False)
+
+
+def _nats(model: Any, row: Tensor) -> Tensor:
+    logits = model(row, use_cache=False).logits[0, :-1].float()
+    return nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum")
+
+
+def _predicted(rows: Tensor) -> int:
+    return len(rows) * (rows.shape[1] - 1)
+
+
+class Rounding:
+    """A model in float32 whose weights are rounded to 4 bits, and given to it in one form or the other.
+
+    layers, kept, made: Its linear layers, their weights as they were, and the codes, by name.
+
+    Args:
+        wanted: Forms of the weights; those of other modules, such as experts, are left alone.
+    """
+
+    def __init__(
+        self, source: Source, wanted: Mapping[str, Form], asked: Quantization, say: Callable[[str, int, int], None]
+    ) -> None:
+        self.wanted, self.asked, self.say = wanted, asked, say
+        self.model = source.model({name: value_of(weight).float() for name, weight in source.weights.items()})
+        self.model.requires_grad_(False)
+        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        linear = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
+        self.layers = {name: layer for layer in linear if (name := named.get(id(layer.weight), "")) in wanted}
+        self.kept = {name: layer.weight.data for name, layer in self.layers.items()}
+        self.made: dict[str, BlockWeight] = {}
+        self._given = dict.fromkeys(self.layers, 0)  # bits, 0: as it was
+
+    def base(self, name: str) -> Tensor:
+        """What is rounded [N, K]: without LoRA that stays apart."""
+        base = self.wanted[name].base
+        assert base is not None
+        return value_of(base).detach().float()
+
+    def change(self, name: str, bits: int = 4) -> Tensor:
+        """What its codes change of a weight [N, K]."""
+        made, whole = self.made.get(name), self.wanted[name].base
+        if bits == 8:
+            assert whole is not None
+            made = StoredWeight(name, whole, _in_eight(self.wanted[name]), self.asked, "", {}).made
+        assert made is not None
+        return torch.from_numpy(made.dequantized()) - self.base(name)
+
+    def give(self, wide: Sequence[str]) -> None:
+        """Let the model have its codes, and 8 bits where it is `wide`."""
+        for name in self.layers:
+            self._give(name, 8 if name in wide else 4)
+
+    def _give(self, name: str, bits: int) -> None:
+        if self._given[name] != bits:
+            change = self.change(name, bits) if bits else 0
+            self.layers[name].weight.data, self._given[name] = self.kept[name] + change, bits
+
+    def to_nearest(self) -> None:
+        """Make codes that need no text."""
+        method = DEFAULT_METHOD if self.asked.method == GPTQ else self.asked.method
+        for name in self.layers:
+            self.say("rounding", len(self.made), len(self.layers))
+            self.made[name] = quantize(self.base(name), 4, self.asked.block_size, method, self.asked.layout.zero_points)
+
+    def by_library(self, rows: Tensor, wide: Sequence[str] = ()) -> None:
+        """Make the codes of all weights but the `wide`, which have 8 bits, each right before the model multiplies with it what it makes of
+        `rows` with the codes before."""
+        done = set(wide)
+        for name in wide:
+            self._give(name, 8)
+
+        def before(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if name not in done:
+                self.made[name] = by_library(name, self.base(name), inputs[0].flatten(0, -2), self.asked)
+                self._give(name, 4)
+                done.add(name)
+                self.say("calibrating", len(done), len(self.layers))
+
+        with self._hooked(lambda name, layer: layer.register_forward_pre_hook(partial(before, name))), torch.no_grad():
+            self.model.model(rows, use_cache=False)
+
+    def harms(self, rows: Tensor) -> dict[str, float]:
+        """What the codes of each weight are expected to lose alone, in nats, to second order: half the square of the loss's slope along
+        what they change of a token's outputs, summed over tokens (the empirical Fisher information)."""
+        found, changes = dict.fromkeys(self.layers, 0.0), {name: self.change(name) for name in self.layers}
+
+        def after(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            changed = nn.functional.linear(inputs[0].detach(), changes[name])
+
+            def add(slope: Tensor) -> None:
+                found[name] += float((slope * changed).sum(-1).square().sum()) / 2
+
+            output.register_hook(add)
+
+        embedding = self.model.get_input_embeddings()
+        start = embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        with self._hooked(lambda name, layer: layer.register_forward_hook(partial(after, name))), torch.enable_grad():
+            for number, row in enumerate(rows):
+                self.say("telling what each weight loses", number, len(rows))
+                _nats(self.model, row[None]).backward()
+        start.remove()
+        return found
+
+    @contextlib.contextmanager
+    def _hooked(self, hook: Callable[[str, nn.Linear], Any]) -> Iterator[None]:
+        handles = [hook(name, layer) for name, layer in self.layers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def by_library(name: str, weight: Tensor, inputs: Tensor, asked: Quantization) -> BlockWeight:
+    """The blocks of `weight` [N, K] by GPTQModel, given `inputs` [T, K] that it multiplies."""
+    if not bool(inputs.isfinite().all()):
+        raise UnsupportedError(
+            f"{name} reads values that are no numbers, so nothing can be rounded by them: the model is broken for the text. Export with "
+            "--quantize-method rtn, or give other text with --calibrate."
+        )
+    with _quiet():
+        from gptqmodel.quantization import GPTQ as Rounder
+        from gptqmodel.quantization import QuantizeConfig
+
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        layer.weight.data = weight
+        how = {"bits": 4, "group_size": asked.block_size, "sym": not asked.layout.zero_points, "desc_act": False}
+        rounder = Rounder(layer, QuantizeConfig(**how, offload_to_disk=False, fallback=None))
+        rounder.quantizer.configure(perchannel=True)
+        rounder.add_batch(inputs, None)
+        values, scales, zero, *_ = rounder.quantize()
+    groups = values.float().unflatten(1, (-1, asked.block_size))
+    codes = torch.round(groups / scales[..., None] + zero[..., None])
+    assert torch.equal((codes - zero[..., None]) * scales[..., None], groups), name
+    return BlockWeight(
+        pack(codes.numpy().astype(np.uint8), 4),
+        scales.float().contiguous().numpy(),
+        pack(zero.numpy().astype(np.uint8), 4) if asked.layout.zero_points else None,
+        4,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """GPTQModel greets on stdout, where results go, and sets up the process's logging when it is imported."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
