@@ -79,7 +79,8 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
         return None
     if native is None:
         return None
-    if provider == "cpu" and (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS:
+    quantized = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
+    if provider == "cpu" and quantized and native.get("archs"):
         print("the native kernels of this package's linear layers are for GPUs: running without them", file=sys.stderr)
         return None
     if (native["system"], native["machine"]) != (platform.system(), platform.machine()):

@@ -88,4 +88,4 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         if base.bits in (5, 6):
             bits = 8
     zero_points = bits < 8 and asked.layout.zero_points
-    return Form(bits, asked.method if bits < 8 else "rtn", base, zero_points=zero_points, pairs=pairs)
+    return Form(bits, asked.method if bits < 8 else "rtn", base, zero_points, False, asked.layout.half_scales, pairs)
