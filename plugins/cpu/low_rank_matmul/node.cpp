@@ -23,8 +23,8 @@ public:
     void compute(HostCall& call) override
     {
         Sizes const sizes = sizes_.of(op_, call.tensors, [&](still::Call const& bound) { return read_sizes(bound); });
-        low_rank::Tensors const x{
-            call.input(0), call.input(1), call.input(2), call.input(3), call.output(0, sizes.output), sizes.tokens}; // as the OpSpec has them
+        void* const output = call.output(0, sizes.output);
+        low_rank::Tensors const x{call.input(0), call.input(1), call.input(2), call.input(3), output, sizes.tokens}; // by the OpSpec
         if (sizes.tokens == 0)
             return;
         void* const scratch = call.scratch(low_rank::scratch_size(sizes.layer, sizes.tokens, call.instruction_set));

@@ -143,7 +143,8 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
     for (int r = 0; r < kRows; ++r)
         load_codes<Bits>(rows.codes[r] + unit * kUnit * Bits / 8, units, first[r], second[r]);
     Quads const scale = numbers(rows.scales, unit, units, shift);
-    Quads const zero = task.tensors->zero_points ? zeros<Bits>(rows.zero_points, unit, units, shift) : spread_quads(static_cast<float>(task.layer->zero));
+    Quads const zero = task.tensors->zero_points ? zeros<Bits>(rows.zero_points, unit, units, shift)
+                                                 : spread_quads(static_cast<float>(task.layer->zero));
     // What a code of 0 stands for.
     Quads const least = minus_product(zero, scale, task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{});
     for (int i = 0; i < Count; ++i)

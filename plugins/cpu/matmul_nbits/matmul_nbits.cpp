@@ -97,7 +97,11 @@ void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host co
                 round(0, count);
             else
                 spread(host, kLanes, static_cast<size_t>(up(count, alone) / alone),
-                    [&](size_t i, size_t) { round(static_cast<int64_t>(i) * alone, std::min(alone, count - static_cast<int64_t>(i) * alone)); });
+                    [&](size_t i, size_t)
+                    {
+                        int64_t const first = static_cast<int64_t>(i) * alone;
+                        round(first, std::min(alone, count - first));
+                    });
         }
         auto const multiply_rows = [&](size_t i, size_t lane)
         {

@@ -68,7 +68,9 @@ private:
             still::fail("MatMulNBits: blocks have ", words, " words for I=", inputs, " inputs of ", bits_, " bits.");
         if (columns * block_ != inputs)
             still::fail("MatMulNBits: scales are ", columns, " for I=", inputs, " inputs in blocks of ", block_, ".");
-        Layer layer{dimension(call, "O", 0, 1 << 30), inputs, block_, bits_, zero_ < 0 ? 1 << (bits_ - 1) : zero_, 0, half_, call.kept == still::Type::kFloat16};
+        int const zero = zero_ < 0 ? 1 << (bits_ - 1) : zero_;
+        bool const half_scales = call.kept == still::Type::kFloat16;
+        Layer layer{dimension(call, "O", 0, 1 << 30), inputs, block_, bits_, zero, 0, half_, half_scales};
         // Weights of other ops may have a dimension of 1 for all heads.
         if (int64_t const own = call.tensor("blocks").dims[0]; own != layer.outputs)
             still::fail("MatMulNBits: blocks are of ", own, " outputs; expected ", layer.outputs, ".");
