@@ -46,6 +46,7 @@ def package(built: None, export_tiny: Exporter) -> Package:
 
 @pytest.mark.slow
 def test_linear_layers_are_ours_and_their_bodies_onnxruntimes(package: Package) -> None:
+    assert package.manifest["prefill_tokens"] == 128
     graph = onnx.load(package.model_path, load_external_data=False)
     nodes = [n for n in graph.graph.node if n.op_type == "MatMulNBits"]
     assert {(n.domain, attribute(n, "block_size")) for n in nodes} == {("still", 32)}
