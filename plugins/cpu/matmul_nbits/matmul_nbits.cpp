@@ -1,7 +1,6 @@
 #include "matmul_nbits.h"
 
 #include <algorithm>
-#include <memory>
 
 #include "../common/scratch.h"
 #include "kernels.h"
@@ -74,10 +73,7 @@ size_t scratch_size(Layer const& layer, int64_t tokens, int instruction_set)
 void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host const& host, int instruction_set)
 {
     Kernels const& kernels = kernels_for(instruction_set, layer.half);
-    void* base = scratch;
-    size_t space = 64;
-    std::align(64, 1, base, space);
-    Parts const parts(layer, tensors.tokens, kernels, base);
+    Parts const parts(layer, tensors.tokens, kernels, scratch);
     int64_t const rows = rows_of_task(layer, std::min(tensors.tokens, kTokens));
     auto const tasks = static_cast<size_t>(up(layer.outputs, rows) / rows);
     for (int64_t token = 0; token < tensors.tokens; token += kTokens)
@@ -112,7 +108,7 @@ void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host co
         };
         spread(host, kLanes, tasks, multiply_rows);
     }
-    clear(scratch, parts.size + space);
+    clear(scratch, parts.size);
 }
 
 } // namespace still_cpu::low_bit
