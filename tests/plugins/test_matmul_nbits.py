@@ -42,7 +42,7 @@ class Node:
             for name, x in vars(self.weight).items()
             if isinstance(x, torch.Tensor) and name != "input"
         }
-        self.session = session(model_of(case, torch.float32, kept, **sizes), library=library, threads=threads)
+        self.session = session(model_of(case, torch.float32, kept, False, **sizes), library=library, threads=threads)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         binding = self.session.io_binding()
