@@ -131,7 +131,7 @@ def test_no_token_gives_no_output(library: str) -> None:
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"zero": 16}, "zero=16 is no code of 4 bits"),
+        ({"zero_code": 16}, "zero_code=16 is no code of 4 bits"),
         ({"bits": 3}, "bits=3; the kernels have 4 and 8"),
         ({"block_size": 48 + 7}, "block_size=55 does not divide I=288 inputs"),
         ({"bits": 8}, "blocks have 36 words for I=288 inputs of 8 bits"),

@@ -40,7 +40,7 @@ def model_of(
         kept,
         bits=case.bits,
         block_size=case.block_size,
-        zero=case.zero,
+        zero_code=case.zero,
     )
 
 

@@ -31,13 +31,13 @@ class Node : public Kernel
 {
 public:
     Node(still::Op const& op, bool half) : op_(op), half_(half), bits_(integer(op, "bits", 1)), block_(integer(op, "block_size", 1)),
-          zero_(integer(op, "zero", -1))
+          zero_(integer(op, "zero_code", -1))
     {
         expect_inputs(op.spec(), {"input", "blocks", "scales", "zero_points", "offsets"});
         if (bits_ != 4 && bits_ != 8)
             still::fail("MatMulNBits: bits=", bits_, "; the kernels have 4 and 8.");
         if (zero_ >> bits_ > 0)
-            still::fail("MatMulNBits: zero=", zero_, " is no code of ", bits_, " bits.");
+            still::fail("MatMulNBits: zero_code=", zero_, " is no code of ", bits_, " bits.");
     }
 
     void compute(HostCall& call) override

@@ -336,7 +336,7 @@ class PluginProduct(Product):
             read = typed(add_node(graph, node, "Unsqueeze", [read, axis], "row"), [rows[0], 1, rows[1]], self.dtype)
         attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
         if LEAST in self.values:
-            attributes["zero"] = 0
+            attributes[MATMUL_NBITS.attributes[-1].name] = 0  # codes count from 0
         parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points", self._offsets)]
         shape = [rows[0], 1 if single else rows[1], self.outputs]
         found = typed(
