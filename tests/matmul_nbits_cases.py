@@ -22,6 +22,7 @@ class Case:
     block_size: int = 32
     rows: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 3), (8, 1), (3, 3))  # batch, tokens
     offsets: bool = False
+    zero: int = -1
 
 
 FEW = {
@@ -34,6 +35,11 @@ FEW = {
     "8 bits, zero points": Case(8, outputs=40, inputs=1184, rows=((1, 1), (2, 8))),
     "one block": Case(outputs=3, inputs=32, rows=((1, 1), (7, 1))),
 }
+CODES_FROM_0 = {
+    "4 bits from 0, offsets": Case(zero_points=False, outputs=40, offsets=True, zero=0),
+    "8 bits from 3": Case(8, False, zero=3),
+}
+"""Which have no kernels on GPUs."""
 MANY = {
     "4 bits": Case(rows=((1, 65), (2, 43), (3, 43))),
     "4 bits, no zero points": Case(zero_points=False, outputs=40, inputs=160, rows=((1, 129),)),
@@ -62,6 +68,7 @@ def weight(case: Case, dtype: torch.dtype = torch.float16) -> Inputs:
         case.bits,
         case.block_size,
         (torch.rand(scales.shape, generator=generator) - 0.5).to(dtype) if case.offsets else None,
+        case.zero,
     )
 
 

@@ -33,10 +33,10 @@ def boolean(value: bool) -> str:
 
 
 def _flags(spec: TensorSpec | StateSpec) -> tuple[bool, ...]:
-    """Of states alone; what is false at the end is not written."""
-    if not isinstance(spec, StateSpec) or not (spec.narrow or spec.of_codes):
-        return ()
-    return (spec.narrow, True) if spec.of_codes else (True,)
+    """What is false at the end is not written."""
+    if isinstance(spec, StateSpec) and spec.of_codes:
+        return spec.narrow, True
+    return (True,) if spec.narrow else ()
 
 
 def tensor(spec: TensorSpec | StateSpec, prefix: str = "") -> str:

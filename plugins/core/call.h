@@ -50,7 +50,7 @@ public:
     std::map<std::string, int64_t> weights; // the first dimension of weights by its symbol: its size, or 1 where all share them
     std::map<std::string, Tensor> tensors; // inputs and outputs that exist, by name
     Type activation{Type::kNone};
-    Type kept{Type::kNone}; // of states that may be narrower than activations; kNone where there are none
+    Type kept{Type::kNone}; // of what may be narrower than activations; kNone where there is nothing
     Type count{Type::kNone};
 
 private:

@@ -19,7 +19,7 @@ struct TensorSpec
     bool weight; // a dimension of 1 stands for all heads
     bool state;
     bool optional;
-    bool narrow = false; // a state that may be float16 beside float32 activations, where the kernel reads it so
+    bool narrow = false; // may be float16 beside float32 activations, where the kernel reads it so
     bool of_codes = false; // a state that the op has where `cache` is int8 alone
 };
 

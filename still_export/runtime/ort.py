@@ -79,7 +79,8 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
         return None
     if native is None:
         return None
-    if provider == "cpu" and (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS:
+    quantized = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
+    if provider == "cpu" and quantized and native.get("archs"):
         print("the native kernels of this package's linear layers are for GPUs: running without them", file=sys.stderr)
         return None
     if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
@@ -438,9 +439,9 @@ class OrtModel(Runner):
         if self._fold is None:
             names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
             assert set(names) <= set(self.manifest["files"])
-            self._fold = open_session(
-                self.folder, self.manifest, self._session_options(), self.device, self.native, graph=FOLD
-            )
+            options = self._session_options()
+            options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
+            self._fold = open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
         return self._call(input_ids, new_tokens, first, GUESSED)
 
     def accept(self, accepted: np.ndarray) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def export(
         write_portable(
             asked,
             hub,
-            target.layout_for,
+            partial(target.layout_for, options=options),
             target.to,
             check=lambda manifest: target.check_model(manifest, options),
             command=command,

@@ -67,6 +67,7 @@ class Target:
         dtypes: Activation types that it computes in.
         layout: How it holds low-bit weights.
         layouts: The same by activation type, where it is another.
+        own_layouts: Whether options mean `layouts`; packages of either kind are lowered.
         caches: Types of keys and values beside that of the activations.
         lacks: Ops of models that it has no form of, or none that was proven.
         options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
@@ -94,6 +95,7 @@ class Target:
     steps: tuple[Step, ...]
     finish: Callable[[Lowering, Any], None]
     layouts: dict[str, Layout] = field(default_factory=dict)
+    own_layouts: Callable[[Any], bool] | None = None
     caches: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     traits: Callable[[Any], Collection[str]] = lambda options: ()
@@ -119,8 +121,10 @@ class Target:
         """Fields of `options` that are flags."""
         return names_of(self.options)
 
-    def layout_for(self, dtype: str) -> Layout:
-        """How low-bit weights are held beside activations of `dtype`."""
+    def layout_for(self, dtype: str, options: Any = None) -> Layout:
+        """How low-bit weights are held beside activations of `dtype`; `options` None: the plainest."""
+        if self.own_layouts is not None and (options is None or not self.own_layouts(options)):
+            return self.layout
         return self.layouts.get(dtype, self.layout)
 
     def check_model(self, manifest: dict[str, Any], options: Any) -> None:
@@ -138,7 +142,8 @@ class Target:
                 "Export with --to onnx."
             )
         layout = self.layout_for(dtype)
-        if quantization is not None and quantization["nodes"] != layout.nodes:
+        known = {layout.nodes, self.layouts.get(dtype, layout).nodes}
+        if quantization is not None and quantization["nodes"] not in known:
             raise ConfigError(
                 f"the package holds {quantization['scheme']} weights as {quantization['nodes']}, {self.name} as {layout.nodes} "
                 f"({layout.form}): bits and their form are chosen at export. Export the model with --to {self.to} --quantize "

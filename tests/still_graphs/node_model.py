@@ -27,9 +27,13 @@ def node_model(
     absent: tuple[str, ...] = (),
     opset: int = 23,
     onnxruntime: bool = False,
+    kept: torch.dtype | None = None,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A model of one node with its body; inputs and outputs have the op's own names, states those that the attributes ask for."""
+    """A model of one node with its body; inputs and outputs have the op's own names, states those that the attributes ask for.
+
+    kept: Of what may be narrower than activations.
+    """
     set_ = {a.name: a.default for a in spec.attributes} | attributes
     there = {state.name for state in spec.states_with(set_)}
     sides = ("past", "present")
@@ -44,7 +48,9 @@ def node_model(
 
     def infos(names: tuple[str, ...], tensors: Any) -> list[onnx.ValueInfoProto]:
         return [
-            helper.make_tensor_value_info(name, kinds[t.dtype], [sizes.get(d, d) for d in t.shape])
+            helper.make_tensor_value_info(
+                name, ELEMENT[kept] if kept and t.narrow else kinds[t.dtype], [sizes.get(d, d) for d in t.shape]
+            )
             for name, t in zip(names, tensors, strict=True)
             if name not in absent
         ]

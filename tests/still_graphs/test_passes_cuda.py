@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 from still_export.targets.ort.target import ON_GPUS
 from still_graphs.passes.add_greedy_token import add_greedy_node
 from still_graphs.passes.fuse_gates import fuse_all_gates
-from still_graphs.passes.fuse_low_rank import fuse_low_rank
+from still_graphs.passes.fuse_low_rank import fuse_low_rank, fuse_low_rank_floats
 from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings
 from still_graphs.passes.strip_functions import strip_functions
 from tests.still_graphs.steps import applied, attach_functions, run_steps
@@ -141,6 +141,8 @@ def test_bodies_of_standard_ops() -> None:
     [
         (fuse_low_rank, {"dtype": "float32"}),
         (fuse_low_rank, {"more": ("low", "gate.low")}),
+        (fuse_low_rank_floats, {}),
+        (fuse_low_rank_floats, {"dtype": "float32", "more": ("low", "gate.low")}),
         (fuse_rotary_embeddings, {"dtype": "float32"}),
         (fuse_rotary_embeddings, {"more": ("q",)}),
         (fuse_rotary_embeddings, {"k.turned": ["k", "cos.half", "cos.half"]}),
@@ -156,6 +158,16 @@ def test_what_something_else_reads_stays(join: Callable[[onnx.ModelProto], int],
     model = model_of(**change)
     before = kinds(model)
     assert applied(join, model) == 0 and kinds(model) == before
+
+
+def test_pairs_of_float32() -> None:
+    """Which kernels of CPUs have; their bodies compute the same."""
+    plain, model = model_of("float32"), model_of("float32")
+    assert applied(fuse_low_rank_floats, model) == 2 and kinds(model)["LowRankMatMul"] == 2
+    attach_functions(model)
+    other = run(model)
+    for name, value in run(plain).items():
+        np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_parts_of_a_layer() -> None:

@@ -45,7 +45,7 @@ def function_body(
         node: Inputs and outputs in the order of its OpSpec, "" for an absent optional one.
         dtype: Element type of the activations (TensorProto.FLOAT, FLOAT16 or BFLOAT16).
         opset: Of ai.onnx in the body.
-        kept: Element type of the states that may be narrower; 0: that of the activations.
+        kept: Element type of what may be narrower; 0: that of the activations.
         dims: Sizes of the OpSpec's symbols that are fixed in the model (heads, head dim, features), and WH, heads of the weights.
         onnxruntime: ONNX Runtime's own ops may stand in the body, where it has kernels for them.
 
@@ -86,11 +86,12 @@ def function_body(
 
 
 def _keep(function: onnx.FunctionProto, node: onnx.NodeProto, dtype: int, kept: int) -> None:
-    """Let the states that may be narrower come in and go out as `kept`: cast whole around the body, which is for every runtime and is
+    """Let what may be narrower come in, and states go out, as `kept`: cast whole around the body, which is for every runtime and is
     not fast; kernels read the type itself."""
     spec = OPS[node.op_type]
     names = [state.name for state in spec.states if state.narrow]
-    given = {f"past_{name}" for name in names} & set(function.input)
+    weights = {tensor.name for tensor, held in zip(spec.inputs, node.input, strict=False) if tensor.narrow and held}
+    given = (weights | {f"past_{name}" for name in names}) & set(function.input)
     made = {f"present_{name}" for name in names} & set(function.output)
     rename(function.node, {name: f"{name}_wide" for name in given | made})
     before = [helper.make_node("Cast", [name], [f"{name}_wide"], to=dtype) for name in sorted(given)]

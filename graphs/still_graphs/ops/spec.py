@@ -26,6 +26,7 @@ class TensorSpec:
     """One input or output. Shapes are numbers, symbols, or multiples or parts of a symbol ("2*C", "D/4").
 
     A symbol with the name of an integer attribute has its value; an output of which that is 0 does not exist.
+    `narrow`: an input of type "T" that may be float16 beside float32 activations.
 
     Symbols of all ops: B batch, T tokens, H query heads, HK key/value heads, D head dim, N rows of a state that grows; the others are
     explained by the op that has them.
@@ -36,6 +37,7 @@ class TensorSpec:
     dtype: DType
     role: Role
     optional: bool = False
+    narrow: bool = False
 
 
 @dataclass(frozen=True)

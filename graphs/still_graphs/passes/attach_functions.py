@@ -105,10 +105,6 @@ def _dimensions(node: ir.Node) -> dict[str, int]:
     return {symbol: size for symbol, size in dims.items() if symbol not in ("B", "T", "N")}
 
 
-def _narrow(tensor: TensorSpec | StateSpec) -> bool:
-    return isinstance(tensor, StateSpec) and tensor.narrow
-
-
 def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -> int:
     """Element type of the first input or output that is `wanted` and declares one; 0: none does."""
     spec = _spec(node)
@@ -117,14 +113,16 @@ def _declared(node: ir.Node, wanted: Callable[[TensorSpec | StateSpec], bool]) -
 
 
 def _kept_type(node: ir.Node) -> int:
-    """Element type of the states that may be narrower than activations; 0: unknown, or the op has none."""
-    return _declared(node, _narrow)
+    """Element type of the inputs that may be narrower than activations; 0: unknown, or the op has none."""
+    return _declared(node, lambda tensor: tensor.narrow)
 
 
 def _activation_type(node: ir.Node) -> int:
-    """Element type of the activations: of any input or output that shares it (the weights, the output, state that may not be narrower)."""
+    """Element type of the activations: of any input or output that shares it (the weights, the output, a state).
+
+    Not of one that may be narrower."""
     # Where nothing else is declared, states are as the activations.
-    if found := _declared(node, lambda tensor: tensor.dtype == "T" and not _narrow(tensor)) or _kept_type(node):
+    if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _kept_type(node):
         return found
     raise UnsupportedError(
         f"node {node.name or node.op_type}: the type of its activations is unknown; no input or output of it is declared. "

@@ -4,13 +4,14 @@ A LoRA pair that stays apart, or a gate of low rank, is two products whose matri
 waits for memory, and the sum a third.
 
 requires: weights are initializers.
-ensures: no product of float16 or bfloat16 tokens [B, T, I] with two matrices one behind the other is left of which the first has at most
-    RANK columns, fewer than rows, and nothing else reads what lies between.
+ensures: no product of tokens [B, T, I] of an asked type with two matrices one behind the other is left of which the first has at most RANK
+    columns, fewer than rows, and nothing else reads what lies between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from still_graphs.edits import in_half, is_weight, rank
 from still_graphs.later_ir import ir
@@ -23,12 +24,17 @@ RANK = 256
 
 
 def fuse_low_rank(model: ir.Model) -> int:
-    """Rewrite the main graph, in place; results keep their names.
+    """Rewrite the main graph of float16 or bfloat16, in place; results keep their names.
 
     Returns:
         Number of pairs that were fused.
     """
-    return fuse(model, *FUSIONS)
+    return fuse(model, *HALVES)
+
+
+def fuse_low_rank_floats(model: ir.Model) -> int:
+    """The same of float32."""
+    return fuse(model, *FLOATS)
 
 
 def _matrix(value: ir.Value) -> bool:
@@ -41,16 +47,20 @@ SECOND = Op("MatMul", Op("MatMul", X, INNER), OUTER)
 TOTAL = Op("Add", SECOND, BASE)
 
 
-def _thin(match: Match) -> bool:
+def _floats(*values: ir.Value) -> bool:
+    return all(value.dtype == ir.DataType.FLOAT for value in values)
+
+
+def _thin(typed: Callable[..., bool], match: Match) -> bool:
     x, inner, outer = (match.value(pattern) for pattern in (X, INNER, OUTER))
     assert inner.shape is not None
     rows, columns = inner.shape.numpy()
-    return columns <= RANK and columns < rows and in_half(x, inner, outer)
+    return columns <= RANK and columns < rows and typed(x, inner, outer)
 
 
-def _with_base(match: Match) -> bool:
+def _with_base(typed: Callable[..., bool], match: Match) -> bool:
     base, second = match.value(BASE), match.value(SECOND)
-    return _thin(match) and base is not second and base.shape is not None and base.shape == second.shape
+    return _thin(typed, match) and base is not second and base.shape is not None and base.shape == second.shape
 
 
 def _replace(match: Match) -> Sequence[ir.Value]:
@@ -59,5 +69,9 @@ def _replace(match: Match) -> Sequence[ir.Value]:
     return match.add(LOW_RANK_MATMUL.name, inputs, name=f"{last.name or last.outputs[0].name}.fused", domain=DOMAIN)
 
 
-FUSIONS = Fusion((TOTAL,), _replace, _with_base), Fusion((SECOND,), _replace, _thin)
-low_rank_fused = fused(*FUSIONS)
+def _fusions(typed: Callable[..., bool]) -> tuple[Fusion, Fusion]:
+    return Fusion((TOTAL,), _replace, partial(_with_base, typed)), Fusion((SECOND,), _replace, partial(_thin, typed))
+
+
+HALVES, FLOATS = _fusions(in_half), _fusions(_floats)
+low_rank_fused, low_rank_floats_fused = fused(*HALVES), fused(*FLOATS)

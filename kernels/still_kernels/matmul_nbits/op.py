@@ -48,6 +48,7 @@ PLAN = Plan(
         "dense_weights",  # that are half precision numbers at a time
     ),
     checks=(
+        Check("zero_code < 0", "zero_code={zero_code}; the kernels have the middle, which is -1."),
         Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
         Check(
             "block_size > 0 and I % max(block_size, 1) == 0", "block_size={block_size} does not divide I={I} inputs."
@@ -101,11 +102,11 @@ class Inputs(StatelessInputs, plan=PLAN):
     input: [B, T, I].
     blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
     scales: One for each block, of the type of input, [O, I / block_size].
-    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: the middle,
-        2^(bits - 1).
+    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: `zero_code`.
     offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
     bits: 4 or 8.
     block_size: Inputs that share a scale.
+    zero_code: The code of 0 where there are no zero points; -1: the middle.
     """
 
     input: Tensor
@@ -115,6 +116,7 @@ class Inputs(StatelessInputs, plan=PLAN):
     bits: int = 4
     block_size: int = 32
     offsets: Tensor | None = None
+    zero_code: int = -1
 
 
 def dequantized(inputs: Inputs) -> Tensor:
@@ -125,7 +127,7 @@ def dequantized(inputs: Inputs) -> Tensor:
     shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
     most = (1 << inputs.bits) - 1
     codes = (inputs.blocks[..., None] >> shifts & most).view(outputs, blocks, inputs.block_size)
-    zero: Tensor | int = 1 << (inputs.bits - 1)
+    zero: Tensor | int = inputs.zero_code if inputs.zero_code >= 0 else 1 << (inputs.bits - 1)
     if inputs.zero_points is not None:
         zero = (inputs.zero_points[..., None] >> shifts & most).view(outputs, -1)[:, :blocks, None]
     wide = torch.promote_types(inputs.scales.dtype, torch.float32)

@@ -15,6 +15,8 @@ namespace
 
 constexpr int64_t kWantedTasks = 64; // keys are cut into parts where there are fewer: enough for as many threads
 constexpr int64_t kLeastKeys = 256;  // of a part
+constexpr int64_t kFewTokens = 8;    // up to so many are computed as calls of one token compute them, bit for bit:
+constexpr int64_t kFewKeys = 512;    // over parts that no length changes
 
 // How a call is cut; by its shapes and counts alone, so that the number of threads changes no bit.
 struct Cut
@@ -40,6 +42,8 @@ struct Cut
             return;
         int64_t const wanted = (kWantedTasks + units - 1) / units;
         part_keys = (std::max(kLeastKeys, (longest + wanted - 1) / wanted) + kTileKeys - 1) / kTileKeys * kTileKeys;
+        if (most <= kFewTokens)
+            part_keys = kFewKeys;
         parts = (longest + part_keys - 1) / part_keys;
     }
 };

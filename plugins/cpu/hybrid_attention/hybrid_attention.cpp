@@ -64,6 +64,8 @@ struct Call
     }
 };
 
+constexpr int64_t kFewTokens = 8; // of a sequence in a call: up to so many are computed as calls of one token compute them, bit for bit
+
 int part_count(Step const& s)
 {
     return static_cast<int>(std::max<int64_t>(1, (s.held + kPartSlots - 1) / kPartSlots));
@@ -176,7 +178,7 @@ bool next_step(Call& call, int64_t const* past, int64_t const* brought, int64_t*
         s.chunk = position / l.chunk;
         s.offset = static_cast<int>(position % l.chunk);
         s.token = done[row];
-        s.count = static_cast<int>(std::min<int64_t>(left, l.chunk - s.offset));
+        s.count = brought[row] <= kFewTokens ? 1 : static_cast<int>(std::min<int64_t>(left, l.chunk - s.offset));
         s.promotes = s.offset == 0 && s.chunk >= 2;
         s.held = std::min<int64_t>(l.slots, l.salient * std::max<int64_t>(0, s.chunk - 1));
         done[row] += s.count;

@@ -93,7 +93,8 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         if base.bits in (5, 6):
             bits = 8
     zero_points = bits < 8 and asked.layout.zero_points
-    return Form(bits, asked.method if bits < 8 else DEFAULT_METHOD, base, zero_points=zero_points, pairs=pairs)
+    method = asked.method if bits < 8 else DEFAULT_METHOD
+    return Form(bits, method, base, zero_points, False, asked.layout.half_scales, pairs)
 
 
 def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) -> tuple[Quantization, dict[str, Form]]:

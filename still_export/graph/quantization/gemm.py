@@ -321,7 +321,7 @@ class DequantizedProduct(Product):
 
 
 class PluginProduct(Product):
-    """still::MatMulNBits, which reads what BlockWeight has, four bytes in a word."""
+    """still::MatMulNBits, which reads what BlockWeight has, four bytes in a word; scales in half precision too."""
 
     domain, takes_offsets = DOMAIN, True
 
@@ -335,7 +335,9 @@ class PluginProduct(Product):
             axis = store(graph, ir.tensor([1], dtype=ir.DataType.INT64, name=f"{node.name}.axis"))
             read = typed(add_node(graph, node, "Unsqueeze", [read, axis], "row"), [rows[0], 1, rows[1]], self.dtype)
         attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
-        parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points", "offsets")]
+        if LEAST in self.values:
+            attributes[MATMUL_NBITS.attributes[-1].name] = 0  # codes count from 0
+        parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points", self._offsets)]
         shape = [rows[0], 1 if single else rows[1], self.outputs]
         found = typed(
             add_node(graph, node, MATMUL_NBITS.name, [read, *parts], "blocks", attributes, DOMAIN), shape, self.dtype
@@ -348,15 +350,21 @@ class PluginProduct(Product):
         words = self.inputs * self.form.bits // 32
         packed = self._below_each_other(lambda w: w.packed)
         found = {"blocks": self._stored("blocks", [self.outputs, words], ir.DataType.INT32, lambda: _words(packed()))}
-        scales = self._below_each_other(lambda w: w.scales)
-        found["scales"] = self._stored("scales", [self.outputs, self.blocks], self.dtype, scales)
+        scales, scale_type = self._below_each_other(lambda w: w.scales), self.weights[0].scale_type
+        found["scales"] = self._stored("scales", [self.outputs, self.blocks], scale_type, scales)
         if self.form.zero_points:
             words, zero = -(-self.blocks * self.form.bits // 32), self._below_each_other(lambda w: w.zero_points)
             shape = [self.outputs, words]
             found["zero_points"] = self._stored("zero_points", shape, ir.DataType.INT32, lambda: _words(zero()))
         if self.offsets:
-            found["offsets"] = self._stored("offsets", [self.outputs, self.blocks], self.dtype, self._offset_rows)
+            read = self._offset_rows if self._offsets != LEAST else self._below_each_other(_least)
+            found[self._offsets] = self._stored(self._offsets, [self.outputs, self.blocks], scale_type, read)
         return found
+
+    @property
+    def _offsets(self) -> str:
+        """What is added to the numbers of a block: of half precision scales what codes of 0 stand for, which is what their files hold."""
+        return LEAST if self.offsets and self.weights[0].scale_type != self.dtype else "offsets"
 
 
 PRODUCTS: dict[str, type[Product]] = dict(zip(NODES, (BlockProduct, DequantizedProduct, PluginProduct), strict=True))

@@ -130,6 +130,8 @@ def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
             rows.metadata_props[VIEW] = f"{name}.blocks"
     scales = initializers[f"{name}.scales"]
     casts = [use.outputs[0] for use, _ in scales.uses() if use.op_type == "Cast"]
+    if scales.dtype != weight.dtype and not casts:  # kernels of ours read them as they are
+        casts = [cast_value(model, scales, weight.dtype)]
     attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": weight.form.bits, "block_size": weight.asked.block_size}
     inputs = [initializers[f"{name}.{ROWS}"], node.inputs[1], casts[0] if casts else scales]
     replace_nodes(

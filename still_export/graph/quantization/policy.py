@@ -54,6 +54,7 @@ class Layout:
         blocks_of_eight: 8 bits have a scale for each block too; else one for each output.
         rows: An embedding's rows can be read in 8 bits.
         adapters: Products can take LoRA pairs while they run.
+        half_scales: What is rounded here has scales in half precision; blocks of files keep theirs.
     """
 
     form: str
@@ -63,6 +64,7 @@ class Layout:
     blocks_of_eight: bool = False
     rows: bool = False
     adapters: bool = False
+    half_scales: bool = False
 
 
 ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True, adapters=True)
@@ -205,6 +207,6 @@ def account(
 
 
 def rounds_activations(manifest: Mapping[str, Any]) -> bool:
-    """Whether the package's products round what they read to 8 bits: those of ONNX Runtime's own do, others do not."""
-    quantization = manifest.get("quantization")
-    return quantization is not None and quantization["nodes"] == RUNTIME
+    """Whether the package's products round what they read to 8 bits: those of ONNX Runtime's own do, and ours beside float32."""
+    nodes = (manifest.get("quantization") or {}).get("nodes")
+    return nodes == RUNTIME or (nodes == PLUGIN and manifest["model"]["dtype"] == "float32")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
+from still_export.errors import UnsupportedError
 from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize, quantize_outputs, relative_error
@@ -44,9 +46,21 @@ class StoredWeight:
                 else:
                     zero_points = self.asked.layout.zero_points
                     self._made = quantize(values, bits, self.asked.block_size, self.form.method, zero_points)
+                if self.form.half_scales:
+                    self._made = self._with_half_scales(self._made)
                 if is_coded(base):
                     self.rounded[self.name] = relative_error(self._made, values)
         return self._made
+
+    def _with_half_scales(self, made: BlockWeight) -> BlockWeight:
+        with np.errstate(over="ignore"):
+            scales = made.scales.astype(np.float16)
+        if not np.isfinite(scales).all():
+            raise UnsupportedError(
+                f"{self.name} has weights up to {np.abs(made.dequantized()).max():.3g}, whose scales half precision cannot hold. "
+                "Export with --no-native, whose scales are float32."
+            )
+        return replace(made, scales=scales)
 
     def forget(self) -> None:
         """Drop the blocks."""

@@ -40,7 +40,9 @@ class OrtOptions:
     cpu: str | None = option(None, "CPUs of the kernels: x86_64 or aarch64.", shown="this machine's")
     archs: tuple[str, ...] = option((), "GPUs to compile kernels for.", flag="--arch", commas=True, shown="none")
     opset: int = option(OPSET, f"Of ai.onnx, {OPSET}, or {FUSED_OPSET} for hosts with its linear attention.")
-    prefill_tokens: int | None = option(None, "Tokens of one prefill call.", shown="512, with --arch 2048 to 8192")
+    prefill_tokens: int | None = option(
+        None, "Tokens of one prefill call.", shown="512, of low-bit weights 128, with --arch 2048 to 8192"
+    )
     onnxruntime_include: Path | None = option(
         None, "Folder of onnxruntime_c_api.h to build kernels with.", shown="the usual places, else fetched"
     )

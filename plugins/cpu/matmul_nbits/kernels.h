@@ -1,0 +1,42 @@
+// What is compiled once per instruction set, as a table of functions.
+#pragma once
+
+#include "matmul_nbits.h"
+
+namespace still_cpu::low_bit
+{
+
+constexpr int kUnit = 32;   // inputs that are rounded with one factor
+constexpr int kRows = 4;    // outputs that are computed at once
+constexpr int64_t kTokens = 512; // that are rounded at once
+
+// Tokens in 8 bits, and for each unit, four times side by side: what a code stands for, and the sum of the codes in that.
+struct Rounded
+{
+    int8_t* codes;
+    float* factors;
+    float* sums;
+    int64_t units; // of a token, filled up to whole steps with zeros
+};
+
+struct Task
+{
+    Layer const* layer;
+    Tensors const* tensors;
+    Rounded const* rounded;
+    int64_t token, tokens; // first one of the call, and how many
+    int64_t row, rows;     // outputs: a multiple of kRows, but for the last ones
+    float* room;           // of `exact`: I floats for the weight, I for a token
+};
+
+struct Kernels
+{
+    int step; // units at once
+    void (*round)(Task const& task);
+    void (*multiply)(Task const& task);
+    void (*exact)(Task const& task);
+};
+
+STILL_KERNEL_SETS
+
+} // namespace still_cpu::low_bit
