@@ -20,7 +20,6 @@ from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention
 if TYPE_CHECKING:
     from still_export.linearization.run import LinearizationRun
 
-TEXT_TOKENS = 2048
 LOOKS_UP = 0.25
 """Share of the greatest score from which a layer counts as one that looks facts up: 4 of SmolLM2's 30, and its fifth has 24%."""
 
@@ -49,7 +48,7 @@ def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> 
     """Of a run's untrained model with all layers linearized, two kinds weighing the same; a minute for 135M parameters on two cores."""
     writer = TaskWriter(run.tokenizer, run.corpus.train)
     lookup = lookup_scores(model, attentions, writer, min(ROW_TOKENS, run.context), run.recipe.seed).sum(1)
-    longest = min(TEXT_TOKENS, run.context, len(run.corpus.held_out))
+    longest = min(ROW_TOKENS, run.context, len(run.corpus.held_out))
     text = text_needs(model, attentions, held_out_rows(run.corpus, 1, longest).to(run.accelerator.device))
     return Needs(shares(text), shares(lookup.tolist()))
 
