@@ -17,6 +17,8 @@ Examples:
 
     still-export linearize BASE -o DIR
 
+    still-export linearize BASE --budget "loss 1%, state 60%, time 30" --text book.txt -o DIR
+
     still-export linearize BASE --recipe retrieval --softmax-layers 4 --text book.txt -o DIR
 
     still-export linearize --config recipe.yaml --finetune-steps 200 -o DIR
@@ -98,10 +100,14 @@ def linearize(
         named = DEFAULT_PRESETS.get(given.get("mixer", "still"), DEFAULT_PRESETS["still"])
     recipe = read_recipe(config or preset(str(named)), given)
     if softmax_layers:
+        if recipe.budget:
+            raise ConfigError(
+                f"--softmax-layers {softmax_layers} beside the budget {recipe.budget!r}, which chooses them; give another --recipe."
+            )
         from still_export.linearization.select_layers import select_layers
 
         chosen = select_layers(
-            recipe, softmax_layers, output.with_name(f"{output.name}.layers"), resume=resume, force=force, log=out.log
+            recipe, softmax_layers, output.with_name(f"{output.name}.layers"), force=force or resume, log=out.log
         )
         recipe = replace(recipe, layer_types=chosen.layer_types)
     with out.training() as progress:
@@ -111,7 +117,8 @@ def linearize(
     if report is not None and out.first:
         write_report(looks.page(content, str(output), machine(), command_line()), report)
         out.log(f"report to look at: {report}")
-    lines = [f"bits per byte of held-out text, {name}: {bits:.4f}" for name, bits in result.bits_per_byte.items()]
+    lines = [result.plan["said"]] if result.plan else []
+    lines += [f"bits per byte of held-out text, {name}: {bits:.4f}" for name, bits in result.bits_per_byte.items()]
     lines += [
         f"stage {s.name}: {s.steps} steps, {s.tokens / max(s.seconds, 1e-9):,.0f} tokens/s, loss {s.losses[-1]:.4f}"
         + (", ended on a plateau" if s.stopped_early else "")

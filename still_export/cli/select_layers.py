@@ -16,8 +16,6 @@ Examples:
 
     still-export select-layers BASE --text book.txt --count 2 -o layers
 
-    still-export select-layers BASE --text book.txt --count 4 --by retrieval -o layers
-
     still-export linearize BASE --text book.txt --softmax-layers 2 -o DIR
 """
 
@@ -29,21 +27,15 @@ def select_layers(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write.", show_default=False)] = None,
     count: Annotated[int, typer.Option(min=1, help="Layers that stay softmax.")] = 1,
-    by: Annotated[
-        str, typer.Option(help="kl: train a student per layer; retrieval: see which layers look facts up, in a minute.")
-    ] = "kl",
-    steps: Annotated[int, typer.Option(min=1, help="LoRA steps of each candidate in a round.")] = 25,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; fewer where the ranking is stable.")] = 4,
     text: Annotated[
         list[str] | None, typer.Option("--text", help="Text file; repeatable. The end of each is held out.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Score each layer by how much closer the linearized model gets to its teacher when the layer stays softmax, or by what it looks up."""
+    """Rank layers by what softmax does for them that linear attention cannot: predict text from far tokens, and look facts up."""
     demand(*EXTRAS["train"])
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.recipe import read_recipe
@@ -54,13 +46,12 @@ def select_layers(
     out = Output(as_json, quiet)
     given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     recipe = read_recipe(config, given)
-    choice = run(recipe, count, output, by=by, steps=steps, rounds=rounds, resume=resume, force=force, log=out.log)
+    choice = run(recipe, count, output, force=force, log=out.log)
     leave_processes()
-    says = "KL {:+.4f} lower when it stays softmax" if by == "kl" else "attention from answers to facts {:.2f}"
-    ranked = sorted(choice.scores.items(), key=lambda item: -item[1])
+    says = "layer {}: {:.1%} of what the text needs from far tokens, {:.1%} of the attention from answers to facts"
     out.result(
         asdict(choice),
-        *(f"layer {layer}: {says.format(score)}" for layer, score in ranked),
+        *(says.format(i, choice.needs.text[i], choice.needs.lookup[i]) for i in choice.needs.ranked()),
         f"chosen: {', '.join(map(str, choice.layers))}",
         f"next: still-export linearize {recipe.base} --softmax-layers {count} -o DIR, or layer_types of {output / 'layers.json'}",
     )

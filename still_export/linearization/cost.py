@@ -25,11 +25,11 @@ def cost_of(run: LinearizationRun) -> str:
     if run.accelerator.num_processes > 1 or sum(steps.values()) < LEAST_STEPS:
         return line
     # On models of its own: stages load theirs, seeded, after it.
-    seconds = sum(count * _step_seconds(run, stage) for stage, count in steps.items() if count)
-    return f"{line}; about {_spoken(seconds)} on this machine, measured on a row of each stage (Ctrl-C leaves nothing behind)"
+    seconds = sum(count * step_seconds(run, stage) for stage, count in steps.items() if count)
+    return f"{line}; about {spoken(seconds)} on this machine, measured on a row of each stage (Ctrl-C leaves nothing behind)"
 
 
-def _step_seconds(run: LinearizationRun, stage: str) -> float:
+def step_seconds(run: LinearizationRun, stage: str) -> float:
     """Time of a step, by forward and backward passes: of one row on the CPU, whose time grows with them, of a step on a GPU."""
     device = run.accelerator.device
     objective: nn.Module = run.transfer_objective() if stage == "attention transfer" else run.finetune_objective(None)
@@ -54,7 +54,7 @@ def _step_seconds(run: LinearizationRun, stage: str) -> float:
     return (time.perf_counter() - begin) * len(batch.ids) / rows
 
 
-def _spoken(seconds: float) -> str:
+def spoken(seconds: float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds))} seconds"
     return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

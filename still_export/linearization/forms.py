@@ -263,6 +263,24 @@ class NaturalWriter:
                     raise
                 facts = facts[: len(facts) // 2]
 
+    def prompt(self, length: int, depth: float, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+        """A text with one fact, which is asked for at its end, and its answer; ids int64 [length], and how many of the last are its value.
+
+        Args:
+            depth: Where the fact stands, 0 = at the beginning, 1 = right before the question.
+
+        Raises:
+            ConfigError: It does not fit.
+        """
+        fact, chat = draw_fact(rng), self._chat
+        start = self._start if chat is None else self._tokenizer(chat["start"], add_special_tokens=False)["input_ids"]
+        turn = "\n" if chat is None else chat["user_to_assistant"]
+        lead = capital(f"the {fact.key} is {OPEN}{fact.value}{CLOSE}")
+        end = self._encode(f"\n\nWhat is the {fact.key}?{turn}{lead}", ANSWER)
+        hidden = [(depth, self._encode(pick(WAYS, rng)(fact, rng), 1))]
+        row = self._composed(hidden, piece((start, 1)), end, length, rng)
+        return row[0].astype(np.int64), int((end[1] == ANSWER).sum())
+
     def _as_text(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
         """Each fact is asked for somewhere behind it."""
         pieces = []

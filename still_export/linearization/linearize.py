@@ -11,6 +11,7 @@ from accelerate.utils import set_seed
 
 from still_export.errors import ConfigError
 from still_export.linearization.cost import cost_of
+from still_export.linearization.plan import Planner
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.trainer import Progress
@@ -57,15 +58,20 @@ def linearize(
 
 def _train(run: LinearizationRun, resume: bool, command: str) -> Linearization:
     """Both stages, and what they gave, written."""
-    if not resume:
+    planner = Planner(run) if run.recipe.budget else None
+    if not resume and planner is None:
         run.log(cost_of(run))
     stages = []
     if run.recipe.transfer_steps:
         stages.append(run.transfer())
     finetune, model, attentions = run.finetune()
     stages += [finetune] if finetune else []
-    bits = run.quality(model, attentions)
-    result = Linearization(run.output, bits, stages)
+    if planner is None:
+        result = Linearization(run.output, run.quality(model, attentions), stages)
+    else:
+        plan = planner.settle(model, attentions)
+        bits = {f"{name}, {n:,}": plan[name]["bits"][n] for n in plan["base"]["bits"] for name in ("base", "reached")}
+        result = Linearization(run.output, bits, stages, plan)
     if run.accelerator.is_main_process:
         run.write(result, command)
     run.accelerator.wait_for_everyone()

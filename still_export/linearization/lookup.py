@@ -11,7 +11,7 @@ from torch import Tensor
 from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.mixers.trainable import SOFTMAX, Trainable, attention_mode
 
-PROMPTS = 6
+PROMPTS = 4
 
 
 def lookup_scores(model: Any, attentions: list[Trainable], writer: TaskWriter, tokens: int, seed: int = 0) -> Tensor:
@@ -20,7 +20,7 @@ def lookup_scores(model: Any, attentions: list[Trainable], writer: TaskWriter, t
     Args:
         model: A STILL model; its softmax attention is looked at.
         attentions: Its linearized layers.
-        writer: Of the needle prompts, six of them, each of `tokens` tokens with its fact in another place.
+        writer: Of the needle prompts, PROMPTS of them, each of `tokens` tokens with its fact in another place.
 
     Returns:
         [layers, H], means over tokens and prompts.

@@ -81,7 +81,6 @@ class FinetuneObjective(nn.Module):
         selection_target: Whose attention it aims at, "student" or "base".
         answer_loss: "same", or "ce" for tokens that weigh more than 1.
         per_answer: Rows with answers are watched there alone, for the selection.
-        softmax_layers: Indices among `attentions` that stay softmax.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class FinetuneObjective(nn.Module):
         attentions: list[Trainable],
         loss: str,
         selection_weight: float = 0.0,
-        softmax_layers: tuple[int, ...] = (),
         answer_loss: str = "same",
         per_answer: bool = False,
         selection_target: str = "student",
@@ -101,7 +99,6 @@ class FinetuneObjective(nn.Module):
         self.loss = loss
         self.selection_weight, self.selection_target = selection_weight, selection_target
         self.answer_loss, self.per_answer = answer_loss, per_answer
-        self.softmax_layers = softmax_layers
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Loss, and its parts [next token or divergence, answers, selection if watched]; ids, weights [B, T].
@@ -115,7 +112,7 @@ class FinetuneObjective(nn.Module):
         self._watch(positions if of_base else None)
         teacher = self.teacher_hidden(ids) if self.loss == "kl" or (watched and of_base) else None
         self._watch(positions)
-        student_mode(self.attentions, self.softmax_layers)
+        student_mode(self.attentions)
         with without_head(self.model):
             hidden = self.model(ids, use_cache=False).logits
         selection = (
@@ -166,10 +163,10 @@ def without_adapter(model: Any) -> Iterator[None]:
         tuner.enable_adapter_layers()
 
 
-def student_mode(attentions: list[Trainable], softmax_layers: tuple[int, ...]) -> None:
-    """Every layer the student, softmax in `softmax_layers`; it stays, because recomputation in the backward pass needs the same modes."""
-    for index, attention in enumerate(attentions):
-        attention.mode = SOFTMAX if index in softmax_layers else STUDENT
+def student_mode(attentions: list[Trainable]) -> None:
+    """Every layer the student; it stays, because recomputation in the backward pass needs the same modes."""
+    for attention in attentions:
+        attention.mode = STUDENT
 
 
 def watched_positions(ids: Tensor, weights: Tensor, per_answer: bool = False) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError
 from still_export.fields import option
+from still_export.linearization.budget import Budget
 
 if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
@@ -62,6 +63,11 @@ class Recipe:
     """
 
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
+    budget: str = option(
+        "",
+        'What the result may cost, as "loss 2%, state 40%, found 85%, time 15": softmax layers, salient tokens and steps are then chosen '
+        "by trials, and what was reached is measured.",
+    )
     texts: tuple[str, ...] = option(
         (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
     )
@@ -191,6 +197,7 @@ class Recipe:
         if self.row_tokens < 1:
             raise ConfigError(f"sequence_length={self.sequence_length}; it must be at least 1.")
         self._check_mixer()
+        self._check_budget()
         shortest = min(self.row_lengths or (self.row_tokens,))
         if self.mixer == "still" and self.transfer_steps and shortest <= 2 * self.chunk_size:
             raise ConfigError(
@@ -199,6 +206,18 @@ class Recipe:
             )
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
             raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
+
+    def _check_budget(self) -> None:
+        """Raise ConfigError where the budget is none, or the recipe sets what it chooses."""
+        if not self.budget:
+            return
+        Budget.read(self.budget)
+        own = [name for name in ("layer_types", "start") if getattr(self, name) is not None]
+        if own or self.mixer != "still":
+            raise ConfigError(
+                f"budget {self.budget!r} beside {' and '.join(own or ['mixer'])}: a budget is for layers of STILL, from the base, and "
+                'chooses which they are. Give another --recipe, or --budget "".'
+            )
 
     def _check_mixer(self) -> None:
         """Raise ConfigError where an option is of another mixer."""

@@ -43,15 +43,18 @@ class Linearization:
 
     bits_per_byte: Of the held-out text by teacher, student after stage 1 (LoRA off) where it is known, and student.
     stages: Report of each stage that ran.
+    plan: What a budget promised, and what was reached; None = there was none.
     """
 
     folder: Path
     bits_per_byte: dict[str, float]
     stages: list[StageReport]
+    plan: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
-        return {"bits_per_byte": self.bits_per_byte, "stages": [asdict(stage) for stage in self.stages]}
+        stages = [asdict(stage) for stage in self.stages]
+        return {"bits_per_byte": self.bits_per_byte, "stages": stages, **({"plan": self.plan} if self.plan else {})}
 
 
 class LinearizationRun:
@@ -67,17 +70,11 @@ class LinearizationRun:
         self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
         log("reading the base model")
         geometry = load_model(recipe.base, attach_untrained=True).config
-        recipe = recipe.fitted(recipe.capacity_tokens or int(geometry.max_position_embeddings))
-        self.recipe = recipe
-        self.layers, self.heads = geometry.num_hidden_layers, geometry.num_attention_heads
-        self.still = recipe.still_config(self.layers, self.heads)
+        self.context = recipe.capacity_tokens or int(geometry.max_position_embeddings)
+        recipe = recipe.fitted(self.context)
+        self.geometry, self.layers, self.heads = geometry, geometry.num_hidden_layers, geometry.num_attention_heads
         self.start = adapter.Start(recipe) if recipe.start else None
-        if self.start and recipe.window_factors is None:
-            self.still = replace(self.still, window_factors=self.start.window_factors(self.still, self.layers))
-        if recipe.window_factor_scale != 1:
-            rows = self.still.window_factors or ((1.0,) * self.heads,) * self.layers
-            scaled = tuple(tuple(factor * recipe.window_factor_scale for factor in row) for row in rows)
-            self.still = replace(self.still, window_factors=scaled)
+        self.adopt(recipe)
         model = self.load_base()
         self.base_weights = weights_digest(model)
         log(
@@ -90,6 +87,16 @@ class LinearizationRun:
         if recipe.chat_file:
             self.chats = read_chats(recipe.chat_file, self.tokenizer, int(model.config.vocab_size))
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.row_tokens)
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on by `recipe`, whose layers or sizes are others."""
+        self.recipe, self.still = recipe, recipe.still_config(self.layers, self.heads)
+        if self.start and recipe.window_factors is None:
+            self.still = replace(self.still, window_factors=self.start.window_factors(self.still, self.layers))
+        if recipe.window_factor_scale != 1:
+            rows = self.still.window_factors or ((1.0,) * self.heads,) * self.layers
+            scaled = tuple(tuple(factor * recipe.window_factor_scale for factor in row) for row in rows)
+            self.still = replace(self.still, window_factors=scaled)
 
     def load_base(self) -> Any:
         """The base with untrained linear layers, or that of the adapter to go on from, float32, frozen."""
@@ -318,6 +325,10 @@ class LinearizationRun:
         if not tensors:
             base = self.load_base()
             tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
+        softmax = [
+            i for i in range(self.layers) if self.still.layer_type(i) == FULL
+        ]  # some were while others were trained
+        tensors = {n: t for n, t in tensors.items() if not any(f".layers.{i}." in n for i in softmax)}
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
         with staged_folder(self.output, force=True, keep=self.folder.kept) as folder:
             if tensors:

@@ -16,6 +16,7 @@ import pytest
 from still_export.cli.main import main
 from still_export.errors import ConfigError, DataError
 from still_export.linearization import cost, curves
+from still_export.linearization.budget import Budget
 from still_export.linearization.linearize import linearize
 from still_export.linearization.recipe import ROW_TOKENS, Recipe, preset, presets, read_recipe
 from still_export.linearization.texts import python_documentation
@@ -37,8 +38,8 @@ def test_recipes_of_the_package() -> None:
     assert set(presets()) == {"quick", "paper", "retrieval", "liger-gla", "gla", "gdn", "blocks"}
     paper = read_recipe(preset("paper"), {})
     assert paper == Recipe(), "the options' defaults are the paper's"
-    quick = read_recipe(preset("quick"), {"transfer_steps": 7})
-    assert quick.transfer_steps == 7 and quick.finetune_steps < 100
+    quick = read_recipe(preset("quick"), {"finetune_rate": 7e-4})
+    assert quick.finetune_rate == 7e-4 and Budget.read(quick.budget) == Budget()
     assert read_recipe(preset("retrieval"), {}).natural
     with pytest.raises(
         ConfigError, match=r"known: blocks, gdn, gla, liger-gla, paper, quick, retrieval. Did you mean 'quick'"
@@ -60,17 +61,21 @@ def test_rows_fit_the_model() -> None:
 @pytest.mark.slow
 def test_a_base_is_all_it_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No text, no recipe, a context shorter than the usual row; steps are given to be done in a second."""
-    steps = ("--transfer-steps", "2", "--finetune-steps", "2", "--validation-rows", "1", "--device", "cpu")
+    steps = ("--finetune-steps", "2", "--device", "cpu")
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["linearize", str(base), "-o", str(tmp_path / "STILL"), *steps])
     said = capsys.readouterr()
     assert "Python's documentation" in said.err
-    assert "2 steps of attention transfer and 2 steps of LoRA, 192 tokens each, 768 in all" in said.err
+    assert "2 steps of 192 tokens; expected: bits per byte +" in said.err and "cost: 2 steps of" in said.err
+    assert "1 of 2 layers softmax" in said.out and "promised: loss 2%, found 85%, time 15" in said.out
     assert (tmp_path / "STILL" / "model.safetensors").is_file()
     recipe = json.loads((tmp_path / "STILL" / "linearize.json").read_text())["recipe"]
     assert recipe["sequence_length"] == 192 and recipe["low_rank_gates"]
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["linearize", str(base), "--recipe", "quick", "--config", "x.yaml", "-o", str(tmp_path / "OTHER")])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["linearize", str(base), "--softmax-layers", "1", "-o", str(tmp_path / "OTHER")])
+    assert "beside the budget 'loss 2%, found 85%, time 15', which chooses them" in capsys.readouterr().err
 
 
 def test_without_documentation_a_text_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +126,7 @@ def test_cost_is_said_and_changes_nothing(
     assert re.search(r"2,048 in all; about \d+ seconds on this machine", said[-1] + "".join(said))
     for ours, theirs in zip(measured.stages, plain.stages, strict=True):
         assert ours.losses == theirs.losses and ours.validation == theirs.validation
-    assert [cost._spoken(s) for s in (0.2, 89, 100, 6000)] == ["1 seconds", "89 seconds", "2 minutes", "1.7 hours"]
+    assert [cost.spoken(s) for s in (0.2, 89, 100, 6000)] == ["1 seconds", "89 seconds", "2 minutes", "1.7 hours"]
 
 
 class Writer:

@@ -1,0 +1,110 @@
+"""What a model predicts and finds: bits per byte of held-out text, and facts that lie beyond the window of a linearized layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.errors import ConfigError
+from still_export.linearization.forms import NaturalWriter
+from still_export.linearization.losses import head_losses, without_head
+from still_export.linearization.texts import Corpus, held_out_rows
+from still_export.package.chat_format import chat_format
+
+CONTEXTS = {4096: 1, 1024: 1}
+"""Rows of text by length; a longer row's beginning counts for the shorter length, too."""
+QUESTIONS = {1024: 8, 4096: 1}
+"""Prompts by length. With the text as many as two cores read in about a minute."""
+SEED = 7919
+"""Of the prompts, which no training row begins with."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """bits: Bits per byte by context. found: Facts of those `asked` whose every token was the most likely one."""
+
+    bits: dict[int, float]
+    found: int = 0
+    asked: int = 0
+
+    def losses(self, base: Measured) -> dict[int, float]:
+        """Share by which bits per byte are above the base's, by context."""
+        return {context: bits / base.bits[context] - 1 for context, bits in self.bits.items()}
+
+    def beside(self, base: Measured) -> str:
+        """In words, beside the base."""
+        losses = ", ".join(f"{loss:+.1%} at {context:,}" for context, loss in self.losses(base).items())
+        return f"bits per byte {losses}" + (f"; finds {self.found} facts, the base {base.found}" if self.asked else "")
+
+
+class Yardstick:
+    """The same texts and questions for a base and what is made of it.
+
+    Args:
+        corpus: Its held-out text is predicted, and is what facts stand in.
+        context: Longest sequence of the model.
+
+    Raises:
+        ConfigError: The held-out text is shorter than every context.
+    """
+
+    def __init__(self, corpus: Corpus, tokenizer: Any, context: int) -> None:
+        least = min(min(CONTEXTS), context)
+        rest = held_out_rows(corpus, len(corpus.held_out) // least, least).flatten()
+        self.rows: list[Tensor] = []
+        for length, count in CONTEXTS.items():
+            for _ in range(count):
+                size = min(length, context)
+                if len(rest) >= size:
+                    self.rows.append(rest[None, :size])
+                    rest = rest[size:]
+        self.contexts = sorted({row.shape[1] for row in self.rows})
+        self.bytes_per_token = corpus.bytes_per_token
+        writer = NaturalWriter(tokenizer, corpus.held_out, chat_format(tokenizer))
+        self.prompts: list[tuple[Tensor, int]] = []
+        for length, count in QUESTIONS.items():
+            rng = np.random.default_rng((SEED, length))
+            for number in range(count):
+                try:
+                    ids, answer = writer.prompt(min(length, context), (number + 0.5) / count * 0.8, rng)
+                except ConfigError:  # in tokens of a byte even one fact may be longer than a small model's context
+                    continue
+                self.prompts.append((torch.from_numpy(ids)[None], answer))
+
+    @torch.no_grad()
+    def measured(self, model: Any, questions: bool = True) -> Measured:
+        """Of `model` as its layers are; text alone without `questions`."""
+        weight = model.get_output_embeddings().weight
+        nats: dict[int, list[float]] = {context: [] for context in self.contexts}
+        for row in self.rows:
+            ids = row.to(weight.device)
+            losses = head_losses(last_hidden(model, ids), weight, ids.roll(-1, dims=1))[0]
+            for context in self.contexts:  # what a token's loss is does not depend on those behind it
+                if context <= len(losses):
+                    nats[context].append(float(losses[: context - 1].mean()))
+        scale = math.log(2) * self.bytes_per_token
+        bits = {context: sum(values) / len(values) / scale for context, values in nats.items()}
+        asked: Sequence[tuple[Tensor, int]] = self.prompts if questions else ()
+        return Measured(bits, sum(finds(model, ids, answer) for ids, answer in asked), len(asked))
+
+
+@torch.no_grad()
+def finds(model: Any, ids: Tensor, answer: int) -> bool:
+    """Whether each of the last `answer` tokens of ids [1, T] is the most likely one."""
+    head = model.get_output_embeddings().weight
+    ids = ids.to(head.device)
+    hidden = last_hidden(model, ids)[0, -answer - 1 : -1]
+    return bool(((hidden.to(head.dtype) @ head.T).argmax(-1) == ids[0, -answer:]).all())
+
+
+def last_hidden(model: Any, ids: Tensor) -> Tensor:
+    """What the model's head is given for ids [B, T]: [B, T, channels]."""
+    with without_head(model):
+        hidden: Tensor = model(ids, use_cache=False).logits
+        return hidden

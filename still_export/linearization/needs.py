@@ -1,0 +1,101 @@
+"""How much each layer needs what linear attention takes from it, before any training: to predict text, and to look facts up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from still_export.linearization.lookup import lookup_scores
+from still_export.linearization.losses import head_losses
+from still_export.linearization.measure import last_hidden
+from still_export.linearization.recipe import ROW_TOKENS
+from still_export.linearization.tasks import TaskWriter
+from still_export.linearization.texts import held_out_rows
+from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode
+
+if TYPE_CHECKING:
+    from still_export.linearization.run import LinearizationRun
+
+LOOKS_UP = 0.25
+"""Share of the greatest score from which a layer counts as one that looks facts up: 4 of SmolLM2's 30, and its fifth has 24%."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """By layer, its share of what all need: `text` as of `text_needs`, `lookup` as of `lookup_scores`."""
+
+    text: list[float]
+    lookup: list[float]
+
+    def ranked(self) -> list[int]:
+        """All layers, those that need softmax most first; of equals the lower one."""
+        return sorted(range(len(self.text)), key=lambda layer: (-self.text[layer] - self.lookup[layer], layer))
+
+    def text_left(self, count: int) -> float:
+        """Share of the text's needs that the layers behind the first `count` have."""
+        return sum(self.text[layer] for layer in self.ranked()[count:])
+
+    def looking(self) -> int:
+        """How many layers look facts up."""
+        return sum(score >= LOOKS_UP * max(self.lookup) for score in self.lookup)
+
+
+def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> Needs:
+    """Of a run's untrained model with all layers linearized, two kinds weighing the same; a minute for 135M parameters on two cores."""
+    writer = TaskWriter(run.tokenizer, run.corpus.train)
+    lookup = lookup_scores(model, attentions, writer, min(ROW_TOKENS, run.context), run.recipe.seed).sum(1)
+    longest = min(ROW_TOKENS, run.context, len(run.corpus.held_out))
+    text = text_needs(model, attentions, held_out_rows(run.corpus, 1, longest).to(run.accelerator.device))
+    return Needs(shares(text), shares(lookup.tolist()))
+
+
+def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list[float]:
+    """By layer, how much the loss of ids [1, T] would change if the layer's softmax became the untrained student's, to second order.
+
+    Every layer runs behind softmax layers, as both; one backward pass weighs how they differ by the gradient of the loss. Squared, as
+    differences in either direction are departures from the base's distribution (the empirical Fisher information).
+    """
+    found = [0.0] * len(attentions)
+    hooks = []
+
+    def compare(index: int) -> Any:
+        def hook(module: Any, arguments: tuple[Any, ...], given: dict[str, Any], result: Any) -> None:
+            output = result[0] if isinstance(result, tuple) else result
+            if not output.requires_grad:
+                return
+            module.mode = STUDENT
+            with torch.no_grad():
+                student = module.forward(*arguments, **given)
+            module.mode = SOFTMAX
+            change = (student[0] if isinstance(student, tuple) else student) - output.detach()
+
+            def weigh(gradient: Tensor) -> None:
+                found[index] = float((gradient * change).sum(-1).square().sum())
+
+            output.register_hook(weigh)
+
+        return hook
+
+    for index, attention in enumerate(attentions):
+        hooks.append(attention.register_forward_hook(compare(index), with_kwargs=True))  # type: ignore[attr-defined]
+    embeddings = model.get_input_embeddings()
+    hooks.append(embeddings.register_forward_hook(lambda module, given, output: output.requires_grad_(True)))
+    head = model.get_output_embeddings().weight
+    try:
+        with attention_mode(attentions, SOFTMAX), torch.enable_grad():
+            losses = head_losses(last_hidden(model, ids), head, ids.roll(-1, dims=1))
+            losses[:, :-1].sum().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def shares(values: Sequence[float]) -> list[float]:
+    """`values` by their sum; all 0 where that is."""
+    total = sum(values)
+    return [value / total if total else 0.0 for value in values]

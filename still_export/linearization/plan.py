@@ -1,0 +1,241 @@
+"""What a budget chooses: softmax layers and salient tokens by trials, steps by the time, more softmax where that was too little."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from still_export.errors import ConfigError
+from still_export.linearization.budget import Budget
+from still_export.linearization.cost import spoken, step_seconds
+from still_export.linearization.measure import Measured, Yardstick
+from still_export.linearization.needs import Needs, needs_of
+from still_export.linearization.objectives import make_students
+from still_export.linearization.recipe import Recipe
+from still_export.linearization.run import LinearizationRun
+from still_export.mixers.cache import state_table
+from still_export.mixers.layers import FULL
+from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable
+
+PLAN_FILE = "plan.json"
+DENSEST = 4
+"""A chunk's tokens by its salient ones: in a quarter of the cache lies most of what an untrained student keeps."""
+LEFT = 0.8
+"""Share of an untrained student's loss that a short training leaves: what a trial expects. 40 steps of 1,024 tokens left SmolLM2 70%."""
+LEAST_ROW = 512
+"""Tokens of a row into which a question and its fact fit in any tokenizer; shorter rows are text alone."""
+TRIALS = 3
+RESERVED = 1.5
+"""Measurements of what was reached that time is kept for: some runs keep more layers and measure again."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What trials chose.
+
+    needs: Of all layers. count: How many of those ranked first stay softmax; most: that may, by the state. salient: Tokens per chunk.
+    base: What the base reaches. tried: What the untrained student did. steps: Of training.
+    """
+
+    needs: Needs
+    count: int
+    most: int
+    salient: int
+    base: Measured
+    tried: Measured
+    steps: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Plan:
+        """What `json.dumps(asdict(plan))` gave."""
+        values = json.loads(text)
+        for name in ("base", "tried"):
+            bits = {int(context): value for context, value in values[name]["bits"].items()}
+            values[name] = Measured(**{**values[name], "bits": bits})
+        return cls(**{**values, "needs": Needs(**values["needs"])})
+
+    def expected(self) -> float:
+        """Greatest share that bits per byte will rise by."""
+        return max(0.0, (LEFT if self.steps else 1.0) * worst(self.tried, self.base))
+
+
+class Planner:
+    """Chooses a plan for a run whose folder is open, and keeps what was trained to the budget.
+
+    Raises:
+        ConfigError: No student has so small a state.
+    """
+
+    def __init__(self, run: LinearizationRun) -> None:
+        self.started = time.monotonic()
+        self.run, self.budget = run, Budget.read(run.recipe.budget)
+        self.asked = run.recipe
+        self.stick = Yardstick(run.corpus, run.tokenizer, run.context)
+        least = self.state(0, 1)
+        if least > self.budget.state:
+            raise ConfigError(
+                f"budget {self.asked.budget!r}: a state of {self.budget.state:.0%} cannot be had; with no softmax layer and one salient "
+                f"token a chunk it is {least:.0%} of the base's cache at {run.context:,} tokens."
+            )
+        path = run.work / PLAN_FILE
+        if run.accelerator.is_main_process and not path.is_file():
+            path.write_text(json.dumps(asdict(self._plan())), encoding="utf-8")
+        run.accelerator.wait_for_everyone()
+        self.plan = Plan.read(path.read_text(encoding="utf-8"))
+        run.adopt(self.recipe(self.plan, self.plan.count))
+        chosen = ", ".join(map(str, sorted(self.plan.needs.ranked()[: self.plan.count])))
+        run.log(
+            f"plan: {self.plan.count} of {run.layers} layers softmax ({chosen}), {self.plan.salient} of {run.still.chunk_size} tokens "
+            f"salient, state {self.state(self.plan.count, self.plan.salient):.0%} of the base's cache at {run.context:,} tokens; "
+            f"{self.plan.steps} steps of {run.recipe.row_tokens:,} tokens; expected: bits per byte {self.plan.expected():+.1%} at most"
+        )
+
+    def recipe(self, plan: Plan, count: int) -> Recipe:
+        """The recipe of a plan with `count` softmax layers."""
+        kept = plan.needs.ranked()[:count]
+        types = tuple(FULL if layer in kept else self.asked.layer for layer in range(self.run.layers))
+        return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps)
+
+    def _trial(self, salient: int) -> Recipe:
+        """All layers linearized."""
+        asked = self.asked if self.asked.row_tokens >= LEAST_ROW else replace(self.asked, retrieval=0.0)
+        return replace(asked, budget="", salient_per_chunk=salient)
+
+    def state(self, count: int, salient: int) -> float:
+        """State of a student with `count` softmax layers at the model's context, as a share of the base's cache."""
+
+        def size(softmax: int) -> int:
+            config = copy.copy(self.run.geometry)
+            types = tuple(FULL if layer < softmax else self.asked.layer for layer in range(self.run.layers))
+            config.still_config = replace(self.run.still, layer_types=types, salient_per_chunk=salient).to_dict()
+            table = state_table(config, torch.float16)
+            return table.size_bytes(1, table.rows(self.run.context))
+
+        return size(count) / size(self.run.layers)
+
+    def _room(self, least: int) -> tuple[int, int]:
+        """Salient tokens per chunk, as many as leave room for `least` softmax layers if any do, and how many layers there is room for."""
+        layers, salient = self.run.layers, max(1, self.run.still.chunk_size // DENSEST)
+        while True:
+            most = max((n for n in range(layers + 1) if self.state(n, salient) <= self.budget.state), default=-1)
+            if most >= least or salient == 1:
+                return salient, max(most, 0)
+            salient //= 2
+
+    def _plan(self) -> Plan:
+        run, log = self.run, self.run.log
+        run.adopt(self._trial(max(1, run.still.chunk_size // DENSEST)))
+        model = run.load_base().to(run.accelerator.device)
+        attentions = make_students(model)
+        log("measuring what each layer needs")
+        needs = needs_of(run, model, attentions)
+        set_modes(attentions, range(run.layers))
+        with run.accelerator.autocast():
+            base = self.stick.measured(model)
+        said = ", ".join(f"{bits:.4f} at {context:,}" for context, bits in base.bits.items())
+        log(f"base: bits per byte {said}; finds {base.found} of {base.asked} facts")
+        count = min(needs.looking(), max(1, run.layers // 4))
+        salient, most = self._room(count)
+        if salient != run.recipe.salient_per_chunk:
+            run.adopt(self._trial(salient))
+            model = run.load_base().to(run.accelerator.device)
+            attentions = make_students(model)
+        count = min(count, most)
+        for trial in range(TRIALS):
+            begin = time.monotonic()
+            set_modes(attentions, needs.ranked()[:count])
+            with run.accelerator.autocast():
+                tried = self.stick.measured(model, questions=False)
+            seconds = time.monotonic() - begin
+            log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.beside(base)}")
+            plan = Plan(needs, count, most, salient, base, tried)
+            expected = LEFT * worst(tried, base)
+            if expected <= self.budget.loss or count == most:
+                break
+            if trial < TRIALS - 1:
+                count = self.more(plan, count, expected)
+        del model, attentions
+        return replace(plan, steps=self._steps(plan, seconds))
+
+    def more(self, plan: Plan, count: int, loss: float) -> int:
+        """Softmax layers that bring `loss`, which `count` of them have, within the budget, by the needs of those that are left."""
+        aim = plan.needs.text_left(count) * self.budget.loss / loss if loss > 0 else 0.0
+        enough = (n for n in range(count + 1, plan.most + 1) if plan.needs.text_left(n) <= aim)
+        return min(next(enough, plan.most), plan.most)
+
+    def _steps(self, plan: Plan, seconds: float) -> int:
+        """Steps that the time leaves; `seconds`: of measuring a student's text."""
+        run = self.run
+        if plan.count == run.layers:
+            return 0
+        run.adopt(self.recipe(plan, plan.count))
+        asked = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(row.numel() for row in self.stick.rows)
+        step = step_seconds(run, "LoRA")
+        left = 60 * self.budget.time - (time.monotonic() - self.started) - RESERVED * (1 + asked) * seconds
+        steps = max(0, min(self.asked.finetune_steps, int(left / step)))
+        run.log(
+            f"cost: {steps} steps of {step:.1f} s, {spoken(steps * step)} of the {self.budget.time:g} minutes in all"
+        )
+        return steps
+
+    def settle(self, model: Any, attentions: list[Trainable]) -> dict[str, Any]:
+        """Measure the trained `model`, and keep more layers softmax until the budget is met; what was promised and reached."""
+        run, plan, count = self.run, self.plan, self.plan.count
+        linearized = [layer for layer in range(run.layers) if run.still.layer_type(layer) != FULL]
+        least = math.ceil(self.budget.found * plan.base.found)
+        while True:
+            kept = plan.needs.ranked()[:count]
+            set_modes(attentions, [linearized.index(layer) for layer in kept if layer in linearized])
+            forget_lora(model, kept)
+            with run.accelerator.autocast():
+                reached = self.stick.measured(model)
+            loss = worst(reached, plan.base)
+            met = loss <= self.budget.loss and reached.found >= least
+            run.log(f"reached with {count} of {run.layers} layers softmax: {reached.beside(plan.base)}")
+            if met or count == plan.most:
+                break
+            wanted = count + max(1, run.layers // 10) if reached.found < least else 0
+            if loss > self.budget.loss:
+                wanted = max(wanted, self.more(plan, count, loss))
+            count = min(wanted, plan.most)
+            run.log(f"that is beyond the budget ({self.budget}), so {count} layers stay softmax")
+        run.adopt(self.recipe(plan, count))
+        state = self.state(count, plan.salient)
+        return {
+            "budget": str(self.budget),
+            "expected_loss": plan.expected(),
+            "base": asdict(plan.base),
+            "reached": asdict(reached),
+            "loss": loss,
+            "state": state,
+            "softmax_layers": sorted(plan.needs.ranked()[:count]),
+            "minutes": (time.monotonic() - self.started) / 60,
+            "met": met,
+            "said": f"{'reached' if met else 'NOT reached'}: {reached.beside(plan.base)}; {count} of {run.layers} layers softmax, state "
+            f"{state:.0%} of the base's cache at {run.context:,} tokens; promised: {self.budget}",
+        }
+
+
+def worst(student: Measured, base: Measured) -> float:
+    """Greatest share by which bits per byte are above the base's."""
+    return max(student.losses(base).values())
+
+
+def set_modes(attentions: list[Trainable], softmax: Any) -> None:
+    """The layers of the indices `softmax` are the base's, all others the student."""
+    for index, attention in enumerate(attentions):
+        attention.mode = SOFTMAX if index in softmax else STUDENT
+
+
+@torch.no_grad()
+def forget_lora(model: Any, layers: list[int]) -> None:
+    """Make the projections of `layers` the base's."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and any(f".layers.{layer}." in name for layer in layers):
+            parameter.zero_()

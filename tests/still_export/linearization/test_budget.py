@@ -1,0 +1,208 @@
+"""Budgets: how they are read, what trials choose, and that a run ends within its budget or says that it does not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from still_export.errors import ConfigError
+from still_export.linearization import plan as module
+from still_export.linearization.budget import RANGES, Budget
+from still_export.linearization.forms import NaturalWriter
+from still_export.linearization.linearize import linearize
+from still_export.linearization.measure import Measured
+from still_export.linearization.needs import Needs
+from still_export.linearization.plan import Plan, Planner
+from still_export.linearization.recipe import Recipe
+from still_export.linearization.texts import python_documentation
+from still_export.mixers.layers import FULL
+from still_export.models.load import load_model, load_tokenizer
+from tests.still_export.tiny import STORIES, needs_stories
+from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
+
+LOSS = st.integers(0, 100_000).map(lambda n: n / 100)
+SHARE = st.integers(100, 10_000).map(lambda n: n / 100)
+MINUTES = st.integers(1, 100_000)
+
+
+@given(
+    st.fixed_dictionaries({}, optional={"loss": LOSS, "state": SHARE, "found": SHARE, "time": MINUTES}), st.randoms()
+)
+def test_what_is_written_is_read(values: dict[str, float], random: Any) -> None:
+    entries = [f"{key} {value:g}{'' if key == 'time' else '%'}" for key, value in values.items()]
+    random.shuffle(entries)
+    if not entries:
+        return
+    budget = Budget.read(random.choice([",", ", ", " , "]).join(entries))
+    for key in RANGES:
+        expected = values.get(key)
+        scale = 1 if key == "time" else 100
+        assert getattr(budget, key) == (getattr(Budget(), key) if expected is None else pytest.approx(expected / scale))
+    again = Budget.read(str(budget))
+    assert all(getattr(again, key) == pytest.approx(getattr(budget, key)) for key in RANGES)
+
+
+@given(st.text(max_size=20))
+def test_other_text_is_refused_in_a_sentence(text: str) -> None:
+    try:
+        Budget.read(text)
+    except ConfigError as error:
+        assert str(error).startswith("budget ")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lose 2%", "'lose' is unknown; known: loss, state, found, time. Did you mean 'loss'"),
+        ("loss -2%", "loss -2% is outside 0 to 1000"),
+        ("state 0%", "state 0% is outside 1 to 100"),
+        ("found 101%", "found 101% is outside 0 to 100"),
+        ("time 0", "time 0 is outside 1 to"),
+        ("loss 2", "loss is a percentage, with its sign"),
+        ("time 15%", "time is minutes, without a sign"),
+        ("loss 2%, loss 3%", "names loss twice"),
+        ("loss 2%,", "'' is no key with a number"),
+        ("loss two%", "'loss two%' is no key with a number"),
+        ("", "'' is no key with a number"),
+    ],
+)
+def test_bad_budgets(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Budget.read(text)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def budgeted(base: Path, text: Path, budget: str, **changes: Any) -> Recipe:
+    values = {"transfer_steps": 0, "batch_size": 1, "loss": "kl", "retrieval": 0.5, "natural": 1.0, "held_out": 0.2}
+    return small_recipe(base, text, **{**values, "budget": budget, "window_factors": (1e4,), **changes})
+
+
+@pytest.fixture
+def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of training, whatever the machine's speed."""
+    monkeypatch.setattr(Planner, "_steps", lambda self, plan, seconds: 0 if plan.count == self.run.layers else 3)
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a trained model loses it can be given back; a random one may gain."""
+    told = load_model(STORIES, attach_untrained=True)
+    words = load_tokenizer(STORIES)
+    torch.manual_seed(0)
+    ids = told.generate(torch.full((24, 1), 1), max_new_tokens=200, do_sample=True)
+    path = tmp_path_factory.mktemp("stories") / "text.txt"
+    path.write_text("\n".join(words.batch_decode(ids, skip_special_tokens=True)), encoding="utf-8")
+    return path
+
+
+@needs_stories
+def test_layers_are_kept_until_the_budget_is_met(
+    stories: Path, tmp_path: Path, three_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, text = STORIES, stories
+    monkeypatch.setattr(module, "LEFT", 0.0)  # what trials expect is too good
+    said: list[str] = []
+    result = linearize(budgeted(base, text, "loss 0%"), tmp_path / "model", log=said.append)
+    assert result.plan is not None and result.plan["met"] and result.plan["loss"] == 0
+    layers = len(result.plan["softmax_layers"])
+    assert layers == 5 and result.plan["state"] == 1
+    assert any(line.startswith("that is beyond the budget (loss 0%, found 85%, time 15), so") for line in said)
+    assert len([line for line in said if line.startswith("reached with")]) > 1
+    assert load_model(tmp_path / "model").config.still.layer_types == (FULL,) * 5
+
+    easy = linearize(budgeted(base, text, "loss 1000%"), tmp_path / "easy", log=said.append)
+    assert easy.plan is not None and easy.plan["met"] and len(easy.plan["softmax_layers"]) == 1
+    assert load_model(tmp_path / "easy").config.still.layer_types.count(FULL) == 1
+    saved = json.loads((tmp_path / "easy" / "linearize.json").read_text())
+    assert saved["plan"]["reached"]["bits"].keys() == {"512"} and saved["recipe"]["layer_types"].count(FULL) == 1
+
+
+@needs_stories
+def test_what_is_not_reached_is_said(stories: Path, tmp_path: Path, three_steps: None) -> None:
+    """A state that leaves no room for more softmax layers."""
+    recipe = budgeted(STORIES, stories, "loss 0%")
+    result = linearize(replace(recipe, budget="loss 0%, state 90%"), tmp_path / "model")
+    assert result.plan is not None and not result.plan["met"] and result.plan["loss"] > 0
+    assert result.plan["said"].startswith("NOT reached: bits per byte +") and result.plan["state"] <= 0.9
+    with pytest.raises(
+        ConfigError, match=r"a state of 1% cannot be had; with no softmax layer .* it is \d\d% of the base"
+    ):
+        linearize(replace(recipe, budget="state 1%"), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_stopped_run_goes_on_by_its_plan(
+    base: Path, text: Path, tmp_path: Path, three_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = budgeted(base, text, "loss 1000%", checkpoint_every=1, sequence_length=256)
+    whole = linearize(recipe, tmp_path / "whole")
+
+    class Stop(BaseException):
+        pass
+
+    def stop(stage: str, step: int, *_: Any) -> None:
+        if step == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        linearize(recipe, tmp_path / "model", progress=stop)
+
+    def again(self: Planner) -> Plan:
+        raise AssertionError("the plan stands in the folder")
+
+    monkeypatch.setattr(Planner, "_plan", again)
+    resumed = linearize(recipe, tmp_path / "model", resume=True)
+    assert resumed.stages[0].losses == whole.stages[0].losses
+    assert resumed.plan is not None and whole.plan is not None
+    assert {**resumed.plan, "minutes": 0} == {**whole.plan, "minutes": 0}
+
+
+def test_a_budget_chooses_alone(base: Path, text: Path) -> None:
+    with pytest.raises(ConfigError, match="beside layer_types: a budget"):
+        budgeted(base, text, "loss 2%", layer_types=("full_attention",) * 3)
+    with pytest.raises(ConfigError, match="beside mixer"):
+        Recipe(budget="loss 2%", mixer="gdn")
+    with pytest.raises(ConfigError, match="'lost' is unknown"):
+        Recipe(budget="lost 2%")
+
+
+def test_more_layers_by_what_is_left() -> None:
+    needs = Needs(text=[0.4, 0.3, 0.2, 0.1], lookup=[0.0] * 4)
+    bits = Measured({1024: 1.0})
+    plan = Plan(needs, count=1, most=4, salient=2, base=bits, tried=Measured({1024: 1.1}))
+    planner = Planner.__new__(Planner)
+    planner.budget = Budget(loss=0.02)
+    assert [planner.more(plan, 1, loss) for loss in (0.03, 0.05, 0.5, math.inf)] == [2, 3, 4, 4]
+    assert planner.more(replace(plan, most=2), 1, 0.5) == 2
+
+
+@pytest.mark.parametrize(
+    "chat", [None, {"start": "<u>", "user_to_assistant": "</u><a>", "assistant_to_user": "</a><u>"}]
+)
+def test_questions_have_their_answer_once_before(chat: dict[str, str] | None) -> None:
+    tokenizer = byte_tokenizer()
+    writer = NaturalWriter(tokenizer, np.asarray(tokenizer(python_documentation()[:5000])["input_ids"]), chat)
+    for seed in range(30):
+        ids, count = writer.prompt(1200, seed / 30, np.random.default_rng(seed))
+        words = tokenizer.decode(ids.tolist())
+        answer = tokenizer.decode(ids[-count:].tolist())
+        assert len(ids) == 1200 and words.endswith(f" is{answer}") and answer.startswith(" ")
+        assert answer.strip() in words[: -len(answer)]
