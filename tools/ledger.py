@@ -75,7 +75,7 @@ def targets(records: list[Record]) -> str:
                 f"{len(found)} passed" if not failed else f"**{failed} failed**, {len(found) - failed} passed",
                 ", ".join(types),
                 machine,
-                f"{last.date:%Y-%m-%d}, `{last.commit[:12]}`",
+                f"{last.date:%Y-%m-%d}, `{(last.commit or '')[:12]}`",
                 state_of(stale),
             )
         )

@@ -28,7 +28,7 @@ class ScaledEmbedding(nn.Embedding):
     """Rows times a factor that the weights' type rounds, as transformers has it, whose factor is a buffer that no checkpoint has."""
 
     def __init__(self, weight: nn.Parameter, scale: float) -> None:
-        super().__init__(*weight.shape, _weight=weight)
+        super().__init__(weight.shape[0], weight.shape[1], _weight=weight)
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     BailingHybridConfig,
     BailingHybridForCausalLM,
@@ -120,7 +120,8 @@ class FalconModelMixin(LinearModelMixin):
 class Mamba2ModelMixin(LinearModelMixin):
     """Mamba-2 alone."""
 
-    block, norm = Mamba2Block, Mamba2RMSNorm
+    block: type[nn.Module] = Mamba2Block
+    norm: type[nn.Module] = Mamba2RMSNorm
 
     def stack(self, config: Any) -> Stack:
         layers = [self.block(config, index) for index in range(config.num_hidden_layers)]

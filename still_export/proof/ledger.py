@@ -43,7 +43,7 @@ def _row(record: Record) -> tuple[str, ...]:
     return (
         *(cell.replace("|", "\\|") for cell in cells),
         f"{record.date:%Y-%m-%d}",
-        f"`{record.commit[:12]}`",
+        f"`{(record.commit or '')[:12]}`",
         state_of(changed),
     )
 

@@ -317,7 +317,7 @@ FAULTS = {
     "config no json": (lambda d: (d / "config.json").write_text("{"), CheckpointError, "JSON"),
     "config a list": (lambda d: (d / "config.json").write_text("[1]"), CheckpointError, "list"),
     "no model_type": (lambda d: (d / "config.json").write_text("{}"), CheckpointError, "model_type"),
-    "family": (lambda d: edit_json(d / "config.json", model_type="mamba"), UnsupportedModelError, "mamba.*llama"),
+    "family": (lambda d: edit_json(d / "config.json", model_type="gpt2"), UnsupportedModelError, "gpt2.*llama"),
     "rope": (
         lambda d: edit_json(
             d / "config.json",
