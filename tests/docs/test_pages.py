@@ -54,9 +54,9 @@ def test_nothing_of_one_machine(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "notebook"], ids=name)
 def test_five_minutes(page: Path) -> None:
-    """Bars between the cells of a table are no words."""
-    words = page.read_text(encoding="utf-8").split()
-    assert sum(any(letter.isalnum() for letter in word) for word in words) <= WORDS
+    """Tables of records grow with every proof and are not counted; bars between the cells of a table are no words."""
+    text = re.sub(r"<!-- ledger: .*?<!-- ledger ends -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert sum(any(letter.isalnum() for letter in word) for word in text.split()) <= WORDS
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

@@ -262,6 +262,16 @@ def test_memory_that_ends_while_the_state_grows_loses_nothing(
     assert_states(model, reference)
 
 
+def test_memory_of_others_is_not_the_engines(package: Package, module: FakeTensorRT) -> None:
+    first = TrtModel(package.path)
+    first.start(3, tokens=96)
+    second = TrtModel(package.path)  # opened beside the first one's states
+    assert second.peak_mb() < first.peak_mb()
+    held = second.peak_mb()
+    second.start(1, tokens=40)
+    assert held < second.peak_mb() < first.peak_mb()
+
+
 def test_bench_measures_the_packages_runtime(package: Package, module: FakeTensorRT) -> None:
     row = measure(package.path, 40, BenchOptions(5, runtime="trt"))
     assert row.length == 40 and row.prefill_s > 0 and row.decode_ms > 0 and row.peak_mb > 0
