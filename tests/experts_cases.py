@@ -38,7 +38,13 @@ def route_inputs(name: str, batch: int, tokens: int, dtype: torch.dtype = torch.
 
 
 def experts_inputs(
-    batch: int, tokens: int, k: int = 3, activation: str = "swiglu", dtype: torch.dtype = torch.float32
+    batch: int,
+    tokens: int,
+    k: int = 3,
+    activation: str = "swiglu",
+    dtype: torch.dtype = torch.float32,
+    channels: int = CHANNELS,
+    inner: int = INNER,
 ) -> ExpertsInputs:
     """A call whose tokens go to few of the experts, each to different ones."""
     generator = torch.Generator().manual_seed(tokens)
@@ -46,13 +52,13 @@ def experts_inputs(
     expert = torch.stack([torch.randperm(EXPERTS - 2, generator=generator)[:k] for _ in range(batch * tokens)])
     weight = torch.rand(batch, tokens, k, generator=generator) * 2
     weight[0, 0, 0] = 0.0
-    rows = INNER * (2 if activation == "swiglu" else 1)
+    rows = inner * (2 if activation == "swiglu" else 1)
     return ExpertsInputs(
-        draw(batch, tokens, CHANNELS, seed=batch + tokens, dtype=dtype),
+        draw(batch, tokens, channels, seed=batch + tokens, dtype=dtype),
         expert.view(batch, tokens, k).to(torch.int32),
         weight,
-        draw(EXPERTS, rows, CHANNELS, seed=4, scale=0.3, dtype=dtype),
-        draw(EXPERTS, CHANNELS, INNER, seed=5, scale=0.3, dtype=dtype),
+        draw(EXPERTS, rows, channels, seed=4, scale=0.3, dtype=dtype),
+        draw(EXPERTS, channels, inner, seed=5, scale=0.3, dtype=dtype),
         activation,
     )
 

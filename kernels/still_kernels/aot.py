@@ -91,8 +91,8 @@ def described(argument: str, kind: str, descriptors: Iterator[Mapping[str, Any]]
     return {"name": plain, "type": {"fp32": "f32"}.get(kind, kind)}
 
 
-def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Compile all kernels of one variant of an op for one architecture.
+def compile_variant(op: str, variant: Any, arch: int, only: str = "") -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Compile all kernels of one variant of an op for one architecture, or only one of them.
 
     Returns:
         The variant's entry of the index, and its cubins by file name.
@@ -115,6 +115,8 @@ def compile_variant(op: str, variant: Any, arch: int) -> tuple[dict[str, Any], d
     kernels: dict[str, Any] = {}
     cubins: dict[str, bytes] = {}
     for name, tile in build.tiles.items():
+        if only not in ("", name):
+            continue
         function = functions[name]
         signature, values = signature_of(function, op_kernels, variant, tile, build)
         attrs = {

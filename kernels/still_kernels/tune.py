@@ -28,7 +28,7 @@ from still_kernels import launcher
 from still_kernels.bench import median_s
 from still_kernels.registry import kernels_of, op_names, work_of
 from still_kernels.tile import Setting, TileTable, changed
-from still_kernels.work import CHECK_LIMIT, Kind, OpWork, relative_error, states_of_step
+from still_kernels.work import CHECK_LIMIT, Held, Kind, OpWork, relative_error, states_of_step
 
 Launch = Callable[[], None]
 
@@ -81,10 +81,12 @@ class Workload:
         results: dict[str, Tensor] = {}
         with _recording() as made:
             for given in self.states:
-                state = type(given)(**{name: tensor.clone() for name, tensor in given.tensors().items()})
+                held = isinstance(given, Held)  # which no call writes
+                state = given if held else type(given)(**{n: t.clone() for n, t in given.tensors().items()})
                 output = torch.full_like(self.work.output, float("nan"))
                 self.work.launch(state, output, table)
-                results = results or {"output": output.clone(), **{n: t.clone() for n, t in state.tensors().items()}}
+                kept = {} if held else {n: t.clone() for n, t in state.tensors().items()}
+                results = results or {"output": output.clone(), **kept}
         return made, results
 
 

@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,8 @@ from torch import Tensor
 
 from tests.still_kernels import ptx
 
-FOLDER = Path(__file__).parents[2] / "kernels/still_kernels/hybrid_attention/sm90"
+KERNELS = Path(__file__).parents[2] / "kernels/still_kernels"
+FOLDER = KERNELS / "hybrid_attention/sm90"
 PATIENCE_S = 60.0
 SHIFT = 40  # bits of an address within a tensor
 
@@ -259,11 +260,11 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def inline_asm(text: str, constraints: str, arguments: list[Tensor], **_: Any) -> Any:
+def inline_asm(text: str, constraints: str, arguments: Sequence[Tensor], dtype: Any = None, **_: Any) -> Any:
     """Arithmetic; or named barriers of two groups of four warps: one waits, the other need not."""
     found = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
     if found is None:
-        return ptx.run(text, constraints, arguments)
+        return ptx.run(text, constraints, arguments, dtype[0] if isinstance(dtype, tuple) else torch.float16)
     with machine.changed:
         state = machine.named.setdefault(int(found[2]), [0, 0])  # arrivals, rounds
         state[0] += 1
@@ -346,7 +347,8 @@ language = types.SimpleNamespace(
     full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
     load=load, store=store, where=where,
     minimum=_both(torch.minimum), maximum=_both(torch.maximum),
-    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, sqrt=torch.sqrt,
+    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, exp=torch.exp, sqrt=torch.sqrt,
+    split=lambda x: x.unbind(-1),
     convert_layout=lambda value, layout, assert_trivial=False: value,
     allocate_shared_memory=allocate, inline_asm_elementwise=inline_asm, warp_specialize=warp_specialize,
     expand_dims=_expand_dims, join=lambda x, y: torch.stack(torch.broadcast_tensors(x, y), -1), reshape=torch.reshape,
@@ -383,12 +385,10 @@ def interpreted(path: Path) -> dict[str, Any]:
         "still_kernels.common.triton_shared": shared,
     }
     found: dict[str, Any] = {"__name__": path.stem}
-    common = path.with_name("gluon_common.py")
-    if not common.exists():  # a changed copy of a kernel's file
-        common = FOLDER / common.name
-    if path != common:
-        module = f"still_kernels.hybrid_attention.sm90.{common.stem}"
-        stand_ins[module] = types.SimpleNamespace(**interpreted(common))
+    for shared_file in (FOLDER / "gluon_common.py", KERNELS / "common/gluon_codes.py"):
+        if path != shared_file and shared_file.stem in path.read_text():
+            module = ".".join(shared_file.relative_to(KERNELS.parent).with_suffix("").parts)
+            stand_ins[module] = types.SimpleNamespace(**interpreted(shared_file))
     with patch.dict(sys.modules, stand_ins):  # type: ignore[arg-type]
         exec(compile(path.read_text(), str(path), "exec"), found)
     return found

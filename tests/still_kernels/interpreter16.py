@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
@@ -67,6 +68,29 @@ def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, _imprecise: Any) -> 
     return interpreter.TensorHandle(product + d.data, tl.float32)
 
 
+class Results:
+    """Of assembly: tensors of 16-bit floats, the interpreter's way."""
+
+    def __init__(self, tensors: Any, kinds: list[Any]) -> None:
+        self.tensors, self.kinds = tensors, [kind.scalar for kind in kinds]
+
+    def get_result(self, i: int) -> Any:
+        kind, found = self.kinds[i], self.tensors[i]
+        data = found.view(torch.int16).numpy().view(np.uint16) if kind == tl.bfloat16 else found.numpy()
+        return interpreter.TensorHandle(data, kind)
+
+
+def _assembly(
+    self: Any, text: str, constraints: str, values: list[Any], kinds: list[Any], _pure: bool, pack: int
+) -> Results:
+    from tests.still_kernels import ptx
+
+    assert pack == 1, "one element of each operand at a time"
+    half = torch.bfloat16 if kinds[0].scalar == tl.bfloat16 else torch.float16
+    found = ptx.run(text, constraints, [torch.from_numpy(np.ascontiguousarray(x.data)) for x in values], half)
+    return Results(found if isinstance(found, tuple) else (found,), kinds)
+
+
 def refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any) -> Any:
         if any(_narrow(arg) for arg in args):
@@ -86,6 +110,7 @@ def install() -> None:
     builder.create_fp_ext = _extend
     builder.create_fp_trunc = _truncate
     builder.create_dot = _dot
+    builder.create_inline_asm = _assembly
     builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
         bfloat16_bits(np.array([value], dtype=np.float32)), tl.bfloat16
     )

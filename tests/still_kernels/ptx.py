@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,24 @@ def _pairs(of: Callable[..., np.ndarray]) -> Callable[..., Bits]:
     def run(*registers: Bits) -> Bits:
         wide = of(*(_halves(x).astype(np.float64) for x in registers))
         return np.ascontiguousarray(wide.astype(np.float16)).view(np.uint32)[..., 0]
+
+    return run
+
+
+def _brains(of: Callable[..., Tensor]) -> Callable[..., Bits]:
+    """An instruction on two bfloat16 numbers of a register, so."""
+
+    def run(*registers: Bits) -> Bits:
+        shape = np.broadcast_shapes(*(x.shape for x in registers))
+        wide = [
+            torch.from_numpy(np.ascontiguousarray(np.broadcast_to(x, shape)).view(np.int16).reshape(*shape, 2))
+            .view(torch.bfloat16)
+            .double()
+            for x in registers
+        ]
+        found = of(*wide)
+        rounded = found.to(torch.bfloat16)  # from float64 in one step: sums and products of few bits are exact there
+        return np.ascontiguousarray(rounded.view(torch.int16).numpy()).view(np.uint32)[..., 0]
 
     return run
 
@@ -53,17 +71,20 @@ INSTRUCTIONS: dict[str, Callable[..., Bits]] = {
     "add.rn.f16x2": _pairs(lambda x, y: x + y),
     "mul.rn.f16x2": _pairs(lambda x, y: x * y),
     "fma.rn.f16x2": _pairs(lambda x, y, z: x * y + z),
+    "fma.rn.bf16x2": _brains(lambda x, y, z: x * y + z),
 }
 
 
-def run(text: str, constraints: str, arguments: list[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """Results of an assembly text, by the constraints "=h" (float16) or "=r" (int32), on arguments alike; a single one is no tuple."""
+def run(
+    text: str, constraints: str, arguments: Sequence[Tensor], half: torch.dtype = torch.float16
+) -> Tensor | tuple[Tensor, ...]:
+    """Results of an assembly text, by the constraints "=h" (`half`) or "=r" (int32), on arguments alike; a single one is no tuple."""
     kinds = constraints.split(",")
     results = [kind for kind in kinds if kind.startswith("=")]
     given = np.broadcast_arrays(*(x.numpy() for x in arguments))
     registers: dict[str, Any] = {  # integers are wider than on hardware where PyTorch made them so
         f"${len(results) + i}": np.ascontiguousarray(x).view(np.uint16)
-        if x.dtype == np.float16
+        if x.dtype in (np.float16, np.int16)
         else x.astype(np.uint32)
         for i, x in enumerate(given)
     }
@@ -76,7 +97,7 @@ def run(text: str, constraints: str, arguments: list[Tensor]) -> Tensor | tuple[
 
     for line in text.strip().removeprefix("{").removesuffix("}").split(";"):
         name, _, rest = line.strip().partition(" ")
-        if not name or name == ".reg":
+        if not name or name == ".reg":  # declarations
             continue
         target, *sources = re.findall(r"\{[^}]*\}|[$\w]+", rest)
         value = np.broadcast_to(INSTRUCTIONS[name](*map(read, sources)), given[0].shape)
@@ -86,7 +107,9 @@ def run(text: str, constraints: str, arguments: list[Tensor]) -> Tensor | tuple[
         else:
             registers[target] = value
     found = [
-        torch.from_numpy(np.ascontiguousarray(registers[f"${i}"]).view(np.float16 if kind == "=h" else np.int32))
+        torch.from_numpy(np.ascontiguousarray(registers[f"${i}"]).view(np.int16)).view(half)
+        if kind == "=h"
+        else torch.from_numpy(np.ascontiguousarray(registers[f"${i}"]).view(np.int32))
         for i, kind in enumerate(results)
     ]
     return found[0] if len(found) == 1 else tuple(found)

@@ -19,13 +19,12 @@ from tests.still_kernels.triton_cases import guarded_workspaces
 def launched(
     launch: Callable[..., None], given: Any, expected: Sequence[Tensor], table: TileTable | None, device: str
 ) -> list[Tensor]:
-    """The outputs of a launch, shaped as what is expected: of its type, float16 where that is
-    float64. They start as NaN or a sentinel, a write
-    outside of them is an error."""
+    """The outputs of a launch, shaped as what is expected: of its type, that of the first input where that is float64. They start as NaN or
+    a sentinel, a write outside of them is an error."""
     with guarded_workspaces() as guarded:
         inputs = replace(given, **{name: guarded.copy(x.to(device)) for name, x in tensors_of(given).items()})
         like = next(iter(tensors_of(inputs).values()))
-        kinds = (torch.float16 if x.dtype == torch.float64 else x.dtype for x in expected)
+        kinds = (like.dtype if x.dtype == torch.float64 else x.dtype for x in expected)
         outputs = [guarded.empty(like, tuple(x.shape), kind) for x, kind in zip(expected, kinds, strict=True)]
         launch(inputs, *outputs, table=table)
         guarded.check()
@@ -39,10 +38,26 @@ def worst_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def main(run_case: Callable[[str], float], cases: Iterable[str]) -> None:
-    """Run cases, those that the command line names, in Triton's interpreter, and print the errors."""
-    from tests.still_kernels import interpreter16, quick_interpreter
-
+    """Run cases, those that the command line names, in interpreters, and print the errors."""
     torch.set_num_threads(1)
+    interpret()
+    print(json.dumps({name: run_case(name) for name in sys.argv[1:] or cases}))
+
+
+def interpret() -> None:
+    """From now on kernels run in interpreters, which refuse arithmetic on 16-bit floats outside of assembly."""
+    from still_kernels import launcher
+    from tests.still_kernels import gluon_interpreter, interpreter16, quick_interpreter
+
     quick_interpreter.install()
     interpreter16.install()
-    print(json.dumps({name: run_case(name) for name in sys.argv[1:] or cases}))
+    plain = launcher.Launcher.launch
+
+    def launch(self: Any, what: Any, values: list[Any], variant: object | None) -> Any:
+        if what.function.fn.__module__.rpartition(".")[2].startswith("gluon_"):
+            return gluon_interpreter.run(
+                what.function, what.grid, dict(zip(what.function.arg_names, values, strict=True))
+            )
+        return plain(self, what, values, variant)
+
+    launcher.Launcher.launch = launch  # type: ignore[method-assign,assignment]

@@ -2,11 +2,13 @@
 
 python -m tools.benchmarks.drift [--record FOLDER] package DIR --model MODEL --tokens 131072
 python -m tools.benchmarks.drift [--record FOLDER] state --tokens 1048576
+python -m tools.benchmarks.drift [--record FOLDER] narrow --tokens 131072 [--mean 1]
 
 `package` feeds random tokens in pieces to the package's runner and to PyTorch in float64 and compares, after each doubling, the last
 position's logits (in units of their standard deviation) and the linear states and normalizers (largest error over largest value). `state`
 adds random positive features times values to a sum, as a step does (a token at a time) and as prefill does (a chunk at a time), for eight
-heads; the output is a query's read.
+heads; the output is a query's read. `narrow` adds chunks to states that are kept in fewer bits (`FORMS`), the normalizer in float32, and
+compares reads, by Frobenius norm; values have a mean of their own in each column, times --mean.
 """
 
 from __future__ import annotations
@@ -96,6 +98,73 @@ def of_state(options: argparse.Namespace, findings: Findings) -> dict[str, str]:
     return {"state": f"{FEATURES} x {SIZE}, chunks of {CHUNK}"}
 
 
+def _bits(x: np.ndarray) -> Any:
+    return np.ascontiguousarray(x, np.float32).view(np.uint32)
+
+
+def nearest(x: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Rounded to bfloat16, to the nearest one, ties to even."""
+    bits = _bits(x)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)  # type: ignore[no-any-return]
+
+
+def by_chance(x: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Rounded to one of the two bfloat16 beside it, the nearer the likelier."""
+    bits = _bits(x)
+    return ((bits + draw.integers(0, 1 << 16, bits.shape, np.uint32)) & 0xFFFF0000).view(np.float32)  # type: ignore[no-any-return]
+
+
+def in_steps(rest: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """What rounding took, in 256ths of the last place of what is kept, as int8 has it."""
+    step = np.ldexp(1.0, np.frexp(np.where(kept == 0, 1.0, kept))[1] - 8 - 8).astype(np.float32)
+    return np.asarray(np.clip(np.rint(rest / step), -128, 127) * step, np.float32)
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "bfloat16": (nearest, None),
+    "by chance": (by_chance, None),
+    "with bfloat16": (nearest, lambda rest, kept: nearest(rest, None)),  # type: ignore[arg-type]
+    "with int8": (nearest, in_steps),
+}
+"""How a state is rounded, and what is kept of the rest, which the next chunk is added to; reads take the rounded state alone."""
+
+
+def of_narrow(options: argparse.Namespace, findings: Findings) -> dict[str, str]:
+    draw = np.random.default_rng(options.seed)
+    mean = options.mean * draw.standard_normal((HEADS, SIZE))
+    exact, plain = np.zeros((HEADS, FEATURES, SIZE)), np.zeros((HEADS, FEATURES, SIZE), np.float32)
+    normalizer = np.zeros((HEADS, FEATURES))
+    kept = {name: (plain.copy(), plain.copy()) for name in FORMS}
+    queries = np.abs(draw.standard_normal((64, HEADS, FEATURES)))
+    mark = FIRST
+
+    def read(state: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.einsum("nhf,hfd->nhd", queries, state.astype(np.float64))
+        return found / np.einsum("nhf,hf->nh", queries, normalizer)[..., None]
+
+    for end in range(CHUNK, options.tokens + 1, CHUNK):
+        features = np.abs(draw.standard_normal((CHUNK, HEADS, FEATURES))).astype(np.float32)
+        values = (draw.standard_normal((CHUNK, HEADS, SIZE)) + mean).astype(np.float32)
+        exact += np.einsum("chf,chd->hfd", features.astype(np.float64), values.astype(np.float64))
+        normalizer += features.sum(0, dtype=np.float64)
+        chunk = np.einsum("chf,chd->hfd", features, values)
+        plain += chunk
+        for name, (rounding, rest) in FORMS.items():
+            wide = kept[name][0] + kept[name][1] + chunk
+            state = rounding(wide, draw)
+            kept[name] = state, state * 0 if rest is None else rest(wide - state, state)
+        if end == mark:
+            wanted = read(exact)
+            every = {"float32": plain, **{name: state for name, (state, _) in kept.items()}}
+            errors = {
+                name: float(np.linalg.norm(read(state) - wanted) / np.linalg.norm(wanted))
+                for name, state in every.items()
+            }
+            findings.add(position=end, **errors)
+            mark *= 2
+    return {"state": f"{FEATURES} x {SIZE}, chunks of {CHUNK}, mean {options.mean:g}"}
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=0)
@@ -104,11 +173,13 @@ def main() -> None:
     package.add_argument("package", type=Path)
     package.add_argument("--model", required=True)
     package.add_argument("--provider", default="cpu")
-    for verb, tokens in ((package, 1 << 17), (state, 1 << 20)):
+    narrow = verbs.add_parser("narrow")
+    narrow.add_argument("--mean", type=float, default=1.0, help="of values, against a deviation of 1")
+    for verb, tokens in ((package, 1 << 17), (state, 1 << 20), (narrow, 1 << 17)):
         verb.add_argument("--tokens", type=int, default=tokens)
     options = parser.parse_args()
     findings = Findings()
-    subject = (of_package if options.verb == "package" else of_state)(options, findings)
+    subject = {"package": of_package, "state": of_state, "narrow": of_narrow}[options.verb](options, findings)
     rooms = (
         ["still_export.runtime", "still_export.mixers", "still_graphs"]
         if options.verb == "package"

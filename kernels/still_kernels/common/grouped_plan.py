@@ -31,21 +31,34 @@ _BLOCKS = {
     "column_block": "add.BC",
 }
 """The plan's constants, and where kernels have them."""
+_FEW_CODES = {"few_codes_inner": "few_codes_gate_up.BN", "few_codes_outputs": "few_codes_down.BN"}
+"""The same of kernels of codes of which a few tokens take matrix instructions; 0 where there are none, as of float32."""
 
 
-def _gemms(kind: str) -> tuple[Step, Step]:
+def _gemms(kind: str) -> tuple[Launch, ...]:
     return tuple(
         Launch(f"{kind}_{name}", (f"blocks * ceil_div({outputs}, {kind}_{block})", "1", "1"))
         for name, outputs, block in (("gate_up", "R", "inner"), ("down", "I", "outputs"))
-    )  # type: ignore[return-value]
+    )
 
 
-def grouped_plan(spec: OpSpec, inner: str, key: Mapping[str, str], checks: Sequence[Check] = ()) -> Plan:
+def _few(kind: str) -> tuple[Step, Step]:
+    return (
+        Launch(f"{kind}_gate_up", (f"ceil_div(R, {kind}_inner)", "K", "tokens")),
+        Launch(f"{kind}_down", (f"ceil_div(I, {kind}_outputs)", "tokens", "1")),
+    )
+
+
+def grouped_plan(
+    spec: OpSpec, inner: str, key: Mapping[str, str], checks: Sequence[Check] = (), codes: bool = False
+) -> Plan:
     """The plan of an op with the symbols B, T tokens, K matrices a token, E in all, I channels, R rows of the first matrix.
 
     inner: Channels inside, an expression.
     key: What variants have beside those of `GroupedVariant`.
+    codes: Whether matrices are words of codes.
     """
+    few = (Branch("few_codes_inner > 0", _few("few_codes"), _few("few")),) if codes else _few("few")
     return Plan(
         spec,
         key=keyed(
@@ -54,7 +67,7 @@ def grouped_plan(spec: OpSpec, inner: str, key: Mapping[str, str], checks: Seque
             aligned=f"I % 32 == 0 and {inner} % 32 == 0",  # loads and stores of 16 bytes
             **key,
         ),
-        constants=tuple(_BLOCKS),
+        constants=(*_BLOCKS, *(_FEW_CODES if codes else ())),
         checks=(
             Check(
                 f"R == (2 * {inner} if activation == 'swiglu' else {inner})",
@@ -81,10 +94,7 @@ def grouped_plan(spec: OpSpec, inner: str, key: Mapping[str, str], checks: Seque
         steps=(
             Branch(
                 FEW,
-                (
-                    Launch("few_gate_up", ("ceil_div(R, few_inner)", "K", "tokens")),
-                    Launch("few_down", ("ceil_div(I, few_outputs)", "tokens", "1")),
-                ),
+                few,
                 (
                     Launch("count", ("counted", "1", "1")),
                     Launch("offsets", ("1", "1", "1")),
@@ -122,10 +132,19 @@ def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
         return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
 
     some = (16, 128, 64, 4, 4) if roomy else (16, 64, 32, 4, 2 if wide else 3)
-    return TileTable(
-        {
+    if hasattr(variant, "bits") and not wide:
+        few = {
+            f"few_codes_{name}": KernelTile({"BN": 16, "SPLITS": 8, "UNITS": 2, "AHEAD": 0}, 8)
+            for name in ("gate_up", "down")
+        }
+    else:
+        few = {
             "few_gate_up": KernelTile({"BN": 16, "BK": 256, "STAGES": 3}, 4, 3),
             "few_down": KernelTile({"BN": 8, "BK": 512, "STAGES": 3}, 4, 3),
+        }
+    return TileTable(
+        {
+            **few,
             "count": KernelTile({"BP": 512}, 4),
             "offsets": KernelTile({}, 8),
             "sort": KernelTile({"BP": 512}, 8),
@@ -134,7 +153,7 @@ def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
             "many_gate_up": block(*many),
             "many_down": block(*many),
             "add": KernelTile({"BC": 1024}, 4),
-        }
+        },
     )
 
 
@@ -157,18 +176,31 @@ _BLOCK_MOVES: list[Setting] = [
     *one("num_warps", 4, 8),
 ]
 _FEW_MOVES = [*one("BN", 4, 8, 16, 32), *one("BK", 128, 256, 512, 1024), *stages(2, 3, 4), *one("num_warps", 2, 4, 8)]
-MOVES = {
-    "few_gate_up": _FEW_MOVES,
-    "few_down": _FEW_MOVES,
-    **{name: _BLOCK_MOVES for name in ("some_gate_up", "some_down", "many_gate_up", "many_down")},
-}
+_CODES_MOVES: list[Setting] = [
+    *one("BN", 16, 32),
+    *one("UNITS", 1, 2, 4),
+    *one("AHEAD", 0, 1),
+    {"SPLITS": 4, "num_warps": 4},
+    {"SPLITS": 8, "num_warps": 8},
+    {"SPLITS": 16, "num_warps": 16},
+]
+
+
+def moves_of(codes: bool) -> dict[str, Any]:
+    """Of `stateless.Calls`: what tune tries, and which of it belongs to a step."""
+    kind, few = ("few_codes", _CODES_MOVES) if codes else ("few", _FEW_MOVES)
+    steps = {f"{kind}_{name}": few for name in ("gate_up", "down")}
+    blocks = {f"{kind}_{name}": _BLOCK_MOVES for kind in ("some", "many") for name in ("gate_up", "down")}
+    return {"moves": {**steps, **blocks}, "decode": frozenset(steps)}
+
+
 SIZES = {"heads": 16, "experts": 256, "chosen": 8}
 """Of Qwen3.5-35B-A3B, whose hidden size is 2,048."""
 
 
 def grouped_op(
     plan: Plan, variant: type[GroupedVariant], defaults: Sequence[GroupedVariant], definition: Callable[[Any], Any], calls: Calls,
-    covers: str, **more: Any,
+    covers: str, module: str = "still_kernels.common.triton_grouped", **more: Any,
 ) -> StatelessOp:  # fmt: skip
     """The op of such a plan; arguments as of `stateless_op`."""
     return stateless_op(
@@ -178,9 +210,9 @@ def grouped_op(
         tile_table,
         definition,
         calls,
-        module="still_kernels.common.triton_grouped",
+        module=module,
         covers=covers,
         compiled=constants_of,
-        blocks=_BLOCKS,
+        blocks={name: place for name, place in {**_BLOCKS, **_FEW_CODES}.items() if name in plan.constants},
         **more,
     )

@@ -167,7 +167,7 @@ def stateless_op(
         covers: Who has kernels for some types only, as a message says it: "gates have".
         also: What the kernels need of a call beside their types.
         compiled: Compile-time values of a variant beside those of tiles; by default ALIGNED and WHOLE.
-        blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each.
+        blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each; 0 where tables do not have the kernel.
         optional: Tensors that a call may lack, each with the variant's field that says whether it is there.
     """
 
@@ -176,10 +176,15 @@ def stateless_op(
         values = {
             f"{n.removesuffix('_tma')}.{c}": v for n, tile in table.tiles.items() for c, v in tile.constants.items()
         }
+        names = {name.removesuffix("_tma") for name in table.tiles}
         return Build(
             table.kernels(),
             compiled(variant) if compiled else values_of(variant, "aligned", "whole"),
-            {name: values[place] for name, place in (blocks or {}).items()} | dict(table.host),
+            {
+                name: values[place] if place.partition(".")[0].removesuffix("_tma") in names else 0
+                for name, place in (blocks or {}).items()
+            }
+            | dict(table.host),
             frozenset(name for name, given in (optional or {}).items() if not getattr(variant, given)),
         )
 

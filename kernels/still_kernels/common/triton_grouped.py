@@ -7,16 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from still_kernels.common.gluon_codes import registers, times, unpacking, zeroing
 from still_kernels.common.triton_gemm import store_block
+from still_kernels.common.triton_pairs import count_kernel, matrix_of, offsets_kernel, sort_kernel
 from still_kernels.common.triton_shared import floats_of
-
-SORTED = tl.constexpr(16)  # pairs, counts or blocks that a sorting program looks at together
-
-
-@triton.jit
-def _matrix_of(p_expert, o_pair, m_pair, E):
-    """Where pairs go; within the matrices, as a TensorRT builder times kernels on garbage."""
-    return tl.minimum(tl.maximum(tl.load(p_expert + o_pair, mask=m_pair, other=0), 0), E - 1)
 
 
 @triton.jit
@@ -48,6 +42,60 @@ def _weights(p_weight, p_scales, p_zero_points, o_row, m_row, begin, K, ROWS: tl
 
 
 @triton.jit
+def _read_blocks(p_scales, p_zero_points, o_row, begin, K, BK: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Scales, and zero points as `zeros_of` has them, of parts of BLOCK numbers, begin .. begin + BK - 1 of rows o_row of matrices with K
+    columns."""
+    CODES: tl.constexpr = 32 // BITS
+    PART: tl.constexpr = min(BLOCK, BK)
+    o_block = ((begin + tl.arange(0, BK // PART) * PART) // BLOCK)[None, :]
+    blocks = K // BLOCK
+    m_block = o_block < blocks
+    b_scale = tl.load(p_scales + o_row[:, None] * blocks + o_block, mask=m_block, other=0.0)
+    if p_zero_points is None:
+        b_word = tl.zeros_like(o_block) + (1 << (BITS - 1))
+        b_shift = o_block * 0
+    else:
+        p_zero = p_zero_points + o_row[:, None] * tl.cdiv(blocks, CODES) + o_block // CODES
+        b_word = tl.load(p_zero, mask=m_block, other=0)
+        b_shift = o_block % CODES * BITS
+    return b_scale, b_word >> b_shift
+
+
+@triton.jit
+def _spread(b_part, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """A value of each part [ROWS, parts] at each of its words [ROWS, WORDS]."""
+    PARTS: tl.constexpr = b_part.shape[1]
+    return tl.reshape(tl.broadcast_to(b_part[:, :, None], [ROWS, PARTS, WORDS // PARTS]), [ROWS, WORDS])
+
+
+@triton.jit
+def _unpacked(b_word, b_scale, b_zero, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """Numbers [ROWS, WORDS * 32 / BITS] of words, the scales' type (16 bits), by packed arithmetic (`gluon_codes`)."""
+    KIND: tl.constexpr = b_scale.dtype
+    BRAIN: tl.constexpr = KIND == tl.bfloat16
+    b_scale = tl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $1};", "=r,h", [b_scale.to(tl.int16, bitcast=True)], dtype=tl.int32, is_pure=True, pack=1
+    )
+    b_zero = tl.inline_asm_elementwise(
+        zeroing(BITS, BRAIN), "=r,r,r", [b_zero, b_zero * 0], dtype=tl.int32, is_pure=True, pack=1
+    )
+    b_scale, b_zero = _spread(b_scale, ROWS, WORDS), _spread(b_zero, ROWS, WORDS)
+    TEXT: tl.constexpr = unpacking(BITS, BRAIN, False)
+    REGISTERS: tl.constexpr = registers(BITS, False)
+    given = [b_word, b_zero, b_scale]
+    if BITS == 4:
+        e0, e1, e2, e3, e4, e5, e6, e7 = tl.inline_asm_elementwise(
+            TEXT, REGISTERS, given, dtype=times(KIND, 8), is_pure=True, pack=1
+        )
+        even, odd = tl.join(tl.join(e0, e4), tl.join(e2, e6)), tl.join(tl.join(e1, e5), tl.join(e3, e7))
+        b_number = tl.join(even, odd)
+    else:
+        e0, e1, e2, e3 = tl.inline_asm_elementwise(TEXT, REGISTERS, given, dtype=times(KIND, 4), is_pure=True, pack=1)
+        b_number = tl.join(tl.join(e0, e2), tl.join(e1, e3))
+    return tl.reshape(b_number, [ROWS, WORDS * 32 // BITS])
+
+
+@triton.jit
 def _activated(b_sum, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     """silu(gate) * up of columns that take turns [ROWS, COLUMNS], or relu(up)^2."""
     if GATED:
@@ -68,7 +116,7 @@ def few_gate_up_kernel(p_input, p_expert, p_gate_up, p_gate_up_scales, p_gate_up
         N = N // 32 * 32  # which tells the compiler
     token = tl.program_id(2).to(tl.int64)
     pair = token * C + tl.program_id(1)
-    expert = _matrix_of(p_expert, pair, True, E).to(tl.int64)
+    expert = matrix_of(p_expert, pair, True, E).to(tl.int64)
     o_row = tl.program_id(0) * BN + tl.arange(0, BN)
     b_sum = tl.zeros([BN, BK], tl.float32)
     for begin in tl.range(0, N, BK, num_stages=STAGES):
@@ -96,7 +144,7 @@ def few_down_kernel(p_expert, p_weight, p_middle, p_down, p_down_scales, p_down_
     b_sum = tl.zeros([BN, BK], tl.float32)
     for at in tl.range(0, C * blocks, num_stages=STAGES):
         pair, begin = token * C + at // blocks, at % blocks * BK
-        expert = _matrix_of(p_expert, pair, True, E).to(tl.int64)
+        expert = matrix_of(p_expert, pair, True, E).to(tl.int64)
         o_inner = begin + tl.arange(0, BK)
         b_middle = tl.load(p_middle + pair * M + o_inner, mask=o_inner < M, other=0.0).to(tl.float32)
         b_weight = _weights(
@@ -107,75 +155,36 @@ def few_down_kernel(p_expert, p_weight, p_middle, p_down, p_down_scales, p_down_
     tl.store(p_output + token * N + o_row, b_output, mask=o_row < N)
 
 
-@triton.jit(do_not_specialize=["P", "E"])
-def count_kernel(p_expert, p_counts, P, E, BP: tl.constexpr, EP: tl.constexpr):
-    """How many of BP pairs go to each matrix, p_counts [ceil(P / BP), E]. Grid (ceil(P / BP))."""
-    first = tl.program_id(0) * BP
-    o_expert = tl.arange(0, EP)
-    b_count = tl.zeros([EP], tl.int32)
-    for begin in range(0, BP, SORTED):
-        o_pair = first + begin + tl.arange(0, SORTED)
-        b_expert = _matrix_of(p_expert, o_pair, o_pair < P, E)
-        b_count += tl.sum(((b_expert[:, None] == o_expert[None, :]) & (o_pair < P)[:, None]).to(tl.int32), 0)
-    tl.store(p_counts + tl.program_id(0) * E + o_expert, b_count, mask=o_expert < E)
-
-
-@triton.jit(do_not_specialize=["E", "counted", "NB", "rows"])
-def offsets_kernel(p_counts, p_firsts, p_blocks, E, counted, NB, rows, EP: tl.constexpr):
-    """p_counts [counted, E] become those of the pairs in front, p_firsts [E] the place of a matrix's first pair, and p_blocks [NB, 3]
-    the matrix of each block, its first place and the matrix's last. Grid (1)."""
-    o_expert = tl.arange(0, EP)
-    m_expert = o_expert < E
-    b_total = tl.zeros([EP], tl.int32)
-    for begin in range(0, counted, SORTED):
-        o_part = begin + tl.arange(0, SORTED)
-        p_count = p_counts + o_part[:, None] * E + o_expert[None, :]
-        m_count = (o_part < counted)[:, None] & m_expert[None, :]
-        b_count = tl.load(p_count, mask=m_count, other=0)
-        tl.store(p_count, b_total[None, :] + tl.cumsum(b_count, 0) - b_count, mask=m_count)
-        b_total += tl.sum(b_count, 0)
-    b_last = tl.cumsum(b_total, 0)
-    b_first = b_last - b_total
-    tl.store(p_firsts + o_expert, b_first, mask=m_expert)
-    b_blocks = (b_total + rows - 1) // rows
-    b_behind = tl.cumsum(b_blocks, 0)
-    b_before = (b_behind - b_blocks)[None, :]
-    for begin in range(0, NB, SORTED):
-        o_block = begin + tl.arange(0, SORTED)
-        m_mine = (b_before <= o_block[:, None]) & (o_block[:, None] < b_behind[None, :])
-        p_block = p_blocks + o_block * 3
-        b_start = b_first[None, :] + (o_block[:, None] - b_before) * rows
-        tl.store(p_block, tl.sum(tl.where(m_mine, o_expert[None, :], 0), 1), mask=o_block < NB)
-        tl.store(p_block + 1, tl.sum(tl.where(m_mine, b_start, 0), 1), mask=o_block < NB)
-        tl.store(p_block + 2, tl.sum(tl.where(m_mine, b_last[None, :], 0), 1), mask=o_block < NB)
-
-
-@triton.jit(do_not_specialize=["P", "E"])
-def sort_kernel(p_expert, p_counts, p_firsts, p_order, P, E, BP: tl.constexpr):
-    """Pairs in the order of their matrices, p_order [P]. Grid (ceil(P / BP))."""
-    first = tl.program_id(0) * BP
-    o_pair = first + tl.arange(0, BP)
-    m_pair = o_pair < P
-    b_expert = _matrix_of(p_expert, o_pair, m_pair, E)
-    b_place = tl.load(p_firsts + b_expert, mask=m_pair, other=0)
-    b_place += tl.load(p_counts + tl.program_id(0) * E + b_expert, mask=m_pair, other=0)
-    for begin in range(0, BP, SORTED):
-        o_other = first + begin + tl.arange(0, SORTED)
-        b_other = _matrix_of(p_expert, o_other, o_other < P, E)
-        m_before = (b_other[None, :] == b_expert[:, None]) & (o_other[None, :] < o_pair[:, None])
-        b_place += tl.sum(m_before.to(tl.int32), 1)
-    tl.store(p_order + b_place, o_pair, mask=m_pair)
-
-
 @triton.jit
-def _block_sum(p_left, p_weight, p_scales, p_zero_points, o_row, m_row, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def _block_sum(p_left, p_weight, p_scales, p_zero_points, first, o_row, m_row, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                STAGES: tl.constexpr, DOT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Rows that begin at p_left [BM] times rows o_row [BN] of matrices, [BM, BN]."""
+    """Rows that begin at p_left [BM] times rows first + o_row [BN] of matrices, [BM, BN]."""
+    if BITS == 0:
+        p_weight += first * K
+    else:
+        p_weight += first * (K // (32 // BITS))
+        p_scales += first * (K // BLOCK)
+        if p_zero_points is not None:
+            p_zero_points += first * tl.cdiv(K // BLOCK, 32 // BITS)
+    PACKED: tl.constexpr = BITS > 0 and p_left.dtype.element_ty != tl.float32
     b_sum = tl.zeros([BM, BN], tl.float32)
+    p_left = p_left[:, None] + tl.arange(0, BK)[None, :]
+    if PACKED:
+        WORDS: tl.constexpr = BK * BITS // 32
+        words = K // (32 // BITS)
+        o_row = tl.where(m_row, o_row, 0)
+        p_word = p_weight + o_row[:, None] * words + tl.arange(0, WORDS)[None, :]
+        b_scale, b_zero = _read_blocks(p_scales, p_zero_points, o_row, 0, K, BK, BITS, BLOCK)
     for begin in tl.range(0, K, BK, num_stages=STAGES):
-        o_inner = begin + tl.arange(0, BK)
-        b_left = tl.load(p_left[:, None] + o_inner[None, :], mask=(o_inner < K)[None, :], other=0.0)
-        b_right = _weights(p_weight, p_scales, p_zero_points, o_row, m_row, begin, K, BN, BK, BITS, BLOCK)
+        b_left = tl.load(p_left + begin, mask=(tl.arange(0, BK) < K - begin)[None, :], other=0.0)
+        if PACKED:  # what blocks have is asked for a turn ahead, as no copy in the background takes two bytes
+            at = begin // (32 // BITS)
+            b_word = tl.load(p_word + at, mask=(tl.arange(0, WORDS) < words - at)[None, :], other=0)
+            next_scale, next_zero = _read_blocks(p_scales, p_zero_points, o_row, begin + BK, K, BK, BITS, BLOCK)
+            b_right = _unpacked(b_word, b_scale, b_zero, BN, WORDS, BITS)
+            b_scale, b_zero = next_scale, next_zero
+        else:
+            b_right = _weights(p_weight, p_scales, p_zero_points, o_row, m_row, begin, K, BN, BK, BITS, BLOCK)
         b_sum = tl.dot(b_left, tl.trans(b_right.to(b_left.dtype)), b_sum, input_precision=DOT)
     return b_sum
 
@@ -195,7 +204,7 @@ def gate_up_kernel(p_input, p_order, p_blocks, p_gate_up, p_gate_up_scales, p_ga
         b_token = tl.load(p_order + o_place, mask=o_place < stop, other=0) // C
         output = tl.program_id(0) % outputs * BN
         o_row = output + tl.arange(0, BN)
-        b_sum = _block_sum(p_input + b_token.to(tl.int64) * N, p_gate_up, p_gate_up_scales, p_gate_up_zero_points, expert * R + o_row,
+        b_sum = _block_sum(p_input + b_token.to(tl.int64) * N, p_gate_up, p_gate_up_scales, p_gate_up_zero_points, expert * R, o_row,
                            o_row < R, N, BM, BN, BK, STAGES, DOT, BITS, BLOCK)  # fmt: skip
         OUTPUTS: tl.constexpr = BN // 2 if GATED else BN
         o_output = output // BN * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -217,7 +226,7 @@ def down_kernel(p_weight, p_order, p_blocks, p_middle, p_down, p_down_scales, p_
         m_place = o_place < stop
         o_row = tl.program_id(0) % outputs * BN + tl.arange(0, BN)
         p_left = p_middle + tl.minimum(o_place, stop - 1).to(tl.int64) * M
-        b_sum = _block_sum(p_left, p_down, p_down_scales, p_down_zero_points, expert * N + o_row, o_row < N, M, BM, BN, BK, STAGES, DOT,
+        b_sum = _block_sum(p_left, p_down, p_down_scales, p_down_zero_points, expert * N, o_row, o_row < N, M, BM, BN, BK, STAGES, DOT,
                            BITS, BLOCK)  # fmt: skip
         b_pair = tl.load(p_order + o_place, mask=m_place, other=0)
         b_sum *= tl.load(p_weight + b_pair, mask=m_place, other=0.0)[:, None]

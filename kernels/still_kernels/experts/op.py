@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from still_graphs.ops.experts import EXPERTS
-from still_kernels.common.grouped_plan import MOVES, SIZES, GroupedVariant, grouped_op, grouped_plan
+from still_kernels.common.grouped_plan import SIZES, GroupedVariant, grouped_op, grouped_plan, moves_of
 from still_kernels.common.stateless import Calls
 from still_kernels.op_kernels import HALVES, imported
 
@@ -72,8 +72,7 @@ OP = grouped_op(
     Calls(
         draw=_draw,
         flop=flop,
-        moves=MOVES,
-        decode=frozenset({"few_gate_up", "few_down"}),
+        **moves_of(codes=False),
         sizes=SIZES,
         plain=plain,
         unread=unread,

@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from still_graphs.ops.experts_nbits import EXPERTS_NBITS
-from still_kernels.common.grouped_plan import MOVES, SIZES, GroupedVariant, grouped_op, grouped_plan
+from still_kernels.common.grouped_plan import SIZES, GroupedVariant, grouped_op, grouped_plan, moves_of
 from still_kernels.common.stateless import Calls
 from still_kernels.experts.op import flop, plain, unread
 from still_kernels.op_kernels import HALVES, imported
@@ -42,6 +42,7 @@ PLAN = grouped_plan(
         *_words("gate_up", "I", "I"),
         *_words("down", "MS * block_size", "M"),
     ),
+    codes=True,
 )
 
 
@@ -90,14 +91,14 @@ OP = grouped_op(
     Calls(
         draw=_draw,
         flop=flop,
-        moves=MOVES,
-        decode=frozenset({"few_gate_up", "few_down"}),
+        **moves_of(codes=True),
         sizes=SIZES,
         beside=_dense,
         plain=plain,
         unread=unread,
     ),
     covers="experts have",
+    module="still_kernels.experts_nbits.functions",
     also=(
         Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
         Check("block_size > 0 and block_size % 32 == 0", "block_size={block_size}; the kernels have multiples of 32."),

@@ -19,14 +19,20 @@ CALLS = [(1, 1), (2, 3), (1, 33), (1, 131)]
 EXPERTS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "relu2": {"activation": "relu2"},
+    "aligned": {"channels": 96, "inner": 64},
     "4 bits": {"bits": 4, "zero_points": True},
     "4 bits around the middle": {"bits": 4, "zero_points": False, "activation": "relu2"},
     "8 bits": {"bits": 8, "zero_points": True},
+    "4 bits, bfloat16": {"bits": 4, "zero_points": True, "dtype": torch.bfloat16},
+    "8 bits around the middle, bfloat16": {"bits": 8, "zero_points": False, "dtype": torch.bfloat16},
+    "4 bits, float32": {"bits": 4, "zero_points": True, "dtype": torch.float32},
 }
 CASES = [*(f"route: {name}" for name in ROUTERS), *EXPERTS]
 SMALL: dict[str, Setting] = {
     "few_gate_up": {"BN": 16, "BK": 32},
     "few_down": {"BN": 16, "BK": 32},
+    "few_codes_gate_up": {"SPLITS": 2, "UNITS": 1},
+    "few_codes_down": {"SPLITS": 2, "UNITS": 1, "AHEAD": 1},
     "count": {"BP": 64},
     "sort": {"BP": 64},
     **{f"some_{name}": {"BM": 16, "BN": 32, "BK": 32} for name in ("gate_up", "down")},
@@ -38,14 +44,12 @@ SMALL: dict[str, Setting] = {
 """Blocks so small that these calls have several of each."""
 
 
-def given_for(name: str, batch: int, tokens: int, dtype: torch.dtype = torch.float16) -> Any:
+def given_for(name: str, batch: int, tokens: int) -> Any:
     """The inputs of a call."""
     if name.startswith("route: "):
-        return route_inputs(name.removeprefix("route: "), batch, tokens, dtype)
-    more = EXPERTS[name]
-    return nbits_inputs(batch, tokens, dtype=dtype, block=32, **more) if "bits" in more else experts_inputs(
-        batch, tokens, dtype=dtype, **more
-    )  # fmt: skip
+        return route_inputs(name.removeprefix("route: "), batch, tokens, torch.float16)
+    more = {"dtype": torch.float16, **EXPERTS[name]}
+    return nbits_inputs(batch, tokens, block=32, **more) if "bits" in more else experts_inputs(batch, tokens, **more)
 
 
 def expected_of(name: str, given: Any) -> list[torch.Tensor]:
@@ -66,7 +70,8 @@ def table_of(op: Any, given: Any, device: str) -> TileTable | None:
     if device != "cpu":
         return None
     spec, shapes = op.kernels.spec, {name: x.shape for name, x in tensors_of(given).items()}
-    call = Call.of(spec, shapes, {a.name: getattr(given, a.name) for a in spec.attributes}, "float16", None)
+    dtype = str(given.input.dtype).removeprefix("torch.")
+    call = Call.of(spec, shapes, {a.name: getattr(given, a.name) for a in spec.attributes}, dtype, None)
     table: TileTable = op.tiles(op.kernels.variant_of(call), 90)
     for kernel in table.tiles.keys() & SMALL.keys():
         table = changed(table, kernel, SMALL[kernel])
@@ -81,7 +86,7 @@ def run_case(name: str, device: str = "cpu") -> float:
 
     op = ROUTE_OP if name.startswith("route: ") else NBITS_OP if "bits" in EXPERTS[name] else EXPERTS_OP
     worst = 0.0
-    for batch, tokens in CALLS if name in ("swiglu", "4 bits") else CALLS[:-1]:
+    for batch, tokens in CALLS if name in ("swiglu", "aligned", "4 bits", "4 bits, bfloat16") else CALLS[:-1]:
         given = given_for(name, batch, tokens)
         expected = expected_of(name, given)
         found = launched(op.launch, given, expected, table_of(op, given, device), device)

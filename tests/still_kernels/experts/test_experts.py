@@ -26,16 +26,21 @@ BOUND = 6e-4
 """Outputs and what lies between two matrices are rounded to float16, 2.1e-4 by Frobenius norm each, of many tokens parts, too."""
 
 
+def bound_of(name: str) -> float:
+    """Of experts: bfloat16 has three bits less than float16."""
+    return 1e-6 if "float32" in name and "bfloat16" not in name else 8 * BOUND if "bfloat16" in name else BOUND
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.CASES)
 def test_interpreter(name: str) -> None:
-    assert interpreted()[name] <= (1e-6 if name.startswith("route") else BOUND)
+    assert interpreted()[name] <= (1e-6 if name.startswith("route") else bound_of(name))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", cases.CASES)
 def test_gpu(name: str) -> None:
-    assert cases.run_case(name, "cuda") <= (1e-5 if name.startswith("route") else BOUND)
+    assert cases.run_case(name, "cuda") <= (1e-5 if name.startswith("route") else bound_of(name))
 
 
 @pytest.mark.gpu
@@ -124,7 +129,6 @@ def test_machine_code(op: str, arch: int, fields: dict[str, Any], tmp_path: Path
         found = {line.name for line in lines(disassembly(cubins[kernel["cubin"]], tmp_path))}
         assert not {"STL", "LDL"} & {part.split(".")[0] for part in found}, f"{name} spills"
         products = {part for part in found if part.startswith(("HMMA", "HGMMA"))}
-        assert bool(products) == name.endswith(("scores", "some_gate_up", "some_down", "many_gate_up", "many_down")), (
-            name
-        )
+        multiplies = name.endswith("scores") or name.startswith(("some_", "many_", "few_codes_"))
+        assert bool(products) == multiplies, name
         assert all("F32" in part for part in products), products

@@ -5,16 +5,13 @@ Triton's interpreter must be chosen before Triton is imported, so the tests star
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from still_kernels.tile import Setting, TileTable
 from tests.matmul_nbits_cases import FEW, MANY, Case, exact, tokens, weight
-from tests.still_kernels.stateless_cases import launched, worst_error
+from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 CASES = {
     **{f"few: {name}": case for name, case in FEW.items()},
@@ -60,26 +57,5 @@ def run_case(name: str, device: str = "cpu") -> float:
     return worst
 
 
-def interpret() -> None:
-    """From now on kernels run in interpreters, which refuse arithmetic on 16-bit floats outside of assembly."""
-    from still_kernels import launcher
-    from tests.still_kernels import gluon_interpreter, interpreter16, quick_interpreter
-
-    quick_interpreter.install()
-    interpreter16.install()
-    plain = launcher.Launcher.launch
-
-    def launch(self: Any, what: Any, values: list[Any], variant: object | None) -> Any:
-        if what.function.fn.__module__.rpartition(".")[2].startswith("gluon_"):
-            return gluon_interpreter.run(
-                what.function, what.grid, dict(zip(what.function.arg_names, values, strict=True))
-            )
-        return plain(self, what, values, variant)
-
-    launcher.Launcher.launch = launch  # type: ignore[method-assign]
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    interpret()
-    print(json.dumps({name: run_case(name) for name in sys.argv[1:] or CASES}))
+    main(run_case, CASES)
