@@ -16,6 +16,7 @@ from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.liger_gla.mixer import LigerGLAMixer
 from still_export.mixers.lightning_attention.mixer import LightningAttentionMixer
 from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
+from still_export.mixers.local_linear_attention.mixer import LocalLinearAttentionMixer
 from still_export.mixers.mamba.mixer import MambaMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.mean_attention.mixer import MeanAttentionMixer
@@ -47,6 +48,7 @@ MIXERS: dict[str, Mixer] = {
         Rwkv7Mixer(),
         MeanAttentionMixer(),
         ChosenHeadsMixer(),
+        LocalLinearAttentionMixer(),
         FeedForwardMixer(),
     )
 }

@@ -125,6 +125,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "hgrn2": dict(_WIDE, expand_ratio=64),
     "hgrn": _WIDE,
     "retnet": dict(_WIDE, num_heads=2),
+    "parallax": dict(_WIDE, num_heads=2, num_kv_heads=1),
+    "local_linear": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "minicpm_sala": dict(_HEADS, head_dim=64, lightning_nh=2, lightning_nkv=2, lightning_head_dim=64),
     "rwkv7": dict(_WIDE, head_dim=64, value_dim=None),
     "moh_llama": dict(_WIDE, num_attention_heads=8),

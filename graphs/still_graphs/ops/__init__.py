@@ -13,6 +13,7 @@ from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_graphs.ops.local_linear_attention import LOCAL_LINEAR_ATTENTION
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
@@ -45,6 +46,7 @@ OPS: dict[str, OpSpec] = {
         SELECT_BLOCKS,
         BLOCK_ATTENTION,
         RANK_ONE_ATTENTION,
+        LOCAL_LINEAR_ATTENTION,
     )
 }
 """Every op of the domain by its ONNX name."""

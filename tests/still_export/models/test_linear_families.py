@@ -118,6 +118,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("moh_llama", {"shared_heads": 1, "routed_heads": 3}),
         ("inline", {"feature_map": "relu", "qkv_bias": False}),
         ("polaformer", {"kernel_size": 2, "qkv_bias": False}),
+        ("parallax", {"num_kv_heads": None, "qkv_bias": False, "qk_norm": False}),
         ("rwkv7", {"fuse_norm": True, "norm_bias": False, "norm_first": False, "value_dim": None}),
         (
             "minicpm_sala",
@@ -230,6 +231,12 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
+        ("parallax", {"window_size": 37}, "window_size=37 in config.json of a parallax model; covered: None"),
+        (
+            "parallax",
+            {"attnres_block_size": 4},
+            "attnres_block_size=4 in config.json of a parallax model; covered: None",
+        ),
         ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
         ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
         (
@@ -299,6 +306,11 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("polaformer", {"kernel_size": 1}, r"kernel_size=1 in config\.json; it must be 2 to 64, taps for polaformer"),
         ("polaformer", {"num_attention_heads": 8, "num_key_value_heads": 8}, r"hidden_size=24 .* no multiple of 16"),
         ("inline", {"feature_map": "exp"}, r"feature_map='exp' in config\.json; covered: identity, and relu of InLine"),
+        ("parallax", {"num_heads": 5}, r"hidden_size=24 in config\.json is no multiple of num_heads=5"),
+        ("local_linear", {"ridge": 0.0}, r"ridge=0 and ridge_steps=12 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge": -1.0}, r"ridge=-1 and ridge_steps=12 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge": "inf"}, r"ridge=inf and ridge_steps=12 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge_steps": 0}, r"ridge=3 and ridge_steps=0 in config\.json; a ridge is above 0"),
         ("rwkv7", {"head_dim": 7}, r"hidden_size=24 in config\.json is no multiple of head_dim=7"),
         ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],
