@@ -23,6 +23,7 @@ from still_export.mixers.mean_attention.mixer import MeanAttentionMixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
+from still_export.mixers.strided_attention.mixer import StridedAttentionMixer
 from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
 
 MIXERS: dict[str, Mixer] = {
@@ -49,6 +50,7 @@ MIXERS: dict[str, Mixer] = {
         MeanAttentionMixer(),
         ChosenHeadsMixer(),
         LocalLinearAttentionMixer(),
+        StridedAttentionMixer(),
         FeedForwardMixer(),
     )
 }

@@ -54,6 +54,7 @@ from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.minicpm_sala import SALA
 from still_export.models.moh import MOH
+from still_export.models.rat import RAT
 from still_export.models.rwkv7 import RWKV7
 from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.transnormer import TRANSNORMER
@@ -285,6 +286,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
         RWKV7,
         *VISION,
         MOH,
+        RAT,
     )
 }
 """Families by transformers' model_type."""

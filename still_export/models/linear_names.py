@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models import minicpm_sala, rwkv7, transnormer
+from still_export.models import minicpm_sala, rat, rwkv7, transnormer
 from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -61,6 +61,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), _MAMBA2),
     "nemotron_h": _NEMOTRON,
+    "rat": rat.NAMES,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
@@ -76,6 +77,7 @@ _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "transnormer": transnormer.translated,
     "minicpm_sala": minicpm_sala.translated,
     "rwkv7": rwkv7.translated,
+    "rat": rat.translated,
 }
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2", "gemma3": "gemma3_text"}
 """Models of text and images, and the model_type of their language model."""

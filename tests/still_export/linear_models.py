@@ -125,6 +125,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "hgrn2": dict(_WIDE, expand_ratio=64),
     "hgrn": _WIDE,
     "retnet": dict(_WIDE, num_heads=2),
+    "rat": dict(vocab_size=128, d_model=128, d_head=64, d_ffn=256, chunk_size=16),
     "parallax": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "local_linear": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "minicpm_sala": dict(_HEADS, head_dim=64, lightning_nh=2, lightning_nkv=2, lightning_head_dim=64),

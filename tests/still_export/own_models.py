@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import (
     conv1d,
+    gelu,
     group_norm,
     layer_norm,
     normalize,
@@ -535,7 +536,75 @@ class MohModel(OwnModel):
         return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
 
 
+class RatModel(OwnModel):
+    """RAT: the scan one token after the other, softmax over the chunks' ends and the token's own key."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        d_model=24,
+        num_layers=3,
+        d_head=6,
+        ngroups=2,
+        chunk_size=7,
+        d_ffn=44,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, few = c["d_model"], c["ngroups"] * c["d_head"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"embedding.wte.weight": embeddings, "head.lm_head.weight": embeddings}
+        found["backbone.ln.weight"] = (width,)
+        for i in range(c["num_layers"]):
+            own: dict[str, tuple[int, ...]] = {
+                "seq_layer.in_proj.weight": (3 * width + 2 * few, width),
+                "seq_layer.gate_bias": (width,),
+                "seq_layer.input_norm.weight": (width,),
+                "seq_layer.out_proj.weight": (width, width),
+                "hidden_layer.ln.weight": (width,),
+                "hidden_layer.fc1.weight": (c["d_ffn"], width),
+                "hidden_layer.fc2.weight": (width, c["d_ffn"]),
+            }
+            found |= {f"backbone.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, x = self.config, self.tensors["embedding.wte.weight"][ids]
+        width, dim, size, few = c["d_model"], c["d_head"], c["chunk_size"], c["ngroups"] * c["d_head"]
+        chunks = torch.arange(ids.shape[1])[:, None] // size
+        angles = chunks / c.get("base", 1e4) ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        for i in range(c["num_layers"]):
+            prefix = f"backbone.layers.{i}."
+            w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+            h = rms(x, w["seq_layer.input_norm.weight"]) @ w["seq_layer.in_proj.weight"].T
+            z, v, g, q, k = h.split((width, width, width, few, few), -1)
+            g = (g + w["seq_layer.gate_bias"]).sigmoid()
+            q, k = (y.repeat(1, 1, width // few) for y in (q, k))
+            u, g, state, scanned = torch.cat((v, k), -1), torch.cat((g, g), -1), 0.0, []
+            for t in range(ids.shape[1]):
+                state = (0 if t % size == 0 else g[:, t] * state) + (1 - g[:, t]) * u[:, t]
+                scanned.append(state)
+            seen.recurrent[i] = state[:, :, None]  # type: ignore[index]
+            v, k = torch.stack(scanned, 1).chunk(2, -1)
+            q, k, v = (y.unflatten(-1, (-1, dim)) for y in (q, k, v))
+            q, k = turned(q, turn), turned(k, turn)
+            place = torch.arange(ids.shape[1])
+            ends = (place % size == size - 1) & (place // size < place[:, None] // size)
+            scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
+            scores = scores.masked_fill(~(ends | (place == place[:, None])), -torch.inf)
+            rows = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
+            x = x + (z.sigmoid() * rows) @ w["seq_layer.out_proj.weight"].T
+            h = gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
+            x = x + h @ w["hidden_layer.fc2.weight"].T
+        return rms(x, self.tensors["backbone.ln.weight"]) @ self.tensors["head.lm_head.weight"].T
+
+
 OWN: dict[str, type[OwnModel]] = {
+    "rat": RatModel,
     "moh_llama": MohModel,
     "transnormer": TransNormerModel,
     "minicpm_sala": SalaModel,

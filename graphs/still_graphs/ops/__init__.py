@@ -22,6 +22,7 @@ from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.route import ROUTE
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
 from still_graphs.ops.spec import DOMAIN, OpSpec
+from still_graphs.ops.strided_attention import STRIDED_ATTENTION
 from still_graphs.ops.swi_glu import SWI_GLU
 
 OPS: dict[str, OpSpec] = {
@@ -47,6 +48,7 @@ OPS: dict[str, OpSpec] = {
         BLOCK_ATTENTION,
         RANK_ONE_ATTENTION,
         LOCAL_LINEAR_ATTENTION,
+        STRIDED_ATTENTION,
     )
 }
 """Every op of the domain by its ONNX name."""

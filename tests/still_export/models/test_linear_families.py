@@ -118,6 +118,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("moh_llama", {"shared_heads": 1, "routed_heads": 3}),
         ("inline", {"feature_map": "relu", "qkv_bias": False}),
         ("polaformer", {"kernel_size": 2, "qkv_bias": False}),
+        ("rat", {"chunk_size": 1, "ngroups": 4, "base": 50.0}),
         ("parallax", {"num_kv_heads": None, "qkv_bias": False, "qk_norm": False}),
         ("rwkv7", {"fuse_norm": True, "norm_bias": False, "norm_first": False, "value_dim": None}),
         (
@@ -158,6 +159,17 @@ def test_half_precision_errs_as_transformers_does(family: str, dtype: torch.dtyp
     own = (rounded - expected).norm()
     for sizes in ([200], [70, 1, 129]):
         assert (pieces(found, ids(), sizes)[0].double() - expected).norm() <= 1.5 * own
+
+
+@torch.no_grad()
+def test_a_scan_without_its_reset_is_seen(tmp_path: Path) -> None:
+    theirs = linear_model("rat", seed=calm_seed("rat"))
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    expected, places = theirs.double()(ids()).logits, ours.model.rotary_emb
+    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
+    places.register_forward_hook(lambda module, given, made: (*made[:2], torch.zeros_like(made[2])))
+    assert far(ours(ids(), use_cache=False).logits, expected) > 1e3 * LOGITS
 
 
 def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
@@ -231,6 +243,7 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
+        ("rat", {"interleave_step": 2}, "interleave_step=2 in config.json of a rat model; covered: None or 0"),
         ("parallax", {"window_size": 37}, "window_size=37 in config.json of a parallax model; covered: None"),
         (
             "parallax",
@@ -306,6 +319,12 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("polaformer", {"kernel_size": 1}, r"kernel_size=1 in config\.json; it must be 2 to 64, taps for polaformer"),
         ("polaformer", {"num_attention_heads": 8, "num_key_value_heads": 8}, r"hidden_size=24 .* no multiple of 16"),
         ("inline", {"feature_map": "exp"}, r"feature_map='exp' in config\.json; covered: identity, and relu of InLine"),
+        ("rat", {"chunk_size": 0}, r"config\.json: chunk_size: Input should be greater than or equal to 1, not 0"),
+        (
+            "rat",
+            {"ngroups": 3},
+            r"d_model=24 in config\.json must be a multiple of d_head=6, and their quotient of ngroups=3",
+        ),
         ("parallax", {"num_heads": 5}, r"hidden_size=24 in config\.json is no multiple of num_heads=5"),
         ("local_linear", {"ridge": 0.0}, r"ridge=0 and ridge_steps=12 in config\.json; a ridge is above 0"),
         ("local_linear", {"ridge": -1.0}, r"ridge=-1 and ridge_steps=12 in config\.json; a ridge is above 0"),
