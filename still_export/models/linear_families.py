@@ -51,7 +51,9 @@ from still_export.mixers.layers import FULL, head_size
 from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
+from still_export.models.flux import FLUX
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.mamba3 import MAMBA3
 from still_export.models.minicpm_sala import SALA
 from still_export.models.moh import MOH
 from still_export.models.rat import RAT
@@ -287,6 +289,8 @@ LINEAR_FAMILIES: dict[str, Family] = {
         *VISION,
         MOH,
         RAT,
+        FLUX,
+        MAMBA3,
     )
 }
 """Families by transformers' model_type."""

@@ -125,6 +125,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "hgrn2": dict(_WIDE, expand_ratio=64),
     "hgrn": _WIDE,
     "retnet": dict(_WIDE, num_heads=2),
+    "flux_qwen3": dict(_HEADS, head_dim=64),
+    "mamba3": dict(vocab_size=128, hidden_size=128, head_dim=64, state_size=64),
     "rat": dict(vocab_size=128, d_model=128, d_head=64, d_ffn=256, chunk_size=16),
     "parallax": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "local_linear": dict(_WIDE, num_heads=2, num_kv_heads=1),
@@ -132,6 +134,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "rwkv7": dict(_WIDE, head_dim=64, value_dim=None),
     "moh_llama": dict(_WIDE, num_attention_heads=8),
     "polaformer": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
+    "mirrorla": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
     "inline": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
     "transnormer": dict(decoder_embed_dim=128, hidden_dim=128, decoder_attention_heads=2, glu_dim=256),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
+from still_graphs.ops.angle_sum import ANGLE_SUM
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
@@ -49,6 +50,7 @@ OPS: dict[str, OpSpec] = {
         RANK_ONE_ATTENTION,
         LOCAL_LINEAR_ATTENTION,
         STRIDED_ATTENTION,
+        ANGLE_SUM,
     )
 }
 """Every op of the domain by its ONNX name."""
