@@ -34,7 +34,8 @@ def op_of_keys(spec: OpSpec, inputs_type: type[Inputs], compute: Attend[Inputs])
     def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
         tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
         state = AttentionState(*(tensors.pop(f"past_{name}") for name in ("key", "value", "length")))
-        output, present = compute(inputs_type(**tensors, **attributes), state, in_place)
+        tensors |= attributes
+        output, present = compute(inputs_type(**tensors), state, in_place)
         return {"output": output, "present_key": present.key, "present_value": present.value}
 
     register(spec, computed)
