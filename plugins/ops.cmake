@@ -19,4 +19,7 @@ set(STILL_OP_FOLDERS
     "${CMAKE_CURRENT_LIST_DIR}/cpu/select_blocks"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/block_attention"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/rank_one_attention"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/local_linear_attention"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/strided_attention"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/angle_sum"
 )

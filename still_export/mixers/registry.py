@@ -8,6 +8,7 @@ from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import Mixer
 from still_export.mixers.block_attention.mixer import BlockAttentionMixer, SelectedBlocksMixer
 from still_export.mixers.chosen_heads.mixer import ChosenHeadsMixer
+from still_export.mixers.chosen_width.mixer import ChosenWidthMixer
 from still_export.mixers.feed_forward import FeedForwardMixer
 from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
@@ -16,12 +17,15 @@ from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.liger_gla.mixer import LigerGLAMixer
 from still_export.mixers.lightning_attention.mixer import LightningAttentionMixer
 from still_export.mixers.linearized.mixer import LinearizedGatedDeltaNetMixer, LinearizedGLAMixer
+from still_export.mixers.local_linear_attention.mixer import LocalLinearAttentionMixer
 from still_export.mixers.mamba.mixer import MambaMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
+from still_export.mixers.mamba3.mixer import Mamba3Mixer
 from still_export.mixers.mean_attention.mixer import MeanAttentionMixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
+from still_export.mixers.strided_attention.mixer import StridedAttentionMixer
 from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
 
 MIXERS: dict[str, Mixer] = {
@@ -39,6 +43,7 @@ MIXERS: dict[str, Mixer] = {
         GatedLinearAttentionMixer(),
         MambaMixer(),
         Mamba2Mixer(),
+        Mamba3Mixer(),
         ParallelMamba2Mixer(),
         ShortConvMixer(),
         LightningAttentionMixer(),
@@ -47,6 +52,9 @@ MIXERS: dict[str, Mixer] = {
         Rwkv7Mixer(),
         MeanAttentionMixer(),
         ChosenHeadsMixer(),
+        ChosenWidthMixer(),
+        LocalLinearAttentionMixer(),
+        StridedAttentionMixer(),
         FeedForwardMixer(),
     )
 }

@@ -5,6 +5,7 @@ transformers has no classes for them; the mixers compute, on the stack of layers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from still_export.mixers.layers import FULL
 from still_export.models.stack import Stack
 
-HGRN2_EPSILON = 1e-5
-"""Of HGRN2's norm behind the rule: flash-linear-attention calls it without the configuration's."""
+HGRN2_EPSILON = HEAD_EPSILON = 1e-5
+"""Of HGRN2's norm behind the rule, and of Parallax' heads: flash-linear-attention calls them without the configuration's."""
 
 
 @strict
@@ -31,6 +32,8 @@ class FlaConfig(PreTrainedConfig):
         sliding_window: Latest tokens that softmax layers see; None: all.
         clamp_min: Of GLA's decay; None: it is not clamped.
         lower_bounds: HGRN2's later layers forget no more than a bound that they learned.
+        qk_norm: Parallax' queries, corrections and keys have norms.
+        ridge, ridge_steps: Of local linear attention, and steps of its solution; 0: there is none.
     """
 
     vocab_size: int = 32000
@@ -65,6 +68,9 @@ class FlaConfig(PreTrainedConfig):
     allow_neg_eigval: bool = False
     clamp_min: float | None = None
     lower_bounds: bool = False
+    qk_norm: bool = False
+    ridge: float = 0.0
+    ridge_steps: int = 0
 
 
 class GatedRMSNorm(LlamaRMSNorm):
@@ -194,15 +200,38 @@ class FlaAttention(nn.Module):
         self.o_proj = nn.Linear(sizes[0] * config.head_dim, config.hidden_size, bias=False)
 
 
-MIXERS: dict[str, type[FlaMixer]] = {
+class FlaLocalLinear(FlaAttention):
+    """Of local linear attention."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.ridge, self.ridge_steps = config.ridge, config.ridge_steps
+
+
+class FlaParallax(FlaLocalLinear):
+    """Of Parallax."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.r_proj = nn.Linear(config.hidden_size, self.q_proj.out_features, bias=config.attention_bias)
+        if config.qk_norm:
+            for name in ("q_norm", "r_norm", "k_norm"):
+                self.add_module(name, GatedRMSNorm(config.head_dim, HEAD_EPSILON, None))
+
+
+MIXERS: dict[str, Callable[[Any, int], nn.Module]] = {
     "gated_deltanet": FlaGatedDeltaNet,
     "delta_net": FlaDeltaNet,
     "gla": FlaGLA,
     "hgrn2": FlaHGRN2,
     "hgrn": FlaHGRN,
     "retnet": FlaRetNet,
+    "parallax": FlaParallax,
+    "local_linear": FlaLocalLinear,
 }
 """By model_type."""
+TURNED = ("retnet", "parallax", "local_linear")
+"""Those whose mixers have positions."""
 
 
 class FlaBlock(nn.Module):
@@ -211,7 +240,9 @@ class FlaBlock(nn.Module):
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         softmax = config.layer_types[index] == FULL
-        kind = FlaAttention if softmax else MIXERS[config.model_type.removeprefix("still_")]
+        kind: Callable[[Any, int], nn.Module] = (
+            FlaAttention if softmax else MIXERS[config.model_type.removeprefix("still_")]
+        )
         self.attn_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn: nn.Module = kind(config, index)
         self.mlp_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -228,6 +259,6 @@ class FlaBlock(nn.Module):
 def fla_stack(config: Any) -> Stack:
     """The layers of a model with the configuration `config`."""
     layers = [FlaBlock(config, index) for index in range(config.num_hidden_layers)]
-    turned = FULL in config.layer_types or config.model_type.removeprefix("still_") == "retnet"
+    turned = FULL in config.layer_types or config.model_type.removeprefix("still_") in TURNED
     rotary = LlamaRotaryEmbedding(config) if turned else None
     return Stack(config, layers, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)

@@ -28,11 +28,13 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
         "attnres_block_size": (None,),
         "feature_map": (None,),
         "elementwise_affine": (True, None),
-        "qk_norm": ("l2",),
+        "qk_norm": (True, False) if kind == "parallax" else ("l2",),
         "qk_activation": ("silu",),
         "use_beta": (True,),
         "share_conv_kernel": (False,),
     }
+    if kind in ("parallax", "local_linear"):
+        refused |= {"window_size": (None,), "attn": (None,)}
     if kind in ("gated_deltanet", "delta_net"):
         refused["use_short_conv"] = (True,)
     if (
@@ -90,6 +92,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "use_short_conv": False,
         "use_output_gate": True,
     },
+    "parallax": {"num_heads": 32, "use_short_conv": False},
+    "local_linear": {"num_heads": 32, "use_short_conv": False},
 }
 """What a config.json may leave out."""
 
@@ -147,6 +151,30 @@ def _retnet(given: Mapping[str, Any]) -> dict[str, Any]:
     return sizes | turned
 
 
+def _parallax(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads = given["num_heads"]
+    if given["hidden_size"] % heads:
+        raise ConfigError(
+            f"hidden_size={given['hidden_size']} in config.json is no multiple of num_heads={heads}. Fix one of them."
+        )
+    return {
+        "num_key_value_heads": given.get("num_kv_heads") or heads,
+        "attention_bias": given.get("qkv_bias", False),
+        "qk_norm": given.get("qk_norm", False),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(given.get("rope_theta", 1e4))},
+    }
+
+
+def _local_linear(given: Mapping[str, Any]) -> dict[str, Any]:
+    ridge, steps = float(given.get("ridge", 1.0)), index(given.get("ridge_steps", 32))
+    if not 0 < ridge < math.inf or steps < 1:
+        raise ConfigError(
+            f"ridge={ridge:g} and ridge_steps={steps} in config.json; a ridge is above 0, as what is solved for may have no solution "
+            "otherwise, and has at least 1 step. Fix them."
+        )
+    return _parallax(given) | {"ridge": ridge, "ridge_steps": steps}
+
+
 _HEADS = {
     "gated_deltanet": _gated_delta_net,
     "delta_net": _delta_net,
@@ -154,6 +182,8 @@ _HEADS = {
     "hgrn2": _hgrn2,
     "hgrn": _hgrn,
     "retnet": _retnet,
+    "parallax": _parallax,
+    "local_linear": _local_linear,
 }
 
 

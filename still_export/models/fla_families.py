@@ -1,4 +1,4 @@
-"""The families of flash-linear-attention: GLA, RetNet, HGRN and HGRN2, DeltaNet, Gated DeltaNet."""
+"""The families of flash-linear-attention: GLA, RetNet, HGRN and HGRN2, DeltaNet, Gated DeltaNet, Parallax; local linear attention."""
 
 from __future__ import annotations
 
@@ -52,5 +52,9 @@ FLA_FAMILIES: tuple[Family, ...] = (
     _family("retnet", "RetNet", "gated_linear_attention"),  # a decay of each head for all tokens
     _family("delta_net", "DeltaNet", "delta_net"),
     _family("gated_deltanet", "GatedDeltaNet", "gated_delta_net"),
+    _family("parallax", "Parallax", "local_linear_attention"),
+    _family(
+        "local_linear", "LocalLinear", "local_linear_attention"
+    ),  # Parallax' folder, with `ridge` in the place of a projection
 )
 """By flash-linear-attention's model_type."""

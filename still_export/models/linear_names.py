@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models import minicpm_sala, rwkv7, transnormer
+from still_export.models import mamba3, minicpm_sala, rat, rwkv7, transnormer, vision_readings
 from still_export.models.fla import MIXERS
 from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
@@ -32,8 +32,11 @@ _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """Fields of configurations whose last layers guess tokens ahead."""
-_FOLLOWS = tuple(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
-"""Tensors of MiniMax that follow from a layer's number."""
+_FOLLOWS = (
+    *(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),
+    ".self_attn.mask_allocator.log_temp",
+)
+"""Tensors of MiniMax that follow from a layer's number, and the temperature of Flux' training."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 _MAMBA2 = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -59,8 +62,9 @@ _FLA = (
 )
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
-    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), _MAMBA2),
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "mamba3"), _MAMBA2),
     "nemotron_h": _NEMOTRON,
+    "rat": rat.NAMES,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
@@ -76,6 +80,8 @@ _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "transnormer": transnormer.translated,
     "minicpm_sala": minicpm_sala.translated,
     "rwkv7": rwkv7.translated,
+    "rat": rat.translated,
+    "mamba3": mamba3.translated,
 }
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2", "gemma3": "gemma3_text"}
 """Models of text and images, and the model_type of their language model."""
@@ -114,7 +120,7 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
     said = " and ".join(f"{count} tensors of {what}" for what, count in sorted(others.items()))
-    return _bounded(rwkv7.apart(_joined_convolutions(kept))), said
+    return vision_readings.folded(_bounded(rwkv7.apart(_joined_convolutions(kept)))), said
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:

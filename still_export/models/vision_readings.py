@@ -1,10 +1,12 @@
 """Vision models' linear attention in a language model: our causal reading, in Llama's layers. No folder is published; the format is ours.
 
-Of PolaFormer the positions of patches are left out, of InLine the residual, whose weights follow from the whole sequence.
+Of PolaFormer the positions of patches are left out, of InLine the residual, whose weights follow from the whole sequence, of MirrorLA the
+modulation, which follows from it, too.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from still_export.models.families import Family, make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.transnormer import Places
+from still_export.models.weights import Deferred, Weight, value_of
 
 
 @strict
@@ -29,6 +32,7 @@ class VisionConfig(PreTrainedConfig):
         kernel_size: Taps of PolaFormer's convolution; 0: InLine, which has none.
         alpha: PolaFormer's powers are between 1 and 1 + alpha.
         feature_map: Of InLine's queries and keys, "identity" or "relu".
+        mirrors: MirrorLA's reflections of queries and keys, `attn.mirrors` [mirrors, channels], which fold into the projections.
     """
 
     vocab_size: int = 32000
@@ -40,6 +44,7 @@ class VisionConfig(PreTrainedConfig):
     kernel_size: int = 0
     alpha: float = 4.0
     feature_map: str = "identity"
+    mirrors: int = 0
     qkv_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
@@ -81,6 +86,33 @@ class PolarMixer(InLineMixer):
         self.dwc = nn.Conv1d(size, size, config.kernel_size, groups=size)
 
 
+class MirrorMixer(InLineMixer):
+    """The same of MirrorLA, behind `folded`."""
+
+
+_MIXERS = {"polaformer": PolarMixer, "inline": InLineMixer, "mirrorla": MirrorMixer}
+
+
+def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
+    """With MirrorLA's reflections in the projections of queries and keys; those of blocks of channels are 0 outside them."""
+    for name in [n for n in tensors if n.endswith(".attn.mirrors")]:
+        mirrors = tensors.pop(name)
+        for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
+            if (held := tensors.get(own := name.removesuffix("mirrors") + part)) is not None:
+                tensors[own] = Deferred(torch.Size(held.shape), held.dtype, partial(_reflected, held, mirrors))
+    return tensors
+
+
+def _reflected(weight: Weight, mirrors: Weight) -> Tensor:
+    """`weight` [C] or [C, inputs], its channels reflected by each of `mirrors` [R, C] in their order."""
+    held = value_of(weight)
+    rows = held.double()
+    for mirror in value_of(mirrors).double():
+        along = torch.tensordot(mirror, rows, 1) * (2 / mirror.square().sum())
+        rows = rows - (mirror[:, None] * along if rows.dim() == 2 else mirror * along)
+    return rows.to(held.dtype)
+
+
 class VisionBlock(nn.Module):
     """A layer: norm, mixer, norm, feed-forward, each pair added to what goes in."""
 
@@ -89,7 +121,7 @@ class VisionBlock(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (
             LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
         )
-        self.attn: nn.Module = (PolarMixer if config.kernel_size else InLineMixer)(config, index)
+        self.attn: nn.Module = _MIXERS[config.model_type.removeprefix("still_")](config, index)
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
@@ -105,7 +137,12 @@ class VisionConfigMixin(LinearConfigMixin):
     def check(self, still: LayersConfig) -> None:
         super().check(still)
         config: Any = self
-        polar = config.model_type.endswith("polaformer")
+        polar, mirrored = (config.model_type.endswith(name) for name in ("polaformer", "mirrorla"))
+        if (config.mirrors < 1) if mirrored else config.mirrors:
+            raise ConfigError(
+                f"mirrors={config.mirrors} in config.json; it must be {'1 and more' if mirrored else '0'} for "
+                f"{config.model_type.removeprefix('still_')}."
+            )
         parts = config.num_attention_heads * (2 if polar else 1)
         if config.hidden_size % parts:
             raise ConfigError(
@@ -116,10 +153,17 @@ class VisionConfigMixin(LinearConfigMixin):
                 f"kernel_size={config.kernel_size} in config.json; it must be {'2 to 64, taps' if polar else '0'} for "
                 f"{config.model_type.removeprefix('still_')}."
             )
-        if config.feature_map not in ("identity", "relu") or (polar and config.feature_map != "identity"):
+        if config.feature_map not in ("identity", "relu") or ((polar or mirrored) and config.feature_map != "identity"):
             raise ConfigError(
                 f"feature_map={config.feature_map!r} in config.json; covered: identity, and relu of InLine."
             )
+
+    @property
+    def key_size(self) -> int:
+        """Of what the rule has as keys: PolaFormer's have two signs, InLine's a 1."""
+        config: Any = self
+        size: int = config.hidden_size // config.num_attention_heads
+        return {"polaformer": 2 * size, "inline": size + 1}.get(config.model_type.removeprefix("still_"), size)
 
 
 class VisionModelMixin(LinearModelMixin):
@@ -141,5 +185,5 @@ VISION: tuple[Family, ...] = tuple(
         linear=True,
         places={"linear_attention": Place("mean_attention", ("attn",))},
     )
-    for title in ("PolaFormer", "InLine")
+    for title in ("PolaFormer", "InLine", "MirrorLA")
 )

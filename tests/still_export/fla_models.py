@@ -41,8 +41,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "hgrn2": dict(num_heads=None, expand_ratio=8, use_lower_bound=True, use_short_conv=False),
     "hgrn": dict(expand_ratio=1, use_lower_bound=True, use_short_conv=False),
     "retnet": dict(num_heads=3, expand_k=1.0, expand_v=2.0, use_short_conv=False),
+    "parallax": dict(num_heads=4, num_kv_heads=2, qkv_bias=True, qk_norm=True, window_size=None, rope_theta=1000.0),
+    "local_linear": dict(num_heads=4, num_kv_heads=2, rope_theta=1000.0, ridge=3.0, ridge_steps=12),
 }
 """What each family's configuration has beside `COMMON`."""
+
+
+KEYED = ("parallax", "local_linear")
+"""Whose layers keep keys and values."""
 
 
 class States:
@@ -120,6 +126,8 @@ class FlaModel:
 
     def _mixer_shapes(self) -> dict[str, tuple[int, ...]]:
         c, hidden = self.config, self.config["hidden_size"]
+        if self.family in KEYED:
+            return self._keyed_shapes()
         queries, keys, values, dim, size = self.sizes
         names = "qfi" if self.family.startswith("hgrn") else "qkv"
         channels = dict(zip(names, (queries * dim, keys * dim, values * size), strict=True))
@@ -148,6 +156,49 @@ class FlaModel:
         if self.family == "gated_deltanet":
             shapes |= {"a_proj.weight": (values, hidden), "A_log": (values,), "dt_bias": (values,)}
         return shapes
+
+    def _keyed_shapes(self) -> dict[str, tuple[int, ...]]:
+        c, hidden = self.config, self.config["hidden_size"]
+        dim, keys = hidden // c["num_heads"], hidden // c["num_heads"] * (c["num_kv_heads"] or c["num_heads"])
+        outputs = {"q": hidden, "k": keys, "v": keys, "o": hidden}
+        outputs |= {"r": hidden} if self.family == "parallax" else {}
+        shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, hidden) for x, n in outputs.items()}
+        shapes |= {f"{x}_proj.bias": (n,) for x, n in outputs.items() if c.get("qkv_bias") and x != "o"}
+        return shapes | ({f"{x}_norm.weight": (dim,) for x in "qrk"} if c.get("qk_norm") else {})
+
+    def _keyed(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        """Parallax, and local linear attention by its normal equations with a constant term."""
+        c = self.config
+        dim, group = x.shape[-1] // c["num_heads"], c["num_heads"] // (c["num_kv_heads"] or c["num_heads"])
+        angles = torch.arange(x.shape[1])[:, None] / c["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+        def heads(name: str) -> Tensor:
+            rows = (x @ w[f"{name}_proj.weight"].T + w.get(f"{name}_proj.bias", 0.0)).unflatten(-1, (-1, dim))
+            rows = self._norm(rows, w[f"{name}_norm.weight"], 1e-5) if f"{name}_norm.weight" in w else rows
+            return turned(rows, turn) if name != "v" else rows
+
+        q, k, v = (heads(name) for name in "qkv")
+        k, v = (h.repeat_interleave(group, 2) for h in (k, v))
+        scores = (torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5).exp().tril()
+        if self.family == "parallax":
+            across = scores * torch.einsum("bthd,bshd->bhts", heads("r"), k)
+            total = scores.sum(-1, keepdim=True)
+            output = scores @ v.transpose(1, 2) / total * (1 + across.sum(-1, keepdim=True) / total)
+            output = (output - across @ v.transpose(1, 2) / total).transpose(1, 2)
+        else:
+            rows = []
+            for t in range(x.shape[1]):
+                # Normal equations in float64 in any case: in float32 they lose more than the model does.
+                apart = (k[:, : t + 1] - q[:, t : t + 1]).transpose(1, 2).double()  # [B, H, t + 1, D]
+                design = torch.cat((torch.ones_like(apart[..., :1]), apart), -1)
+                weighted = (design * scores[:, :, t, : t + 1, None]).transpose(2, 3)
+                penalty = c["ridge"] * torch.eye(dim + 1, dtype=torch.float64)
+                penalty[0, 0] = 0
+                values = v[:, : t + 1].transpose(1, 2).double()
+                rows.append(torch.linalg.solve(weighted @ design + penalty, weighted @ values)[:, :, 0])
+            output = torch.stack(rows, 1).to(x.dtype)
+        return output.flatten(2) @ w["o_proj.weight"].T
 
     def save_pretrained(self, folder: Path | str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -199,6 +250,8 @@ class FlaModel:
 
     def _mixer(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
         c = self.config
+        if self.family in KEYED:
+            return self._keyed(x, w)
         queries, keys, values, dim, size = self.sizes
         names = "fi" if self.family == "hgrn" else "qfi" if self.family == "hgrn2" else "qkv"
         *read, k, v = (x @ w[f"{n}_proj.weight"].T for n in names)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import (
     conv1d,
+    gelu,
     group_norm,
     layer_norm,
     normalize,
@@ -390,7 +391,7 @@ class Rwkv7Model(OwnModel):
 
 
 class VisionModel(OwnModel):
-    """PolaFormer's and InLine's attention by their published formulas, whose n is the number of tokens so far."""
+    """PolaFormer's, InLine's and MirrorLA's attention by their formulas, whose n is the number of tokens so far."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
         vocab_size=61,
@@ -406,7 +407,13 @@ class VisionModel(OwnModel):
     )
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
-        super().__init__(family, draw, **{"kernel_size": 5 if family == "polaformer" else 0, **changes})
+        kind = {"kernel_size": 5 if family == "polaformer" else 0, "mirrors": 5 if family == "mirrorla" else 0}
+        super().__init__(family, draw, **{**kind, **changes})
+        for name in [n for n in self.tensors if n.endswith(".mirrors")]:
+            # Two reflections of blocks of channels, the others of all.
+            self.tensors[name] = self.tensors[name].clone()
+            self.tensors[name][0, 4:] = 0
+            self.tensors[name][1, :4] = self.tensors[name][1, 8:] = 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
@@ -418,6 +425,7 @@ class VisionModel(OwnModel):
             names = "qkvg" if c["kernel_size"] else "qkv"
             own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
             own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
+            own |= {"attn.mirrors": (c["mirrors"], width)} if c["mirrors"] else {}
             if c["kernel_size"]:
                 size = width // heads
                 own |= {"attn.power": (heads, size), "attn.scale": (width,), "attn.dwc.bias": (size,)}
@@ -438,14 +446,18 @@ class VisionModel(OwnModel):
             def linear(y: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
                 return y @ w[f"attn.{name}_proj.weight"].T + w.get(f"attn.{name}_proj.bias", 0.0)
 
-            q, k, v = (linear(h, n).unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
+            wide = {n: linear(h, n) for n in "qkv"}
+            for mirror in w.get("attn.mirrors", []):
+                unit = mirror / mirror.norm()
+                wide |= {n: wide[n] - 2 * (wide[n] @ unit)[..., None] * unit for n in "qk"}
+            q, k, v = (wide[n].unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
             scale, ones, outputs = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1]), []
             if taps := c["kernel_size"]:
                 sharp = 1 + 4 * w["attn.power"].sigmoid()[:, None]
                 q, k = (y / softplus(w["attn.scale"]).view(heads, 1, -1) for y in (q, k))
                 (qa, qb), (ka, kb) = (((y.relu() ** sharp), ((-y).relu() ** sharp)) for y in (q, k))
                 same, other, k = (torch.cat(y, -1) for y in ((qa, qb), (qb, qa), (ka, kb)))
-            elif c.get("feature_map") == "relu":
+            elif c["mirrors"] or c.get("feature_map") == "relu":
                 q, k = q.relu(), k.relu()
             for t in range(ids.shape[1]):
                 n, past, values = t + 1, k[:, :, : t + 1], v[:, :, : t + 1]
@@ -455,20 +467,25 @@ class VisionModel(OwnModel):
                         z = 1 / (query[:, :, t : t + 1] @ past.mean(2, keepdim=True).transpose(2, 3) + 1e-6)
                         parts.append(query[:, :, t : t + 1] @ (past.transpose(2, 3) @ half / n) * z)
                     outputs.append(torch.cat(parts, -1))
+                elif c["mirrors"]:
+                    weights = q[:, :, t : t + 1] @ past.transpose(2, 3)
+                    outputs.append(weights @ values / (weights.sum(-1, keepdim=True) + 1e-6 * n))
                 else:
                     own = q[:, :, t : t + 1]
                     rest = 1 - own @ past.mean(2, keepdim=True).transpose(2, 3) * scale
                     outputs.append(
                         own @ (past.transpose(2, 3) @ values) * scale / n + rest * values.mean(2, keepdim=True)
                     )
-            keys = k if taps else torch.cat((k, ones), -1)
+            keys = k if taps or c["mirrors"] else torch.cat((k, ones), -1)
             seen.recurrent[i] = keys.transpose(2, 3) @ torch.cat((v, ones), -1) / ids.shape[1]
             rows = torch.cat(outputs, 2).transpose(1, 2).flatten(2)
             if taps:
-                wide = v.transpose(2, 3).flatten(1, 2)
-                seen.conv[i] = wide[..., 1 - taps :]
+                columns = v.transpose(2, 3).flatten(1, 2)
+                seen.conv[i] = columns[..., 1 - taps :]
                 kernel = w["attn.dwc.weight"].repeat(heads, 1, 1)
-                beside = conv1d(pad(wide, (taps - 1, 0)), kernel, w["attn.dwc.bias"].repeat(heads), groups=len(kernel))
+                beside = conv1d(
+                    pad(columns, (taps - 1, 0)), kernel, w["attn.dwc.bias"].repeat(heads), groups=len(kernel)
+                )
                 rows = (rows + beside.transpose(1, 2)) * linear(h, "g")
             x = x + linear(rows, "o")
             h = rms(x, w["post_attention_layernorm.weight"])
@@ -535,12 +552,274 @@ class MohModel(OwnModel):
         return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
 
 
+class RatModel(OwnModel):
+    """RAT: the scan one token after the other, softmax over the chunks' ends and the token's own key."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        d_model=24,
+        num_layers=3,
+        d_head=6,
+        ngroups=2,
+        chunk_size=7,
+        d_ffn=44,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, few = c["d_model"], c["ngroups"] * c["d_head"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"embedding.wte.weight": embeddings, "head.lm_head.weight": embeddings}
+        found["backbone.ln.weight"] = (width,)
+        for i in range(c["num_layers"]):
+            own: dict[str, tuple[int, ...]] = {
+                "seq_layer.in_proj.weight": (3 * width + 2 * few, width),
+                "seq_layer.gate_bias": (width,),
+                "seq_layer.input_norm.weight": (width,),
+                "seq_layer.out_proj.weight": (width, width),
+                "hidden_layer.ln.weight": (width,),
+                "hidden_layer.fc1.weight": (c["d_ffn"], width),
+                "hidden_layer.fc2.weight": (width, c["d_ffn"]),
+            }
+            found |= {f"backbone.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, x = self.config, self.tensors["embedding.wte.weight"][ids]
+        width, dim, size, few = c["d_model"], c["d_head"], c["chunk_size"], c["ngroups"] * c["d_head"]
+        chunks = torch.arange(ids.shape[1])[:, None] // size
+        angles = chunks / c.get("base", 1e4) ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        for i in range(c["num_layers"]):
+            prefix = f"backbone.layers.{i}."
+            w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+            h = rms(x, w["seq_layer.input_norm.weight"]) @ w["seq_layer.in_proj.weight"].T
+            z, v, g, q, k = h.split((width, width, width, few, few), -1)
+            g = (g + w["seq_layer.gate_bias"]).sigmoid()
+            q, k = (y.repeat(1, 1, width // few) for y in (q, k))
+            u, g, state, scanned = torch.cat((v, k), -1), torch.cat((g, g), -1), 0.0, []
+            for t in range(ids.shape[1]):
+                state = (0 if t % size == 0 else g[:, t] * state) + (1 - g[:, t]) * u[:, t]
+                scanned.append(state)
+            seen.recurrent[i] = state[:, :, None]  # type: ignore[index]
+            v, k = torch.stack(scanned, 1).chunk(2, -1)
+            q, k, v = (y.unflatten(-1, (-1, dim)) for y in (q, k, v))
+            q, k = turned(q, turn), turned(k, turn)
+            place = torch.arange(ids.shape[1])
+            ends = (place % size == size - 1) & (place // size < place[:, None] // size)
+            scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
+            scores = scores.masked_fill(~(ends | (place == place[:, None])), -torch.inf)
+            rows = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
+            x = x + (z.sigmoid() * rows) @ w["seq_layer.out_proj.weight"].T
+            h = gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
+            x = x + h @ w["hidden_layer.fc2.weight"].T
+        return rms(x, self.tensors["backbone.ln.weight"]) @ self.tensors["head.lm_head.weight"].T
+
+
+class FluxModel(OwnModel):
+    """Qwen3 with Flux Attention: layers are narrow and full in turn, by their routers' biases, whatever a call's first queries are."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters=dict(rope_type="default", rope_theta=1000.0),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        toggle_type="streaming",
+        retrieval_mode="full",
+        pooling_mode="ctx_q",
+        use_softmax=True,
+        enable_ada_sparsity=True,
+        sink_size=0,
+        local_window_size=100,
+        pool_size=5,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        super().__init__(family, draw, **changes)
+        for i in range(self.config["num_hidden_layers"]):
+            name = f"model.layers.{i}.self_attn.mask_allocator.cls_router_head_agnostic.4"
+            sign = 1 if i % 2 else -1
+            self.tensors[f"{name}.bias"] = torch.tensor([-20.0 * sign, 20.0 * sign])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+        size, keys = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+        found["model.norm.weight"] = (width,)
+        router = {"cls_feat_extractor": {0: (dim, 8 * dim), 2: (8 * dim, 2 * dim)}}
+        router["cls_router_head_agnostic"] = {0: (2 * dim, 4 * dim), 2: (4 * dim, dim), 4: (dim, 2)}
+        for i in range(c["num_hidden_layers"]):
+            own: dict[str, tuple[int, ...]] = {"q_proj.weight": (size, width), "o_proj.weight": (width, size)}
+            own |= {f"{x}_proj.weight": (keys, width) for x in "kv"} | {f"{x}_norm.weight": (dim,) for x in "qk"}
+            for part, layers in router.items():
+                for place, (given, made) in layers.items():
+                    own |= {f"mask_allocator.{part}.{place}.weight": (made, given)}
+                    own |= {f"mask_allocator.{part}.{place}.bias": (made,)}
+            own = {f"self_attn.{name}": shape for name, shape in own.items()}
+            own |= {"self_attn.mask_allocator.log_temp": (1,)}
+            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+            own["mlp.down_proj.weight"] = (width, inner)
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    first: int | None = None
+    """Tokens of the call that decides; None: all."""
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, x, dim = self.config, self.tensors["model.embed_tokens.weight"][ids], self.config["head_dim"]
+        self.full: list[Tensor] = []
+        theta = c["rope_parameters"]["rope_theta"]
+        angles = torch.arange(ids.shape[1])[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        place = torch.arange(ids.shape[1])
+        block = place // 128
+        near = block > block[:, None] - -(-c["local_window_size"] // 128)
+        near = near | (block < -(-c["sink_size"] // 128))
+        for i in range(c["num_hidden_layers"]):
+            w = self.layer(i)
+            h = rms(x, w["input_layernorm.weight"])
+            q, k, v = ((h @ w[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+            q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
+            head, pool = q[:, : self.first], c["pool_size"]
+            told = torch.cat((head[:, :pool], head[:, -pool:]), 1).mean(1).mean(1)
+            for part, places in {"cls_feat_extractor": (0, 2), "cls_router_head_agnostic": (0, 2, 4)}.items():
+                for at in places:
+                    name = f"self_attn.mask_allocator.{part}.{at}"
+                    told = told if at == 0 else silu(told)
+                    told = told @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+            self.full.append(told.argmax(-1) == 1)
+            seen.recurrent[i] = torch.where(self.full[-1], 1.0, -1.0).to(x.dtype)[:, None, None, None]
+            q, k = turned(q, turn), turned(k, turn)
+            mask = (place <= place[:, None]) & (near | self.full[-1][:, None, None])
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            rows = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
+            x = x + rows.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
+            h = rms(x, w["post_attention_layernorm.weight"])
+            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + inner @ w["mlp.down_proj.weight"].T
+        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+
+
+class Mamba3Model(OwnModel):
+    """Mamba-3, step by step as its authors' reference has it; `seen` has the state without the last token's own term."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        num_hidden_layers=2,
+        expand=2,
+        head_dim=8,
+        state_size=10,
+        n_groups=2,
+        rope_fraction=0.5,
+        A_floor=0.05,
+        use_bias=False,
+        norm_eps=1e-5,
+        is_outproj_norm=False,
+        is_mimo=False,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        super().__init__(family, draw, **changes)
+        for name, x in self.tensors.items():
+            self.tensors[name] = x - 3 if name.endswith("dt_bias") else x  # steps of 0.002 to 0.1, as published
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, dim, inner = c["hidden_size"], c["state_size"], c["expand"] * c["hidden_size"]
+        heads, turned = inner // c["head_dim"], int(dim * c["rope_fraction"]) // 2
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": embeddings, "lm_head.weight": embeddings}
+        found["backbone.norm_f.weight"] = (width,)
+        for i in range(c["num_hidden_layers"]):
+            channels = 2 * inner + 2 * c["n_groups"] * dim + 3 * heads + turned
+            own: dict[str, tuple[int, ...]] = {"norm.weight": (width,), "mixer.in_proj.weight": (channels, width)}
+            own |= {"mixer.dt_bias": (heads,), "mixer.D": (heads,), "mixer.out_proj.weight": (width, inner)}
+            own |= {f"mixer.{x}_bias": (heads, 1, dim) for x in "BC"} | {f"mixer.{x}_norm.weight": (dim,) for x in "BC"}
+            own |= {"mixer.in_proj.bias": (channels,), "mixer.out_proj.bias": (width,)} if c["use_bias"] else {}
+            own |= {"mixer.norm.weight": (inner,)} if c["is_outproj_norm"] else {}
+            found |= {f"backbone.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, x = self.config, self.tensors["backbone.embeddings.weight"][ids]
+        dim, size, groups, inner = c["state_size"], c["head_dim"], c["n_groups"], c["expand"] * c["hidden_size"]
+        heads, turned = inner // size, int(dim * c["rope_fraction"]) // 2
+
+        def normed(h: Tensor, weight: Tensor) -> Tensor:
+            return h / ((h * h).mean(-1, keepdim=True) + c["norm_eps"]).sqrt() * weight
+
+        for i in range(c["num_hidden_layers"]):
+            prefix = f"backbone.layers.{i}."
+            w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+            h = normed(x, w["norm.weight"]) @ w["mixer.in_proj.weight"].T + w.get("mixer.in_proj.bias", 0.0)
+            parts = (inner, inner, groups * dim, groups * dim, heads, heads, heads, turned)
+            z, v, k, q, step, rate, share, angle = h.split(parts, -1)
+            rate, step = -softplus(rate).clamp_min(c["A_floor"]), softplus(step + w["mixer.dt_bias"])
+            share, angle = share.sigmoid(), angle.tanh() * torch.pi
+            v, places = v.unflatten(-1, (heads, size)), x.new_zeros(len(x), heads, turned)
+            k, q = (
+                normed(y.unflatten(-1, (groups, dim)), w[f"mixer.{n}_norm.weight"]).repeat_interleave(
+                    heads // groups, 2
+                )
+                + w[f"mixer.{n}_bias"][:, 0]
+                for y, n in ((k, "B"), (q, "C"))
+            )
+            state = last_k = last_v = x.new_zeros(())
+            outputs = []
+            for t in range(x.shape[1]):
+                places = places + angle[:, t, None] * step[:, t, :, None]
+                pairs = torch.polar(torch.ones_like(places), places)
+
+                def turn(y: Tensor, pairs: Tensor = pairs) -> Tensor:
+                    first = torch.view_as_complex(y[..., : 2 * turned].unflatten(-1, (-1, 2)).contiguous()) * pairs
+                    return torch.cat((torch.view_as_real(first).flatten(-2), y[..., 2 * turned :]), -1)
+
+                now_q, now_k, alpha = turn(q[:, t]), turn(k[:, t]), (rate[:, t] * step[:, t]).exp()[..., None, None]
+                before = ((1 - share[:, t]) * step[:, t])[..., None, None] * alpha
+                own = (share[:, t] * step[:, t])[..., None, None]
+                state = alpha * state + before * (last_k * last_v)
+                seen.recurrent[i] = state.expand(len(x), heads, dim, size)
+                last_k, last_v = now_k[..., None], v[:, t, :, None]
+                state = state + own * (last_k * last_v)
+                outputs.append((now_q[..., None] * state).sum(2) + w["mixer.D"][:, None] * v[:, t])
+            seen.conv[i] = torch.cat((now_k.flatten(1), v[:, -1].flatten(1), own.flatten(1)), -1)[..., None]
+            rows = torch.stack(outputs, 1)
+            if c["is_outproj_norm"]:
+                rows = normed(rows, w["mixer.norm.weight"].view(heads, size))
+            rows = rows.flatten(2) * silu(z)
+            x = x + rows @ w["mixer.out_proj.weight"].T + w.get("mixer.out_proj.bias", 0.0)
+        return normed(x, self.tensors["backbone.norm_f.weight"]) @ self.tensors["lm_head.weight"].T
+
+
 OWN: dict[str, type[OwnModel]] = {
+    "mamba3": Mamba3Model,
+    "flux_qwen3": FluxModel,
+    "rat": RatModel,
     "moh_llama": MohModel,
     "transnormer": TransNormerModel,
     "minicpm_sala": SalaModel,
     "rwkv7": Rwkv7Model,
     "polaformer": VisionModel,
     "inline": VisionModel,
+    "mirrorla": VisionModel,
 }
 """By model_type."""

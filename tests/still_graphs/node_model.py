@@ -95,6 +95,38 @@ class StatefulNode:
         return tensor(output, like.dtype), tensor(present, self.dtype)
 
 
+class NodeOfStates:
+    """The same of a node with several states, by name."""
+
+    def __init__(self, model: onnx.ModelProto, states: Mapping[str, torch.Tensor], in_place: bool) -> None:
+        self.session, self.in_place = session(model), in_place
+        self.past = {name: value(x) for name, x in states.items()}
+        self.kinds = {name: x.dtype for name, x in states.items()}
+
+    def __call__(self, feeds: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Output, which has shape and type of `like`; states go on."""
+        binding = self.session.io_binding()
+        held = [value(x) for x in feeds.values()]
+        for name, given in zip(feeds, held, strict=True):
+            binding.bind_ortvalue_input(name, given)
+        output, made = value(torch.full_like(like, torch.nan)), {}
+        for name, past in self.past.items():
+            binding.bind_ortvalue_input(f"past_{name}", past)
+            nothing = torch.full_like(
+                tensor(past, self.kinds[name]), torch.nan if self.kinds[name].is_floating_point else -7
+            )
+            made[name] = past if self.in_place else value(nothing)
+            binding.bind_ortvalue_output(f"present_{name}", made[name])
+        binding.bind_ortvalue_output("output", output)
+        self.session.run_with_iobinding(binding)
+        self.past = made
+        return tensor(output, like.dtype)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """After the latest call."""
+        return {name: tensor(x, self.kinds[name]) for name, x in self.past.items()}
+
+
 def tensor(found: Any, dtype: torch.dtype) -> torch.Tensor:
     """A copy of what a session wrote."""
     if dtype == torch.bfloat16:

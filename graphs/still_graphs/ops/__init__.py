@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
+from still_graphs.ops.angle_sum import ANGLE_SUM
 from still_graphs.ops.attention import ATTENTION
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
@@ -13,6 +14,7 @@ from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_graphs.ops.local_linear_attention import LOCAL_LINEAR_ATTENTION
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
@@ -21,6 +23,7 @@ from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.route import ROUTE
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
 from still_graphs.ops.spec import DOMAIN, OpSpec
+from still_graphs.ops.strided_attention import STRIDED_ATTENTION
 from still_graphs.ops.swi_glu import SWI_GLU
 
 OPS: dict[str, OpSpec] = {
@@ -45,6 +48,9 @@ OPS: dict[str, OpSpec] = {
         SELECT_BLOCKS,
         BLOCK_ATTENTION,
         RANK_ONE_ATTENTION,
+        LOCAL_LINEAR_ATTENTION,
+        STRIDED_ATTENTION,
+        ANGLE_SUM,
     )
 }
 """Every op of the domain by its ONNX name."""

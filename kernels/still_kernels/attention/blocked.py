@@ -20,10 +20,16 @@ BLOCK = 256
 
 Seen = Callable[[slice, slice, int], Tensor]
 """Of sequences, tokens and an end: whether they see each of the first positions up to it, [B, HK, T, end], causality apart."""
+Attend = Callable[[slice, Tensor, Tensor, Tensor, int], Tensor]
+"""Of sequences, as `_attend`."""
 
 
 def blocked_attention(
-    inputs: Inputs, state: AttentionState, in_place: bool = False, seen: Seen | None = None
+    inputs: Inputs,
+    state: AttentionState,
+    in_place: bool = False,
+    seen: Seen | None = None,
+    attend: Attend | None = None,
 ) -> tuple[Tensor, AttentionState]:
     """Causal softmax attention of new tokens to themselves and to the cache; any split of a sequence gives the same.
 
@@ -31,6 +37,7 @@ def blocked_attention(
         state: What the sequences have seen; only filled rows of it are read.
         in_place: Write into `state`'s keys and values, and return them.
         seen: None: every position up to a token's own.
+        attend: In the place of softmax attention.
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding, which enters nothing; and the state after the call.
@@ -65,7 +72,12 @@ def blocked_attention(
                 fresh, present[scale][place] = quantized(fresh)
             present[name][place] = fresh
         keys, values = (_rows(present, name, rows, length + count, query.dtype) for name in ("key", "value"))
-        output = _attend(query[rows, :count], keys, values, length, seen and partial(seen, rows))
+        own = query[rows, :count]
+        output = (
+            attend(rows, own, keys, values, length)
+            if attend
+            else _attend(own, keys, values, length, seen and partial(seen, rows))
+        )
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, tokens - count)))
     after = torch.tensor([sum(x) for x in zip(past, new, strict=True)], dtype=state.length.dtype, device=query.device)
     output = torch.cat(outputs) if outputs else torch.zeros_like(query)

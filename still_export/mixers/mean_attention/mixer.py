@@ -21,8 +21,8 @@ class MeanAttentionMixer(Mixer):
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        dim = 2 * size if config.kernel_size else size + 1
-        rule = LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": heads, "D": dim, "V": size + 1})
+        sizes = {"H": heads, "D": config.key_size, "V": size + 1}
+        rule = LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, sizes)
         if not config.kernel_size:
             return (rule,)
         taps = {"C": config.hidden_size, "P": config.kernel_size - 1}

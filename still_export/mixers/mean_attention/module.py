@@ -1,5 +1,5 @@
-"""PolaFormer's and InLine attention in the place of a family's module. The gated rule keeps means: token n leaves (n - 1) / n of the state,
-and what is written has the weight 1 / n."""
+"""PolaFormer's, InLine and MirrorLA attention in the place of a family's module. The gated rule keeps means: token n leaves (n - 1) / n of
+the state, and what is written has the weight 1 / n."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from still_kernels.causal_conv import Inputs as ConvInputs
 from still_kernels.linear_attention import Inputs
 
 EPSILON = 1e-6
-"""Added to PolaFormer's normalizers."""
+"""Added to normalizers, as PolaFormer has it."""
 
 
 class InLineAttention(FixedStateModule):
@@ -37,16 +37,17 @@ class InLineAttention(FixedStateModule):
         super().__init__(base, ops)
         self.heads, self.alpha, self.rectified = base.heads, base.alpha, base.rectified
 
-    def parts(self, query: Tensor, key: Tensor, one: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Two queries and a key for the rule, of heads [B, T, H, D]; `one` are ones [B, T, H, 1]."""
+    def parts(self, query: Tensor, key: Tensor, one: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Queries, two of most kinds, and a key for the rule, of heads [B, T, H, D]; `one` are ones [B, T, H, 1]."""
         if self.rectified:
             query, key = query.relu(), key.relu()
         zero = torch.zeros_like(one)
         queries = torch.cat((query * query.shape[-1] ** -0.5, zero), -1), torch.cat((torch.zeros_like(query), one), -1)
         return queries, torch.cat((key, one), -1)
 
-    def mixed(self, first: Tensor, second: Tensor) -> Tensor:
-        """What heads give, of what the rule gives to the two queries [B, T, H, V + 1]: means of values, and of ones."""
+    def mixed(self, *read: Tensor) -> Tensor:
+        """What heads give, of what the rule gives to the queries, [B, T, H, V + 1] each: means of values, and of ones."""
+        first, second = read
         return first[..., :-1] + (1 - first[..., -1:]) * second[..., :-1]
 
     def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class PolarAttention(InLineAttention):
         **dict.fromkeys(("dwc.weight", "power"), NORM),
     }
 
-    def parts(self, query: Tensor, key: Tensor, one: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def parts(self, query: Tensor, key: Tensor, one: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         wide = torch.promote_types(query.dtype, torch.float32)
         power = 1 + self.alpha * self.power.to(wide).sigmoid()
         scale = softplus(self.scale.to(wide)).unflatten(0, (self.heads, -1))
@@ -111,9 +112,9 @@ class PolarAttention(InLineAttention):
         (above, below), keys = signs(query), signs(key)
         return (torch.cat((above, below), -1), torch.cat((below, above), -1)), torch.cat(keys, -1)
 
-    def mixed(self, first: Tensor, second: Tensor) -> Tensor:
-        half = first.shape[-1] // 2
-        same, other = (x[..., :-1] / (x[..., -1:] + EPSILON) for x in (first, second))
+    def mixed(self, *read: Tensor) -> Tensor:
+        half = read[0].shape[-1] // 2
+        same, other = (x[..., :-1] / (x[..., -1:] + EPSILON) for x in read)
         return torch.cat((same[..., :half], other[..., half:]), -1)
 
     def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
@@ -121,5 +122,20 @@ class PolarAttention(InLineAttention):
         return result
 
 
-MODULES: dict[str, type[InLineAttention]] = {"InLineMixer": InLineAttention, "PolarMixer": PolarAttention}
+class MirrorAttention(InLineAttention):
+    """MirrorLA's (arXiv:2602.04346) without its modulation: positive parts of reflected queries and keys, weights that sum to 1; the
+    reflections are in the projections."""
+
+    def parts(self, query: Tensor, key: Tensor, one: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        return (query.relu(),), key.relu()
+
+    def mixed(self, *read: Tensor) -> Tensor:
+        return read[0][..., :-1] / (read[0][..., -1:] + EPSILON)
+
+
+MODULES: dict[str, type[InLineAttention]] = {
+    "InLineMixer": InLineAttention,
+    "PolarMixer": PolarAttention,
+    "MirrorMixer": MirrorAttention,
+}
 """By the class that each takes the place of."""

@@ -118,6 +118,9 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("moh_llama", {"shared_heads": 1, "routed_heads": 3}),
         ("inline", {"feature_map": "relu", "qkv_bias": False}),
         ("polaformer", {"kernel_size": 2, "qkv_bias": False}),
+        ("rat", {"chunk_size": 1, "ngroups": 4, "base": 50.0}),
+        ("mamba3", {"is_outproj_norm": True, "use_bias": True, "rope_fraction": 1.0, "n_groups": 1}),
+        ("parallax", {"num_kv_heads": None, "qkv_bias": False, "qk_norm": False}),
         ("rwkv7", {"fuse_norm": True, "norm_bias": False, "norm_first": False, "value_dim": None}),
         (
             "minicpm_sala",
@@ -159,6 +162,45 @@ def test_half_precision_errs_as_transformers_does(family: str, dtype: torch.dtyp
         assert (pieces(found, ids(), sizes)[0].double() - expected).norm() <= 1.5 * own
 
 
+@torch.no_grad()
+def test_a_scan_without_its_reset_is_seen(tmp_path: Path) -> None:
+    theirs = linear_model("rat", seed=calm_seed("rat"))
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    expected, places = theirs.double()(ids()).logits, ours.model.rotary_emb
+    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
+    places.register_forward_hook(lambda module, given, made: (*made[:2], torch.zeros_like(made[2])))
+    assert far(ours(ids(), use_cache=False).logits, expected) > 1e3 * LOGITS
+
+
+@torch.no_grad()
+def test_a_width_is_what_the_first_call_decides(tmp_path: Path) -> None:
+    """Routers that hang on the queries decide otherwise by 2 tokens than by 300; padding enters nothing. One block of sinks."""
+    theirs = linear_model("flux_qwen3", seed=calm_seed("flux_qwen3"), sink_size=1, local_window_size=128)
+    for name, x in theirs.tensors.items():
+        if "mask_allocator" in name:
+            theirs.tensors[name] = 0 * x if name.endswith("bias") else 3 * x
+    theirs.save_pretrained(tmp_path)
+    ours, theirs, widths = load_model(tmp_path), theirs.double(), []
+    tokens = ids(tokens=420)
+    for sizes in ([420], [2, 418], [300, 1, 119]):
+        theirs.first = sizes[0]
+        expected = theirs(tokens).logits
+        widths.append(torch.stack(theirs.full))
+        assert far(pieces(ours, tokens, sizes)[0], expected) <= LOGITS, sizes
+    assert widths[0].any() and not widths[0].all()
+    assert not torch.equal(widths[0], widths[1])
+    rows, mask = padded([tokens[0, :300], tokens[1, :2]])
+    rows[mask == 0] = 50
+    cache = StillCache.empty(ours.config)
+    ours(rows, attention_mask=mask, past_key_values=cache)
+    after = torch.stack([tokens[0, 300:330], tokens[1, 2:32]])
+    logits = ours(after, past_key_values=cache).logits
+    for row, first in enumerate((300, 2)):
+        theirs.first = first
+        assert far(logits[row], theirs(tokens).logits[row, first : first + 30]) <= LOGITS
+
+
 def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
     assert set(weight_roles(pair[1])) == {name for name, _ in pair[1].named_parameters()}
 
@@ -166,7 +208,8 @@ def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
 def test_gradients_flow(pair: tuple[Any, Any]) -> None:
     _, ours = pair
     ours(ids(1, 70), labels=ids(1, 70), use_cache=False).loss.backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters())
+    learned = [p for name, p in ours.named_parameters() if "mask_allocator" not in name]  # a decision has no derivative
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in learned)
 
 
 @pytest.mark.parametrize("family", ["olmo_hybrid", "kimi_linear", "mamba2", "gla", "hgrn2"])
@@ -230,6 +273,26 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
+        (
+            "flux_qwen3",
+            {"toggle_type": "xattn"},
+            "toggle_type='xattn' in config.json of a flux_qwen3 model; covered: 'str",
+        ),
+        ("flux_qwen3", {"retrieval_mode": "xattn"}, "retrieval_mode='xattn' in config.json of a flux_qwen3 model; cov"),
+        (
+            "flux_qwen3",
+            {"pooling_mode": "q"},
+            "pooling_mode='q' in config.json of a flux_qwen3 model; covered: 'ctx_q'",
+        ),
+        ("flux_qwen3", {"use_softmax": False}, "use_softmax=False in config.json of a flux_qwen3 model; covered: True"),
+        ("mamba3", {"is_mimo": True}, "is_mimo=True in config.json of a mamba3 model; covered: False"),
+        ("rat", {"interleave_step": 2}, "interleave_step=2 in config.json of a rat model; covered: None or 0"),
+        ("parallax", {"window_size": 37}, "window_size=37 in config.json of a parallax model; covered: None"),
+        (
+            "parallax",
+            {"attnres_block_size": 4},
+            "attnres_block_size=4 in config.json of a parallax model; covered: None",
+        ),
         ("retnet", {"attn": SOFTMAX}, "attn={.*} in config.json of a retnet model; covered: None"),
         ("retnet", {"num_kv_heads": 1}, "num_kv_heads=1 in config.json of a retnet model; covered: None or 3"),
         (
@@ -295,10 +358,34 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             {"shared_heads": 6, "routed_heads": 2},
             "shared_heads=6 and routed_heads=2 in config.json of 8 heads",
         ),
+        ("mirrorla", {"mirrors": 0}, r"mirrors=0 in config\.json; it must be 1 and more for mirrorla"),
+        ("inline", {"mirrors": 2}, r"mirrors=2 in config\.json; it must be 0 for inline"),
+        (
+            "mirrorla",
+            {"feature_map": "relu"},
+            r"feature_map='relu' in config\.json; covered: identity, and relu of InLine",
+        ),
         ("inline", {"kernel_size": 3}, r"kernel_size=3 in config\.json; it must be 0 for inline"),
         ("polaformer", {"kernel_size": 1}, r"kernel_size=1 in config\.json; it must be 2 to 64, taps for polaformer"),
         ("polaformer", {"num_attention_heads": 8, "num_key_value_heads": 8}, r"hidden_size=24 .* no multiple of 16"),
         ("inline", {"feature_map": "exp"}, r"feature_map='exp' in config\.json; covered: identity, and relu of InLine"),
+        (
+            "flux_qwen3",
+            {"pool_size": 0},
+            r"sink_size=0, local_window_size=100 and pool_size=0 in config\.json; they must",
+        ),
+        ("mamba3", {"head_dim": 7}, r"config\.json gives 48 channels of heads of head_dim=7 in n_groups=2"),
+        ("rat", {"chunk_size": 0}, r"config\.json: chunk_size: Input should be greater than or equal to 1, not 0"),
+        (
+            "rat",
+            {"ngroups": 3},
+            r"d_model=24 in config\.json must be a multiple of d_head=6, and their quotient of ngroups=3",
+        ),
+        ("parallax", {"num_heads": 5}, r"hidden_size=24 in config\.json is no multiple of num_heads=5"),
+        ("local_linear", {"ridge": 0.0}, r"ridge=0 and ridge_steps=12 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge": -1.0}, r"ridge=-1 and ridge_steps=12 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge": "inf"}, r"ridge=inf and ridge_steps=12 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge_steps": 0}, r"ridge=3 and ridge_steps=0 in config\.json; a ridge is above 0"),
         ("rwkv7", {"head_dim": 7}, r"hidden_size=24 in config\.json is no multiple of head_dim=7"),
         ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],

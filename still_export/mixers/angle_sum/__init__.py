@@ -1,0 +1,1 @@
+"""The traced form of still::AngleSum, which other mixers call."""

@@ -1,0 +1,1 @@
+"""Mamba-3 of one input and output, as flash-linear-attention has it: module and mixer."""

@@ -1,0 +1,159 @@
+"""Mamba-3 as flash-linear-attention writes it: configuration, modules that hold the weights, family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.mixers.config import LayersConfig
+from still_export.models.families import make_family
+from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.stack import Stack, StackForCausalLM, read_values
+
+
+@strict
+class Mamba3Config(PreTrainedConfig):
+    """What its layers have, under transformers' names where it has the like.
+
+    Args:
+        groups: Of heads that share B and C.
+        angles: By which pairs of a state's channels turn.
+        least_rate: A head forgets at least so fast.
+        output_norm: Heads are normed before the gate.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 64
+    head_dim: int = 64
+    state_size: int = 128
+    groups: int = 1
+    angles: int = 32
+    least_rate: float = 1e-4
+    output_norm: bool = False
+    use_bias: bool = False
+    norm_eps: float = 1e-5
+    layer_types: list[str] | None = None
+    max_position_embeddings: int = 1 << 20
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+
+def translated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a Mamba3Config from a config.json of flash-linear-attention.
+
+    Raises:
+        ConfigError: A value is missing, is none of its type, or does not fit another.
+        UnsupportedModelError: A variant that is not covered.
+    """
+    if config.get("is_mimo"):
+        raise UnsupportedModelError(
+            "is_mimo=True in config.json of a mamba3 model; covered: False, states of one input and output."
+        )
+    return read_values("mamba3", config, _values)
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+    width, dim, size = int(config["hidden_size"]), int(config.get("state_size", 128)), int(config.get("head_dim", 64))
+    inner, groups = int(config.get("expand", 2) * width), int(config.get("n_groups", 1))
+    turned = int(dim * config.get("rope_fraction", 0.5))
+    if inner % size or (inner // size) % groups or turned < 2:
+        raise ConfigError(
+            f"config.json gives {inner} channels of heads of head_dim={size} in n_groups={groups}, and turns {turned} of "
+            f"state_size={dim} channels. Fix expand, head_dim, n_groups or rope_fraction."
+        )
+    kept = ("vocab_size", "num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+    own = ("use_cache", "use_bias", "norm_eps", "tie_word_embeddings", "initializer_range")
+    return {
+        **{name: config[name] for name in (*kept, *own) if name in config},
+        "model_type": "mamba3",
+        "hidden_size": width,
+        "num_attention_heads": inner // size,
+        "num_key_value_heads": inner // size,
+        "head_dim": size,
+        "state_size": dim,
+        "groups": groups,
+        "angles": turned // 2,
+        "least_rate": float(config.get("A_floor", 1e-4)),
+        "output_norm": bool(config.get("is_outproj_norm", False)),
+        "layer_types": ["linear_attention"] * int(config.get("num_hidden_layers", 48)),
+    }
+
+
+class Mamba3Weights(nn.Module):
+    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.least, self.normed = layer_idx, config.least_rate, config.output_norm
+        heads, size, groups, dim = config.num_attention_heads, config.head_dim, config.groups, config.state_size
+        self.sizes = (heads, size, groups, dim, config.angles)
+        inner, width = heads * size, config.hidden_size
+        channels = 2 * inner + 2 * groups * dim + 3 * heads + config.angles
+        self.in_proj = nn.Linear(width, channels, bias=config.use_bias)
+        self.dt_bias, self.D = (nn.Parameter(torch.zeros(heads)) for _ in range(2))
+        self.B_bias, self.C_bias = (nn.Parameter(torch.zeros(heads, 1, dim)) for _ in range(2))
+        self.B_norm, self.C_norm = (LlamaRMSNorm(dim, config.norm_eps) for _ in range(2))
+        if self.normed:
+            self.norm = LlamaRMSNorm(inner, config.norm_eps)
+        self.out_proj = nn.Linear(inner, width, bias=config.use_bias)
+
+
+class Mamba3Block(nn.Module):
+    """Norm and mixer, added to what goes in."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.norm = LlamaRMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer: nn.Module = Mamba3Weights(config, index)
+
+    def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+        """[B, T, channels] to the same; `cache` is a StillCache or None."""
+        result: Tensor = hidden + self.mixer(self.norm(hidden), cache)
+        return result
+
+
+class Mamba3ConfigMixin(LinearConfigMixin):
+    """No heads of softmax attention to check."""
+
+    def check(self, still: LayersConfig) -> None:
+        pass
+
+
+class Mamba3ModelMixin(LinearModelMixin):
+    """Its stack."""
+
+    def stack(self, config: Any) -> Stack:
+        blocks = [Mamba3Block(config, index) for index in range(config.num_hidden_layers)]
+        return Stack(config, blocks, LlamaRMSNorm(config.hidden_size, config.norm_eps))
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without the cache that transformers makes for classes with "mamba" in their name, beside the one that it is given."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("cache_params", None)
+        return inputs
+
+
+MAMBA3 = make_family(
+    __name__,
+    Mamba3Config,
+    StackForCausalLM,
+    (Mamba3ConfigMixin, Mamba3ModelMixin),
+    title="Mamba3",
+    name="mamba3",
+    linear=True,
+    places={"linear_attention": Place("mamba3", ("mixer",))},
+)

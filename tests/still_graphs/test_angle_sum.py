@@ -1,0 +1,77 @@
+"""still::AngleSum, definition and function body, against a loop in float64: angles, turns, padding; faults that must be seen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError
+from still_graphs.ops.angle_sum import ANGLE_SUM
+from still_kernels.angle_sum import Inputs, naive_angle_sum
+from tests.block_cases import SPLITS
+from tests.still_graphs.node_model import StatefulNode, node_model
+
+HEADS, ANGLES = 3, 5
+BOUND = 5e-6
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of angles, which wrap."""
+    return float(torch.polar(torch.ones_like(expected), found.double() - expected).angle().abs().max())
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("longest", [0.3, 30.0])
+def test_definition_and_body_equal_the_loop(dtype: torch.dtype, in_place: bool, longest: float) -> None:
+    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
+    angle = torch.randn(2, tokens, ANGLES, generator=generator).to(dtype)
+    step = longest * torch.rand(2, tokens, HEADS, generator=generator)
+    exact = (math.pi * angle.double().tanh()[:, :, None] * step.double()[..., None]).cumsum(1)
+    state = torch.zeros(2, HEADS, ANGLES, 2)
+    node = StatefulNode(ANGLE_SUM, node_model(ANGLE_SUM, {"H": HEADS, "A": ANGLES}, dtype), state, in_place)
+    past = torch.zeros(2, dtype=torch.int64)
+    for new in counts:
+        most = max(int(new.max()), 1)
+        feeds = {
+            "angle": torch.full((2, most, ANGLES), torch.nan, dtype=dtype),
+            "step": torch.full((2, most, HEADS), torch.nan),
+        }
+        for row, count in enumerate(new.tolist()):
+            place = slice(int(past[row]), int(past[row]) + count)
+            feeds["angle"][row, :count], feeds["step"][row, :count] = angle[row, place], step[row, place]
+        output, state = naive_angle_sum(Inputs(**feeds, new_tokens=new), state)
+        made, kept = node({**feeds, "new_tokens": new}, output)
+        bound = BOUND * max(1.0, longest)  # of what one token adds, which is rounded
+        for row, count in enumerate(new.tolist()):
+            expected = exact[row, int(past[row]) : int(past[row]) + count]
+            assert not count or max(apart(x[row, :count], expected) for x in (output, made)) <= bound
+            assert not output[row, count:].any() and not made[row, count:].any()
+        assert (kept - state).abs().max() <= bound
+        past = past + new
+
+
+def test_faults_are_seen_and_what_does_not_fit_is_named() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = Inputs(
+        torch.randn(1, 9, ANGLES, generator=generator), torch.rand(1, 9, HEADS, generator=generator), torch.tensor([9])
+    )
+    start = 7 * torch.rand(1, HEADS, ANGLES, generator=generator)
+    state = torch.stack((start.cos() - 1, start.sin()), -1)
+    output, after = naive_angle_sum(x, state)
+    for fault, start in (
+        (x, state.flip(1)),
+        (replace(x, step=x.step.flip(2)), state),
+        (replace(x, angle=-x.angle), state),
+    ):
+        assert apart(naive_angle_sum(fault, start)[0], output.double()) > 1e3 * BOUND
+    assert apart(torch.atan2(after[..., 1], after[..., 0] + 1), output[:, -1].double()) <= BOUND
+    with pytest.raises(ShapeError, match=r"step: expected \[1, 9, 3\], got \[1, 8, 3\]"):
+        naive_angle_sum(replace(x, step=x.step[:, 1:]), state)
+    with pytest.raises(ShapeError, match=r"state: expected \[1, 3, 5, 2\] of torch.float32, got \[1, 5, 3, 2\]"):
+        naive_angle_sum(x, state.transpose(1, 2))

@@ -1,0 +1,168 @@
+"""still::LocalLinearAttention, definition and function body, against its formulas in float64; faults that must be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError, UnsupportedError
+from still_graphs.ops.local_linear_attention import LOCAL_LINEAR_ATTENTION
+from still_kernels.attention import AttentionState
+from still_kernels.local_linear_attention import Inputs, local_linear_attention
+from tests.attention_cases import Layer
+from tests.block_cases import SPLITS
+from tests.linear_attention_cases import error
+from tests.still_graphs.node_model import NodeOfStates, node_model
+
+LAYER = Layer(rows=320)
+SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}
+BOUND, HARD_BOUND = 5e-6, 5e-5
+STEPS = 32
+Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Output [D] of a query [D], what is beside it, keys and values [N, D] of one head."""
+
+
+def parallax(q: Tensor, r: Tensor, k: Tensor, v: Tensor, scaled: float = 1.0) -> Tensor:
+    """Of the public implementation: O1 / d1 (1 + d2 / d1) - O2 / d1."""
+    weights = (k @ q * len(q) ** -0.5).exp()
+    across = weights * (k @ (r * scaled))
+    return weights @ v / weights.sum() * (1 + across.sum() / weights.sum()) - across @ v / weights.sum()
+
+
+def local_linear(q: Tensor, ridge: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The value at `q` of the weighted line with the least squares, from its normal equations with a constant term."""
+    weights = (k @ q * len(q) ** -0.5).exp()
+    design = torch.cat((torch.ones(len(k), 1, dtype=k.dtype), k - q), 1)
+    penalty = torch.diag(torch.cat((torch.zeros(1, dtype=k.dtype), ridge.expand(len(q)))))
+    normal = design.T @ (weights[:, None] * design) + penalty
+    return torch.linalg.solve(normal, design.T @ (weights[:, None] * v))[0]
+
+
+def whole(form: Form, x: dict[str, Tensor], beside: str) -> Tensor:
+    """Outputs [T, H, D] of one sequence."""
+    group = LAYER.heads // LAYER.kv_heads
+    rows = []
+    for t in range(len(x["query"])):
+        for h in range(LAYER.heads):
+            given = x["ridge"][h] if beside == "ridge" else x["correction"][t, h]
+            key, value = (x[name][: t + 1, h // group] for name in ("key", "value"))
+            rows.append(form(x["query"][t, h], given, key, value))
+    return torch.stack(rows).view(-1, LAYER.heads, LAYER.dim)
+
+
+def calls(
+    beside: str, dtype: torch.dtype = torch.float32, spread: float = 1.0, ridge: float = 1.0, form: Form | None = None
+) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
+    """Calls of two sequences with NaN where there is no token, lengths before them, outputs. Keys are spread by 1 down to 1 / `spread` in
+    directions that are no channels."""
+    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(2, tokens, heads, LAYER.dim, generator=generator)
+
+    sizes = torch.logspace(0, -float(torch.tensor(spread).log10()), LAYER.dim)
+    ways = torch.linalg.qr(torch.randn(LAYER.dim, LAYER.dim, generator=generator)).Q
+    x = {"query": normal(LAYER.heads), "key": normal(LAYER.kv_heads) * sizes @ ways, "value": normal(LAYER.kv_heads)}
+    if beside == "correction":
+        x["correction"] = 0.5 * normal(LAYER.heads)
+    x = {name: tensor.to(dtype) for name, tensor in x.items()}
+    given = {"ridge": ridge * torch.linspace(1, 2, LAYER.heads)} if beside == "ridge" else {}
+    form = form or (parallax if beside == "correction" else local_linear)
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    expected = [whole(form, {n: t[row].double() for n, t in x.items()} | wide, beside) for row in range(2)]
+    past = torch.zeros(2, dtype=torch.int64)
+    for new in counts:
+        longest = max(int(new.max()), 1)
+        feeds = {name: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=dtype) for name, t in x.items()}
+        output = torch.zeros(2, longest, LAYER.heads, LAYER.dim, dtype=torch.float64)
+        for row, count in enumerate(new.tolist()):
+            place = slice(int(past[row]), int(past[row]) + count)
+            for name, t in x.items():
+                feeds[name][row, :count] = t[row, place]
+            output[row, :count] = expected[row][place]
+        yield Inputs(**feeds, **given, new_tokens=new, ridge_steps=STEPS if beside == "ridge" else 0), past, output
+        past = past + new
+
+
+def empty(dtype: torch.dtype = torch.float32) -> AttentionState:
+    return AttentionState.empty(2, LAYER.kv_heads, LAYER.dim, LAYER.rows, dtype)
+
+
+CASES = [
+    pytest.param("correction", torch.float32, {}, BOUND, id="parallax"),
+    pytest.param("correction", torch.float16, {}, 1e-3, id="parallax, half"),
+    pytest.param("ridge", torch.float32, {}, BOUND, id="ridge"),
+    pytest.param("ridge", torch.float32, {"spread": 100.0, "ridge": 1e-2}, HARD_BOUND, id="ridge, condition 1e4"),
+    pytest.param("ridge", torch.float16, {}, 1e-3, id="ridge, half"),
+]
+
+
+@pytest.mark.parametrize("beside, dtype, changes, bound", CASES)
+def test_definition_and_body_equal_the_formulas(
+    beside: str, dtype: torch.dtype, changes: dict[str, float], bound: float
+) -> None:
+    absent = ("ridge",) if beside == "correction" else ("correction",)
+    model = node_model(LOCAL_LINEAR_ATTENTION, SIZES, dtype, absent, ridge_steps=0 if beside == "correction" else STEPS)
+    states = {"key": empty(dtype).key, "value": empty(dtype).value}
+    nodes = [NodeOfStates(model, states, in_place) for in_place in (True, False)]
+    state, errors = empty(dtype), []
+    for inputs, past, output in calls(beside, dtype, **changes):
+        found, state = local_linear_attention(inputs, state)
+        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)} | {"past_length": past}
+        made = [node(feeds, output.to(dtype)) for node in nodes]
+        errors += [error(x, output) for x in (found, *made)]
+    print(max(errors))
+    assert max(errors) <= bound
+    for node in nodes:
+        kept = node.states()
+        assert torch.equal(kept["key"], state.key) and torch.equal(kept["value"], state.value)
+
+
+def test_faults_are_seen() -> None:
+    """Each beyond a thousand times the bound."""
+    x, _, output = next(calls("correction"))
+    assert x.correction is not None
+    *_, scaled = next(calls("correction", form=lambda q, r, k, v: parallax(q, r, k, v, len(q) ** -0.5)))
+    *_, ridge = next(calls("ridge"))
+    y = next(calls("ridge"))[0]
+    assert y.ridge is not None
+
+    def far(inputs: Inputs, expected: Tensor) -> float:
+        return error(local_linear_attention(inputs, empty())[0], expected)
+
+    faults = {
+        "r k scaled": error(local_linear_attention(x, empty())[0], scaled),
+        "the sign": far(replace(x, correction=-x.correction), output),
+        "heads exchanged": far(replace(x, correction=x.correction.flip(2)), output),
+        "no correction": far(replace(x, correction=torch.zeros_like(x.correction)), output),
+        "another ridge": far(replace(y, ridge=2 * y.ridge), ridge),
+        "ridges exchanged": far(replace(y, ridge=y.ridge.flip(0)), ridge),
+        "two steps": far(replace(y, ridge_steps=2), ridge),
+    }
+    for name, found in faults.items():
+        assert found > 1e3 * BOUND, name
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, y = (next(calls(beside))[0] for beside in ("correction", "ridge"))
+    assert y.ridge is not None and x.correction is not None
+    wrong = {
+        r"ridge: -1 must be above 0": replace(y, ridge=-torch.ones(LAYER.heads)),
+        r"ridge: 0 must be above 0": replace(y, ridge=0 * y.ridge),
+        r"ridge: expected \[6\], got \[2\]": replace(y, ridge=y.ridge[:2]),
+        r"ridge_steps=0 beside ridge; it must be at least 1": replace(y, ridge_steps=0),
+        r"ridge_steps=3 beside correction; it must be 0": replace(x, ridge_steps=3),
+        r"it has correction and ridge; it takes one": replace(x, ridge=y.ridge),
+        r"it has neither correction nor ridge": replace(x, correction=None),
+        r"correction: expected \[2, 70, 6, 10\]": replace(x, correction=x.correction[:, 1:]),
+    }
+    for message, inputs in wrong.items():
+        with pytest.raises(ShapeError, match=message):
+            local_linear_attention(inputs, empty())
+    with pytest.raises(UnsupportedError, match="ridge_steps=3 beside correction; it must be 0"):
+        node_model(LOCAL_LINEAR_ATTENTION, SIZES, torch.float32, ("ridge",), ridge_steps=3)
