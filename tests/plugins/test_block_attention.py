@@ -83,6 +83,14 @@ def test_few_tokens_are_single_tokens_bit_for_bit(library: str) -> None:
     assert torch.equal(outputs(library, layer, [200, 5, 8]), outputs(library, layer, [200, *[1] * 13]))
 
 
+def test_of_equal_scores_the_first_is_taken(library: str) -> None:
+    layer = Layer()
+    select = body.Runner(SELECT_BLOCKS, layer, torch.float32, layer.attributes, True, library=library)
+    ones = {"query": torch.ones(2, 120, 6, layer.dim), "key": torch.ones(2, 120, 2, layer.dim)}
+    found = select({**ones, "new_tokens": torch.tensor([120, 120]), "past_length": torch.tensor([0, 0])})
+    assert found[0, 119, 0].tolist()[:6] == [0, 1, 2, 7, 8, 9]
+
+
 def test_blocks_in_any_order(library: str) -> None:
     """Lists out of order, with holes, are the same choice."""
     layer = Layer()
