@@ -17,6 +17,8 @@ Examples:
     still-export select-layers BASE --text book.txt --count 2 -o layers
 
     still-export linearize BASE --text book.txt --softmax-layers 2 -o DIR
+
+    still-export select-layers BASE --find-reuse --sequence-length 8256 -o layers
 """
 
 
@@ -31,6 +33,12 @@ def select_layers(
         list[str] | None, typer.Option("--text", help="Text file; repeatable. The end of each is held out.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
+    find_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--find-reuse", help="Measure instead which layers may read the blocks of earlier ones (mixer blocks)."
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -38,14 +46,27 @@ def select_layers(
     """Rank layers by what softmax does for them that linear attention cannot: predict text from far tokens, and look facts up."""
     demand(*EXTRAS["train"])
     from still_export.linearization.linearize import leave_processes
-    from still_export.linearization.recipe import read_recipe
+    from still_export.linearization.recipe import preset, read_recipe
     from still_export.linearization.select_layers import select_layers as run
+    from still_export.linearization.select_layers import select_reuse
 
     if output is None:
         raise typer.BadParameter("give the folder to write: -o DIR", param_hint="-o")
     out = Output(as_json, quiet)
     given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
-    recipe = read_recipe(config, given)
+    recipe = read_recipe(preset("blocks") if find_reuse and config is None else config, given)
+    if find_reuse:
+        found = select_reuse(recipe, output, force=force, log=out.log)
+        leave_processes()
+        out.result(
+            asdict(found),
+            *(
+                f"layer {i}: {kind if isinstance(kind, str) else f'the blocks of layer {kind}'}"
+                for i, kind in enumerate(found.layers)
+            ),
+            f"next: still-export linearize {recipe.base} --mixer blocks --reuse {output / 'reuse.json'} -o DIR",
+        )
+        return
     choice = run(recipe, count, output, force=force, log=out.log)
     leave_processes()
     says = "layer {}: {:.1%} of what the text needs from far tokens, {:.1%} of the attention from answers to facts"

@@ -31,7 +31,7 @@ OF_STILL = (
     *("selection_weight", "selection_target"),
 )
 """Options that no other mixer has."""
-OF_BLOCKS = ("top_blocks", "local_blocks", "dense_length")
+OF_BLOCKS = ("top_blocks", "local_blocks", "dense_length", "reuse")
 """The same of chosen blocks."""
 UNTRAINED = ("liger-gla", "blocks")
 """Mixers without parameters of their own."""
@@ -99,6 +99,10 @@ class Recipe:
     top_blocks: int = option(96, "Blocks of 64 tokens that a token reads with mixer=blocks.")
     local_blocks: int = option(32, "Of them, the latest before its own.")
     dense_length: int = option(8192, "Tokens with fewer up to themselves read all blocks.")
+    reuse: str | None = option(
+        None,
+        "File of select-layers --find-reuse: layers that read the blocks of an earlier one, and which stay softmax.",
+    )
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.")
@@ -227,6 +231,8 @@ class Recipe:
                 raise ConfigError(
                     f"{', '.join(foreign)}: options of {owner}; layers of mixer={self.mixer} have no such thing."
                 )
+        if self.reuse is not None and self.layer_types is not None:
+            raise ConfigError(f"reuse={self.reuse} says which layers stay softmax: leave out layer_types.")
         if self.mixer == "still":
             return
         if self.mixer in UNTRAINED and self.transfer_steps:
@@ -298,6 +304,10 @@ class Recipe:
         values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)}
         if self.layer_types is None and self.mixer != "still":
             values["layer_types"] = (self.layer,) * layers
+        if self.reuse is not None:
+            from still_export.linearization.reuse import Reuse
+
+            values |= Reuse.read(Path(self.reuse), layers).fields()
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
 from still_export.linearization.recipe import Recipe
+from still_export.linearization.reuse import Reuse
 from still_export.linearization.tasks import TaskWriter, Weighing
 from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
@@ -77,6 +78,8 @@ class LinearizationRun:
         self.adopt(recipe)
         model = self.load_base()
         self.base_weights = weights_digest(model)
+        if recipe.reuse is not None:
+            Reuse.read(Path(recipe.reuse), self.layers).check(recipe.reuse, self.base_weights)
         log(
             "tokenizing the texts"
             if recipe.texts

@@ -12,6 +12,7 @@ from still_export.linearization.linearize import make_accelerator
 from still_export.linearization.needs import Needs, needs_of
 from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe
+from still_export.linearization.reuse import Reuse, measure_reuse
 from still_export.linearization.run import LinearizationRun
 from still_export.mixers.layers import FULL
 
@@ -26,6 +27,30 @@ class LayerChoice:
     layers: list[int]
     needs: Needs
     layer_types: tuple[str, ...]
+
+
+def select_reuse(
+    recipe: Recipe, output: Path, *, force: bool = False, log: Callable[[str], None] = lambda _: None
+) -> Reuse:
+    """Which layers may read the blocks of earlier ones (`measure_reuse`; nothing is trained); writes reuse.json into `output`.
+
+    Raises:
+        ConfigError: The recipe's mixer is not blocks, its rows are too short, or `output` exists and `force` is not given.
+    """
+    if recipe.mixer != "blocks":
+        raise ConfigError(
+            f"mixer={recipe.mixer} chooses no blocks that layers could share. Give --find-reuse without a recipe of another mixer."
+        )
+    accelerator = make_accelerator(recipe)
+    run = LinearizationRun(replace(recipe, layer_types=None, reuse=None), output, accelerator, lambda *_: None, log)
+    run.open_folder(False, force)
+    log("measuring whose blocks each layer may read")
+    model = run.load_base().to(accelerator.device)
+    found = measure_reuse(run, model, make_students(model))
+    if accelerator.is_main_process:
+        found.write(output / "reuse.json")
+    accelerator.wait_for_everyone()
+    return found
 
 
 def select_layers(

@@ -93,6 +93,10 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
         HybridSettings.__post_init__(self)
         BlockSettings.__post_init__(self)
 
+    def check_layers(self, layers: int) -> None:
+        super().check_layers(layers)
+        self.check_reuse(self.layer_types or (HYBRID,) * layers)
+
     def to_dict(self) -> dict[str, Any]:
         """As of LayersConfig, with the settings where a layer has them."""
         kinds = {HYBRID: HybridSettings, SELECTED: BlockSettings}
@@ -100,4 +104,6 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
         values = {f.name: getattr(self, f.name) for kind in own for f in fields(kind)}
         if HybridSettings in own and self.window_factors is not None:
             values["window_factors"] = [list(row) for row in self.window_factors]
+        if "reuse" in values:
+            values["reuse"] = None if self.reuse is None else list(self.reuse)
         return {**values, **super().to_dict()}

@@ -13,6 +13,13 @@ from still_export.errors import UnsupportedError
 from still_export.mixers.roles import PROJECTION
 
 
+class Carried:
+    """What layers of a call give later ones beside hidden states, by number of the giver. A tracer looks into no such object."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Tensor] = {}
+
+
 class ProjectedAttention(nn.Module):
     """The projections, and the norms of queries and keys, of a family's attention module.
 
@@ -27,12 +34,14 @@ class ProjectedAttention(nn.Module):
     """Of parameters that are no vectors, by name (mixers/roles.py)."""
     fresh: ClassVar[tuple[str, ...]] = ()
     """How names of parameters begin that a base model's attention does not have."""
+    _carried: Carried
     cache: str | None = None
     """Type that keys and values are kept in; None: their own."""
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__()
         self.layer_idx: int = base.layer_idx
+        self._carried = Carried()
         self.head_dim = head_dim
         self.use_rope = bool(getattr(base, "use_rope", True))  # SmolLM3 leaves some layers without positions
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = base.q_proj, base.k_proj, base.v_proj, base.o_proj

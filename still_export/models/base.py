@@ -17,7 +17,7 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import head_size
-from still_export.mixers.projections import ProjectedAttention
+from still_export.mixers.projections import Carried, ProjectedAttention
 from still_export.mixers.registry import mixer_of
 from still_export.models.support import check_attention, check_family_config, with_windows
 
@@ -68,10 +68,12 @@ class StillModelMixin:
         """
         config = self.config
         config.still.check_layers(config.num_hidden_layers)
+        self.carried = Carried()
         for index, layer in enumerate(self.model.layers):
             check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
             layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
             swap_experts(layer)
+            layer.self_attn._carried = self.carried
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ProjectedAttention) and module.fresh:

@@ -250,6 +250,7 @@ class _Chain:
     def __init__(self, chain: Chain, device: torch.device) -> None:
         self.chain, self.device = chain, device
         self.hidden: list[Any] = [None] * len(chain.calls)
+        self.carried: list[dict[int, Tensor]] = [{} for _ in chain.calls]
         self.tokens = [self._tensor(call.tokens) for call in chain.calls]
         self.new = [self._tensor(call.new_tokens) for call in chain.calls]
         lengths = np.cumsum([chain.start["past_length"], *(call.new_tokens for call in chain.calls)], axis=0)
@@ -272,6 +273,8 @@ class _Chain:
         follow = self.chain.follow.get(index)
         for i, call in enumerate(self.chain.calls):
             layer.follow = None if follow is None else self._at(follow, i)
+            if (carried := getattr(layer.model, "carried", None)) is not None:
+                carried.values = self.carried[i]
             at = (self.hidden[i], self.tokens[i], self.new[i], self.lengths[i])
             self.hidden[i], states = layer(*at, states)
             if call.right is not None and not self._right(call.right, _named(states, index), alike):

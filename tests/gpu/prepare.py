@@ -34,7 +34,7 @@ REFERENCE: list[str] = []
 """Flags of who answers; --reference-device fills it."""
 LINEAR_FAMILIES = (
     *("qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1", "mamba2", "lfm2", "qwen3_next", "olmo_hybrid"),
-    *("gated_deltanet", "delta_net", "gla", "hgrn2"),
+    *("gated_deltanet", "delta_net", "gla", "hgrn2", "minicpm_sala"),
 )
 ENGINE = ("--capacity-tokens", "4096", "--prefill-tokens", "512", "--batch")
 ENGINES: dict[str, tuple[str, ...]] = {

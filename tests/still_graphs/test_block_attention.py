@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -14,7 +15,7 @@ from still_graphs.ops import DOMAIN, OpSpec
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
 from still_kernels.select_blocks import Inputs, naive_select_blocks
-from tests.block_cases import SPLITS, Layer, calls
+from tests.block_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs.steps import attach_functions
 from tests.still_graphs.test_functions import ELEMENT, WRONG_COUNTS, close, ort, session, value
 from tests.still_kernels.test_block_attention import LAYERS, same
@@ -44,9 +45,17 @@ def node_model(spec: OpSpec, layer: Layer, dtype: torch.dtype, attributes: dict[
 class Runner:
     """Runs a node call after call; with `in_place` past and present are one buffer, else present starts as NaN."""
 
-    def __init__(self, spec: OpSpec, layer: Layer, dtype: torch.dtype, attributes: dict[str, int], in_place: bool):
+    def __init__(
+        self,
+        spec: OpSpec,
+        layer: Layer,
+        dtype: torch.dtype,
+        attributes: dict[str, int],
+        in_place: bool,
+        **options: Any,
+    ) -> None:
         self.spec, self.in_place = spec, in_place
-        self.session = session(node_model(spec, layer, dtype, attributes))
+        self.session = session(node_model(spec, layer, dtype, attributes), **options)
         rows = {"key_sum": -(-layer.rows // layer.choice["mean_stride"])}
         self.state = {
             s.name: value(
@@ -77,13 +86,13 @@ class Runner:
         return torch.from_numpy(binding.get_outputs()[0].numpy().copy())
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_bodies_equal_the_formulas(layer: Layer, in_place: bool) -> None:
-    select = Runner(SELECT_BLOCKS, layer, torch.float32, layer.attributes, in_place)
-    attend = Runner(BLOCK_ATTENTION, layer, torch.float32, {"block_size": layer.choice["block_size"]}, in_place)
+def check(layer: Layer, in_place: bool, splits: Sequence[Split] = SPLITS, **options: Any) -> None:
+    """Both nodes, in float32: choices, outputs and the sums of keys after each call."""
+    select = Runner(SELECT_BLOCKS, layer, torch.float32, layer.attributes, in_place, **options)
+    size = {"block_size": layer.choice["block_size"]}
+    attend = Runner(BLOCK_ATTENTION, layer, torch.float32, size, in_place, **options)
     sums = torch.zeros(2, layer.kv_heads, -(-layer.rows // layer.choice["mean_stride"]), layer.dim)
-    for call in calls(layer, SPLITS):
+    for call in calls(layer, splits):
         same(select(call.feeds), call.blocks, call.gaps)
         f = call.feeds
         given = Inputs(f["query"], f["key"], f["new_tokens"], f["past_length"], **layer.attributes)
@@ -94,16 +103,25 @@ def test_bodies_equal_the_formulas(layer: Layer, in_place: bool) -> None:
         assert (output - call.output).abs().max() <= 5e-6 * call.output.abs().max().clamp_min(1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def check_half(layer: Layer, splits: Sequence[Split] = SPLITS, **options: Any) -> None:
     """The choices are those of the definition on the rounded inputs, in float32."""
-    layer = Layer()
-    select = Runner(SELECT_BLOCKS, layer, dtype, layer.attributes, True)
-    attend = Runner(BLOCK_ATTENTION, layer, dtype, {"block_size": layer.choice["block_size"]}, True)
-    for call in calls(layer, SPLITS, dtype):
+    dtype = torch.float16
+    select = Runner(SELECT_BLOCKS, layer, dtype, layer.attributes, True, **options)
+    attend = Runner(BLOCK_ATTENTION, layer, dtype, {"block_size": layer.choice["block_size"]}, True, **options)
+    for call in calls(layer, splits, dtype):
         same(select(call.feeds), call.blocks, call.gaps)
         output = attend({**call.feeds, "blocks": call.blocks}).double()
         close(output, call.output, REFERENCE[dtype], "output")
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_bodies_equal_the_formulas(layer: Layer, in_place: bool) -> None:
+    check(layer, in_place)
+
+
+def test_half_precision() -> None:
+    check_half(Layer())
 
 
 @pytest.mark.parametrize("spec", [SELECT_BLOCKS, BLOCK_ATTENTION], ids=lambda s: s.name)

@@ -6,7 +6,8 @@ from still_graphs.ops.attention import CAPACITY
 from still_graphs.ops.spec import AttributeSpec, OpSpec, StateSpec, TensorSpec
 
 BLOCK_ATTENTION = OpSpec(
-    # A token at position p sees the positions up to p whose block is among its `blocks`, which name none twice; -1 is none.
+    # A token at position p sees the positions up to p whose block is among its `blocks`, which name none twice; -1 is none. Several nodes
+    # may read the same blocks.
     name="BlockAttention",
     torch_name="block_attention",
     inputs=(

@@ -17,6 +17,8 @@ constexpr int64_t kWantedTasks = 64; // keys are cut into parts where there are 
 constexpr int64_t kLeastKeys = 256;  // of a part
 constexpr int64_t kFewTokens = 8;    // up to so many are computed as calls of one token compute them, bit for bit:
 constexpr int64_t kFewKeys = 512;    // over parts that no length changes
+// Columns of a block whose tokens have chosen keys: more share what is read and hide more of it.
+constexpr int64_t kChosenColumns = 32;
 
 // How a call is cut; by its shapes and counts alone, so that the number of threads changes no bit.
 struct Cut
@@ -36,6 +38,11 @@ struct Cut
             longest = std::max(longest, brought[row] ? past[row] + brought[row] : 0);
         }
         tokens = std::max<int64_t>(1, std::min(most, block_tokens(l)));
+        if (l.slots)
+        {
+            longest = static_cast<int64_t>(l.slots) * l.block_size;
+            tokens = most <= kFewTokens ? 1 : std::min(tokens, std::max<int64_t>(1, kChosenColumns / l.group()));
+        }
         blocks = (most + tokens - 1) / tokens;
         units = batch * l.kv_heads * blocks;
         if (units == 0)
@@ -44,6 +51,8 @@ struct Cut
         part_keys = (std::max(kLeastKeys, (longest + wanted - 1) / wanted) + kTileKeys - 1) / kTileKeys * kTileKeys;
         if (most <= kFewTokens)
             part_keys = kFewKeys;
+        if (l.slots) // parts are of one token's blocks
+            part_keys = tokens == 1 && most <= kFewTokens ? (kFewKeys + l.block_size - 1) / l.block_size * l.block_size : longest;
         parts = (longest + part_keys - 1) / part_keys;
     }
 };
@@ -106,12 +115,22 @@ void attend(Call& call, int64_t const* past, int64_t const* brought, size_t inde
     int64_t const token = place * cut.tokens, count = std::min(cut.tokens, brought[row] - token);
     if (count <= 0)
         return;
-    int64_t const seen = past[row] + token + count, parts = (seen + cut.part_keys - 1) / cut.part_keys;
+    int64_t seen = past[row] + token + count;
+    if (l.slots)
+    {
+        // Of a block of several tokens all slots are one part.
+        int32_t const* const chosen = call.tensors.blocks + ((row * call.tensors.tokens + token) * l.kv_heads + head) * l.slots;
+        int used = l.slots;
+        while (used > 1 && chosen[used - 1] < 0)
+            --used;
+        seen = static_cast<int64_t>(used) * l.block_size;
+    }
+    int64_t const parts = (seen + cut.part_keys - 1) / cut.part_keys;
     if (part >= parts)
         return;
     Block const block{row, head, token, static_cast<int>(count), past[row] + token};
     Task const task{&l, &call.tensors, block, call.rooms + lane * call.room_size};
-    int64_t const from = part * cut.part_keys, to = std::min(seen, from + cut.part_keys);
+    int64_t const from = part * cut.part_keys, to = l.slots ? from + cut.part_keys : std::min(seen, from + cut.part_keys);
     if (parts == 1)
         return call.kernels.attend(task, from, to, nullptr);
     size_t const size = static_cast<size_t>(partial_size(l, count));

@@ -4,6 +4,9 @@
 // New keys and values go to their rows of the cache, in place. Then blocks of new tokens attend to what is filled: all query heads of a
 // key/value head are columns of one GEMM, so the cache is read once for them and never expanded. Where blocks are few, their keys
 // are cut into parts, and whoever finishes the last part of a block merges them.
+//
+// Where tokens have chosen blocks of keys (still::BlockAttention), those that any token of a block reads are gone through one after the
+// other, and hidden from the tokens that do not read them; keys of no token's blocks are not read.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +26,8 @@ struct Layer
     int64_t rows; // N
     bool half;    // everything is float16
     Cache cache;
+    int block_size = 0; // keys of a chosen block
+    int slots = 0;      // blocks that a token may choose; 0: tokens see all keys up to their own
 
     STILL_INLINE int group() const { return heads / kv_heads; }
     STILL_INLINE int element_size() const { return half ? 2 : 4; }
@@ -38,6 +43,7 @@ struct Tensors
     Kept key_cache;
     Kept value_cache;
     int64_t tokens; // T
+    int32_t const* blocks = nullptr; // [B, T, HK, slots], none twice; below 0: none
 };
 
 // Bytes of scratch for a call; no alignment needed.

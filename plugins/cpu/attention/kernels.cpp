@@ -25,6 +25,39 @@ size_t room(Layer const& l)
         still_cpu::softmax::partial_size(l, tokens) + dense + l.dim * wide + kTileKeys * wide + kTileKeys * l.dim + 8 * 16);
 }
 
+// Goes through the blocks of keys that any token of a block has chosen; knows which tokens read the one that it is at.
+struct Readers
+{
+    int place[still_cpu::softmax::kBlockColumns]; // the slot that a token is at
+    bool reads[still_cpu::softmax::kBlockColumns];
+
+    void start(int slot, int count)
+    {
+        for (int i = 0; i < count; ++i)
+            place[i] = slot, reads[i] = false;
+    }
+
+    // The least block that tokens are at, of slots before `last`; -1: none is left.
+    template <typename Columns>
+    int32_t next(Columns const& block, int last)
+    {
+        int32_t least = -1;
+        for (int i = 0; i < block.b.count; ++i)
+        {
+            int32_t const* const chosen = block.chosen(i);
+            int const end = last < block.l.slots ? last : block.l.slots;
+            place[i] += reads[i];
+            while (place[i] < end && chosen[place[i]] < 0)
+                ++place[i];
+            if (place[i] < end && (least < 0 || chosen[place[i]] < least))
+                least = chosen[place[i]];
+        }
+        for (int i = 0; i < block.b.count; ++i)
+            reads[i] = least >= 0 && place[i] < (last < block.l.slots ? last : block.l.slots) && block.chosen(i)[place[i]] == least;
+        return least;
+    }
+};
+
 // One block of queries; everything lies column by column, so that maxima and sums run over whole vectors.
 template <typename T>
 struct Columns
@@ -71,6 +104,22 @@ struct Columns
             for (int c = 0; c < hidden; ++c)
                 logits[static_cast<int64_t>(j) * wide + c] = kMinusInfinity;
         }
+    }
+
+    // Keys of a block get -inf for tokens that have not chosen it.
+    void hide_from(Readers const& readers, float* logits, int count) const
+    {
+        int const group = l.group();
+        for (int i = 0; i < b.count; ++i)
+            for (int j = 0; !readers.reads[i] && j < count; ++j)
+                for (int c = i * group; c < (i + 1) * group; ++c)
+                    logits[static_cast<int64_t>(j) * wide + c] = kMinusInfinity;
+    }
+
+    // The chosen blocks of token i of the block.
+    int32_t const* chosen(int i) const
+    {
+        return x.blocks + ((b.row * x.tokens + b.token + i) * l.kv_heads + b.head) * l.slots;
     }
 
     // Logits [count, columns] become e^(logit - maximum); what was summed so far moves to the new maximum.
@@ -144,17 +193,35 @@ void attend(Task const& task, int64_t from, int64_t to, float* partial)
     std::memset(total, 0, sizeof(float) * static_cast<uint64_t>(wide) * (1 + static_cast<unsigned>(l.dim)));
     for (int64_t c = 0; c < wide; ++c)
         top[c] = kMinusInfinity;
-    for (int64_t key = from; key < to; key += kTileKeys)
+    Readers readers;
+    auto const absorb = [&](int64_t key, int64_t end)
     {
-        int const count = static_cast<int>(to - key < kTileKeys ? to - key : kTileKeys);
+        int const count = static_cast<int>(end - key < kTileKeys ? end - key : kTileKeys);
         int64_t stride;
         float const* const k = kept_floats<S>(block.x.key_cache, block.cache(key), count, l.dim, copy, stride);
         gemm(count, block.wide, l.dim, k, stride, 1, queries, wide, logits, wide, false);
         if (key + count - 1 > block.b.position)
             block.hide(logits, key, count);
+        if (l.slots && block.b.count > 1)
+            block.hide_from(readers, logits, count);
         block.exponentiate(logits, count, top, total, values);
         float const* const v = kept_floats<S>(block.x.value_cache, block.cache(key), count, l.dim, copy, stride);
         gemm(l.dim, block.wide, count, v, 1, stride, logits, wide, values, wide, true);
+    };
+    if (!l.slots)
+        for (int64_t key = from; key < to; key += kTileKeys)
+            absorb(key, to);
+    else
+    {
+        int const last = static_cast<int>(to / l.block_size);
+        readers.start(static_cast<int>(from / l.block_size), block.b.count);
+        int64_t const seen = block.b.position + block.b.count;
+        for (int32_t chosen = readers.next(block, last); chosen >= 0; chosen = readers.next(block, last))
+        {
+            int64_t const first = static_cast<int64_t>(chosen) * l.block_size, end = first + l.block_size;
+            for (int64_t key = first; key < (end < seen ? end : seen); key += kTileKeys)
+                absorb(key, end < seen ? end : seen);
+        }
     }
     if (!partial)
         block.finish(total, values, dense);

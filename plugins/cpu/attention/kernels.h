@@ -32,7 +32,8 @@ struct Kernels
 {
     // Floats that `Task::room` must have.
     size_t (*room)(Layer const& layer);
-    // Attention of the block to keys from .. to - 1: maximum, sum and weighted values go to `partial`; null: the output is written.
+    // Attention of the block to keys from .. to - 1: maximum, sum and weighted values go to `partial`; null: the output is written. Where
+    // tokens have chosen blocks, keys are counted in their slots, of block_size each.
     void (*attend)(Task const& task, int64_t from, int64_t to, float* partial);
     // Writes a row of `count` floats; null where the cache is of the activations' type.
     void (*keep)(void const* from, int count, Kept const& to, int64_t row);

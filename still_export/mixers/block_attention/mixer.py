@@ -7,9 +7,16 @@ from typing import Any
 from torch import nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.block_attention.cache import BlockLayer
-from still_export.mixers.block_attention.module import BlockSelected, SalaSparse, TrainableBlockSelected
+from still_export.mixers.block_attention.module import (
+    BlockSelected,
+    ReusedBlocks,
+    SalaSparse,
+    TrainableBlockSelected,
+    TrainableReusedBlocks,
+)
 from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.trainable import Trainable
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
@@ -35,7 +42,7 @@ class BlockAttentionMixer(Mixer):
             BLOCK_ATTENTION, {"block_size": choice["block_size"]}, sizes
         )
 
-    def cache_layer(self, config: Any, index: int) -> BlockLayer:
+    def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         stride = choice_of(config)["mean_stride"]
         return BlockLayer(config.num_key_value_heads, head_size(config), stride, config.still.deployment.cache)
 
@@ -44,10 +51,14 @@ class BlockAttentionMixer(Mixer):
             raise ConfigError(
                 f"cache='int8': layer {index} reads chosen blocks, whose keys and values are kept as numbers; choose float16 or none."
             )
-        kind = SalaSparse if type(base).__name__ == "SalaSparseMixer" else BlockSelected
-        module = kind(base, head_size(config), choice_of(config))
+        module = self.made(base, config, index)
         module.cache = config.still.deployment.cache
         return module
+
+    def made(self, base: nn.Module, config: Any, index: int) -> BlockSelected:
+        """The module of layer `index`, which takes over what `base` has."""
+        kind = SalaSparse if type(base).__name__ == "SalaSparseMixer" else BlockSelected
+        return kind(base, head_size(config), choice_of(config))
 
 
 class SelectedBlocksMixer(BlockAttentionMixer):
@@ -56,8 +67,27 @@ class SelectedBlocksMixer(BlockAttentionMixer):
     name = SELECTED
     of_families = False
 
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        found = super().ops(config, index)
+        return found if config.still.source_of(index) == index else found[1:]
+
+    def cache_layer(self, config: Any, index: int) -> AttentionLayer:
+        if config.still.source_of(index) == index:
+            return super().cache_layer(config, index)
+        return AttentionLayer(config.num_key_value_heads, head_size(config), config.still.deployment.cache)
+
+    def made(self, base: nn.Module, config: Any, index: int) -> BlockSelected:
+        source = config.still.source_of(index)
+        if source == index:
+            module = super().made(base, config, index)
+            every = range(config.num_hidden_layers)
+            module.readers = tuple(i for i in every if i != index == config.still.source_of(i))
+            return module
+        return ReusedBlocks(base, head_size(config), choice_of(config), source)
+
     def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
-        module.__class__ = TrainableBlockSelected  # wrapping would rename the parameters
+        # Wrapping would rename the parameters.
+        module.__class__ = TrainableReusedBlocks if isinstance(module, ReusedBlocks) else TrainableBlockSelected
         found: Trainable = module
         return found
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import UnsupportedError
+from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import part_of
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
@@ -39,10 +40,12 @@ class BlockSelected(SoftmaxAttention):
         self.choice = dict(choice)
         self.watch: Watch | None = None
         """Told of a call's choices, and may replace them."""
+        self.readers: tuple[int, ...] = ()
+        """Layers that read this one's blocks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         key, value = rounded(key, self.cache), rounded(value, self.cache)
-        layer = part_of(past_key_values, self.layer_idx, BlockLayer)
+        layer = part_of(past_key_values, self.layer_idx, AttentionLayer)
         if past_key_values is not None and (layer is None or layer.new_tokens is None):
             raise UnsupportedError(
                 f"layer {self.layer_idx} reads chosen blocks and got a {type(past_key_values).__name__}; "
@@ -51,32 +54,63 @@ class BlockSelected(SoftmaxAttention):
         if layer is None:
             batch, tokens = query.shape[:2]
             new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
-            state = BlockLayer(key.shape[2], self.head_dim, self.choice["mean_stride"], self.cache).empty(
-                batch, tokens, query.dtype, query.device
-            )
+            state = self._layer(key.shape[2]).empty(batch, tokens, query.dtype, query.device)
         else:
             state = layer.take(query.dtype, query.device)
             assert layer.new_tokens is not None
             new_tokens = layer.new_tokens
         with torch.no_grad():  # a choice has no derivative
-            given = SelectInputs(query, key, new_tokens, state.length, **self.choice)
-            select = select_blocks if self.watch is None else partial(naive_select_blocks, watch=self.watch)
-            blocks, sums = select(given, state.key_sum)
+            blocks, sums = self._choose(query, key, new_tokens, state)
         inputs = Inputs(query, key, value, new_tokens, blocks, self.choice["block_size"])
         output, kept = self._read(inputs, state, layer is not None and layer.owned)
         if layer is not None:
-            layer.store(BlockState(**{**vars(kept), "key_sum": sums}))
+            layer.store(kept if sums is None else BlockState(**{**vars(kept), "key_sum": sums}))
         return output
 
-    def _read(self, inputs: Inputs, state: BlockState, owned: bool) -> tuple[Tensor, AttentionState]:
+    def _layer(self, heads: int) -> AttentionLayer:
+        return BlockLayer(heads, self.head_dim, self.choice["mean_stride"], self.cache)
+
+    def _choose(self, query: Tensor, key: Tensor, new_tokens: Tensor, state: Any) -> tuple[Tensor, Tensor | None]:
+        """Blocks int32 [B, T, HK, slots], and the sums of keys after the call."""
+        given = SelectInputs(query, key, new_tokens, state.length, **self.choice)
+        select = select_blocks if self.watch is None else partial(naive_select_blocks, watch=self.watch)
+        blocks, sums = select(given, state.key_sum)
+        if self.readers:
+            self._carried.values[self.layer_idx] = blocks
+        return blocks, sums
+
+    def _read(self, inputs: Inputs, state: AttentionState, owned: bool) -> tuple[Tensor, AttentionState]:
         held = AttentionState(state.key, state.value, state.length)
         if torch.compiler.is_compiling():
             return block_attention(inputs, held)
         return kernel(inputs, held, in_place=owned and not wants_gradients(inputs.query))
 
 
+class ReusedBlocks(BlockSelected):
+    """The same with the blocks that layer `source` has chosen in the call (HyLRA): it keeps no sums of keys.
+
+    Args:
+        source: An earlier layer, which chooses its own.
+    """
+
+    def __init__(self, base: Any, head_dim: int, choice: Mapping[str, int], source: int) -> None:
+        super().__init__(base, head_dim, choice)
+        self.source = source
+        del self.watch  # nothing is chosen here
+
+    def _layer(self, heads: int) -> AttentionLayer:
+        return AttentionLayer(heads, self.head_dim, self.cache)
+
+    def _choose(self, query: Tensor, key: Tensor, new_tokens: Tensor, state: Any) -> tuple[Tensor, Tensor | None]:
+        return self._carried.values[self.source], None
+
+
 class TrainableBlockSelected(TrainableModule, BlockSelected):
     """BlockSelected as teacher and student."""
+
+
+class TrainableReusedBlocks(TrainableModule, ReusedBlocks):
+    """ReusedBlocks as teacher and student."""
 
 
 class SalaSparse(BlockSelected):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from still_export.mixers.layers import SELECTED
 from still_graphs.errors import ConfigError
 from still_graphs.ops.select_blocks import SELECT_BLOCKS, fault_of, slots_of
 
@@ -31,6 +32,9 @@ def checked_choice(given: Mapping[str, int], source: str) -> dict[str, int]:
 class BlockSettings:
     """Attributes of SelectBlocks, by default MiniCPM-SALA's.
 
+    Args:
+        reuse: By layer the one whose blocks it reads, an earlier one or itself; None: itself.
+
     Raises:
         ConfigError: They do not fit each other.
     """
@@ -42,11 +46,44 @@ class BlockSettings:
     init_blocks: int = 1
     local_blocks: int = 32
     dense_length: int = 8192
+    reuse: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.reuse is not None:
+            object.__setattr__(self, "reuse", tuple(self.reuse))
         self.block_choice()
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose blocks `layer` reads."""
+        return layer if self.reuse is None else self.reuse[layer]
+
+    def check_reuse(self, types: Sequence[str]) -> None:
+        """Raise ConfigError unless every layer reads its own blocks, or those of an earlier one that chooses its own.
+
+        Args:
+            types: Names of the layers' mixers.
+        """
+        if self.reuse is None:
+            return
+        if len(self.reuse) != len(types):
+            raise ConfigError(
+                f"reuse has {len(self.reuse)} entries for {len(types)} layers: it was made for another model."
+            )
+        for layer, source in enumerate(self.reuse):
+            what = f"reuse[{layer}]={source}"
+            if not 0 <= source <= layer:
+                raise ConfigError(f"{what}: layer {layer} can read the blocks of layers 0..{layer}; give one of them.")
+            if source == layer:
+                continue
+            for place in (layer, source):
+                if types[place] != SELECTED:
+                    raise ConfigError(
+                        f"{what}: layer {place} is {types[place]}, which has no blocks; give {layer}, or another layer."
+                    )
+            if (origin := self.reuse[source]) != source:
+                raise ConfigError(f"{what}: layer {source} reads the blocks of layer {origin}; give {origin}.")
 
     def block_choice(self) -> dict[str, int]:
         """All attributes of the op."""
-        own = {f.name: getattr(self, f.name) for f in fields(BlockSettings)}
+        own = {f.name: getattr(self, f.name) for f in fields(BlockSettings) if f.name != "reuse"}
         return checked_choice(own, "the choice of blocks")

@@ -1,0 +1,8 @@
+"""still::BlockAttention for generic rooms."""
+
+from __future__ import annotations
+
+from still_kernels.block_attention.variants import KERNELS
+from still_kernels.op_kernels import Op
+
+OP = Op(KERNELS)

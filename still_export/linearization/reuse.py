@@ -1,0 +1,145 @@
+"""Which layers may read the blocks that an earlier layer has chosen (HyLRA): measured by the base's own attention, nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from still_export.errors import ConfigError
+from still_export.mixers.layers import FULL, SELECTED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from still_export.linearization.run import LinearizationRun
+    from still_export.mixers.trainable import Trainable
+
+MOST_LOST, MORE_LOST = 0.1, 0.02
+"""Share of a layer's attention that its own blocks may miss, beyond which it stays softmax; what another layer's may miss more."""
+QUERIES = 64
+"""Tokens at the end of a row whose attention is looked at."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Per layer what it reads, and what it was chosen by.
+
+    layers: "full", "own", or the number of the earlier layer whose blocks it reads.
+    lost: By layer and source, the share of the layer's attention that the source's blocks miss.
+    base: Digest of the base's weights.
+    """
+
+    layers: tuple[str | int, ...]
+    lost: tuple[tuple[float, ...], ...]
+    base: str
+
+    @classmethod
+    def of(cls, lost: Sequence[Sequence[float]], base: str) -> Reuse:
+        """Each layer reads the blocks of the latest layer that chooses its own and misses little more than it would itself."""
+        layers: list[str | int] = []
+        for layer, row in enumerate(lost):
+            own = [i for i, kind in enumerate(layers) if kind == "own" and row[i] <= row[layer] + MORE_LOST]
+            near = [i for i in own if row[i] <= MOST_LOST]
+            layers.append(near[-1] if near else "own" if row[layer] <= MOST_LOST else "full")
+        return cls(tuple(layers), tuple(map(tuple, lost)), base)
+
+    def fields(self) -> dict[str, Any]:
+        """`layer_types` and `reuse` of a STILL configuration."""
+        types = tuple(FULL if kind == "full" else SELECTED for kind in self.layers)
+        return {"layer_types": types, "reuse": tuple(x if isinstance(x, int) else i for i, x in enumerate(self.layers))}
+
+    def write(self, path: Path) -> None:
+        """As `read` takes it."""
+        lost = [[round(x, 4) for x in row] for row in self.lost]
+        content = {"layers": list(self.layers), "lost": lost, "base": self.base}
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path, layers: int) -> Reuse:
+        """The file of a model with so many layers.
+
+        Raises:
+            ConfigError: It is none, or of a model with others.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found = cls(tuple(content["layers"]), tuple(map(tuple, content["lost"])), str(content["base"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--reuse {path}: {error}. Give the reuse.json of select-layers --find-reuse.") from error
+        for layer, kind in enumerate(found.layers):
+            if kind not in ("full", "own") and not (isinstance(kind, int) and not isinstance(kind, bool)):
+                raise ConfigError(
+                    f"{path}: layers[{layer}]={kind!r}; give full, own, or the number of an earlier layer."
+                )
+        if len(found.layers) != layers:
+            raise ConfigError(f"{path} is of a model with {len(found.layers)} layers; this one has {layers}.")
+        return found
+
+    def check(self, path: str, base: str) -> None:
+        """Raise ConfigError where it was measured on other weights."""
+        if self.base != base:
+            raise ConfigError(
+                f"{path} was measured on other weights than this base has. Run select-layers --find-reuse on it."
+            )
+
+
+def measure_reuse(run: LinearizationRun, model: Any, attentions: Sequence[Trainable]) -> Reuse:
+    """Of a run's untrained model, all of whose layers choose blocks, by a held-out row of `--sequence-length` tokens.
+
+    Raises:
+        ConfigError: The row is so short that every block is read.
+    """
+    from still_export.linearization.texts import held_out_rows
+
+    tokens = min(run.recipe.row_tokens, len(run.corpus.held_out))
+    least = run.recipe.dense_length + QUERIES
+    if tokens < least:
+        raise ConfigError(
+            f"rows of {tokens} tokens: below dense_length={run.recipe.dense_length} every block is read. Give --sequence-length {least} "
+            "and a text as long, or a smaller --dense-length."
+        )
+    ids = held_out_rows(run.corpus, 1, tokens).to(run.accelerator.device)
+    return Reuse.of(lost_attention(model, attentions, ids), run.base_weights)
+
+
+def lost_attention(model: Any, attentions: Sequence[Any], ids: Tensor) -> list[list[float]]:
+    """By layer and source, the share of the layer's attention, of the last tokens of ids [1, T], that the source's blocks miss."""
+    import torch
+
+    from still_export.mixers.trainable import SOFTMAX, attention_mode
+    from still_kernels.select_blocks import Inputs, naive_select_blocks
+
+    masses: list[Tensor] = []
+    chosen: list[Tensor] = []
+
+    def look(module: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+        hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
+        query, key, _ = module.project_heads(hidden, given.get("position_embeddings"))
+        size, tokens, heads = module.choice["block_size"], key.shape[1], key.shape[2]
+        new, past = (torch.full((1,), n, device=key.device) for n in (tokens, 0))
+        sums = key.new_zeros(1, heads, -(-tokens // module.choice["mean_stride"]), key.shape[3], dtype=torch.float32)
+        blocks, _ = naive_select_blocks(Inputs(query, key, new, past, **module.choice), sums)
+        count = -(-tokens // size)
+        last = blocks[0, -QUERIES:].long()  # [n, HK, slots]
+        read = torch.zeros(*last.shape[:2], count + 1, dtype=torch.bool, device=key.device)
+        chosen.append(read.scatter_(2, torch.where(last < 0, count, last), True)[..., :count])
+        grouped = query[0, -QUERIES:].unflatten(1, (heads, -1)).float()  # [n, HK, G, D]
+        logits = torch.einsum("nkgd,tkd->nkgt", grouped, key[0].float()) * key.shape[3] ** -0.5
+        seen = (
+            torch.arange(tokens, device=key.device)
+            <= torch.arange(tokens - len(last), tokens, device=key.device)[:, None]
+        )
+        weights = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1).mean(2)
+        masses.append(torch.nn.functional.pad(weights, (0, count * size - tokens)).unflatten(2, (count, size)).sum(3))
+
+    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in attentions]
+    try:
+        with torch.no_grad(), attention_mode(attentions, SOFTMAX):
+            model(ids, use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [[float((mass * ~read).sum(2).mean()) for read in chosen] for mass in masses]

@@ -1,0 +1,147 @@
+"""HyLRA: layers that read the blocks of an earlier layer, against the formula, in pieces, as a package; the measurement; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+
+from still_export.errors import ConfigError
+from still_export.linearization.objectives import make_students
+from still_export.linearization.reuse import Reuse, lost_attention
+from still_export.mixers.cache import StillCache
+from still_export.mixers.config import StillConfig
+from still_export.mixers.layers import FULL, SELECTED
+from still_export.models import attach_untrained
+from tests.block_cases import Layer, attended, chosen
+from tests.still_export.mixers.test_block_attention import SMALL, call
+from tests.still_export.tiny import padded, plain_model, random_ids
+
+TYPES = (SELECTED, FULL, SELECTED, SELECTED, SELECTED, SELECTED, SELECTED)
+REUSE = (0, 1, 0, 0, 4, 4, 0)
+"""Two layers that choose, each for others; three layers that read the first one's blocks, so that an export repeats one."""
+
+
+def reusing(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    plain = plain_model("qwen3", dtype, num_hidden_layers=len(TYPES))
+    return attach_untrained(plain, StillConfig(**{**SMALL, "layer_types": TYPES, "reuse": REUSE, **changes}))
+
+
+@torch.no_grad()
+def test_a_layer_reads_the_blocks_of_its_source_in_any_split() -> None:
+    """Layer 3 by the formula with the choice of layer 0, which its own would not be."""
+    ours = reusing()
+    ids, seen = random_ids(1, 130), {}
+    for index in (0, 3):
+        module = ours.model.layers[index].self_attn
+        module.register_forward_hook(
+            lambda m, a, k, out, index=index: seen.update({index: (k.get("hidden_states", *a[:1]), k, out[0])}),
+            with_kwargs=True,
+        )
+    whole = ours(ids, use_cache=False).logits
+    parts = {}
+    for index, (hidden, given, _) in seen.items():
+        module = ours.model.layers[index].self_attn
+        parts[index] = [x[0] for x in module.project_heads(hidden, given["position_embeddings"])]
+    c = ours.config
+    choice = {name: n for name, n in c.still.block_choice().items() if name != "block_slots"}
+    layer = Layer(c.num_attention_heads, c.num_key_value_heads, module.head_dim, choice=choice)
+    blocks = {index: chosen(layer, *parts[index][:2])[0] for index in parts}
+    found = seen[3][2][0]
+    expected = module.o_proj(attended(layer, *parts[3], blocks[0]).flatten(1))
+    own = module.o_proj(attended(layer, *parts[3], blocks[3]).flatten(1))
+    assert (found - expected).abs().max() <= 1e-9 < 1e-4 < (found - own).abs().max()
+    cache = StillCache.empty(c)
+    pieces = [ours(piece, past_key_values=cache).logits for piece in ids.split([70, 1, 19, *[1] * 40], dim=1)]
+    assert (torch.cat(pieces, dim=1) - whole).abs().max() <= 1e-9
+    assert [name for name, layer in enumerate(cache.layers) if "key_sum" in layer.states()] == [0, 4]
+
+
+@torch.no_grad()
+def test_junk_in_the_padding_enters_nothing() -> None:
+    ours = reusing()
+    ids = random_ids(2, 60)
+    expected = ours(ids, use_cache=False).logits
+    rows, mask = padded([ids[0, :57], ids[1, :33]])
+    rows[mask == 0] = 7
+    cache = StillCache.empty(ours.config)
+    ours(rows, attention_mask=mask, past_key_values=cache)
+    after = ours(torch.stack([ids[0, 57:60], ids[1, 33:36]]), past_key_values=cache).logits
+    for row, place in enumerate((57, 33)):
+        assert (after[row] - expected[row, place : place + 3]).abs().max() <= 1e-9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_one_choice_feeds_several_layers_of_a_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    reusing(torch.float32).save_pretrained(tmp_path / "model")
+    package = tmp_path / "package"
+    given = ("--dtype", dtype, "--quiet")
+    assert call("export", tmp_path / "model", "-o", package, *given) == 0, capsys.readouterr().err
+    nodes = onnx.load(package / "model.onnx", load_external_data=False).graph.node
+    chosen = [n.output[0] for n in nodes if n.op_type == "SelectBlocks"]
+    read = [n.input[3] for n in nodes if n.op_type == "BlockAttention"]
+    assert [read.count(name) for name in chosen] == [4, 2]
+    given = ("--lengths", "1,65,100", "--decode-steps", "4", "--quiet")
+    assert call("verify", package, *given) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "reuse, message",
+    [
+        ((0, 1, 3, 3, 4, 4, 0), r"reuse\[2\]=3: layer 2 can read the blocks of layers 0..2"),
+        ((0, 1, 1, 0, 4, 4, 0), r"reuse\[2\]=1: layer 1 is full_attention, which has no blocks"),
+        ((0, 0, 0, 0, 4, 4, 0), r"reuse\[1\]=0: layer 1 is full_attention"),
+        ((0, 1, 0, 2, 4, 4, 0), r"reuse\[3\]=2: layer 2 reads the blocks of layer 0; give 0"),
+        ((0, 1, 0), r"reuse has 3 entries for 7 layers: it was made for another model"),
+    ],
+)
+def test_what_does_not_fit_is_named(reuse: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        reusing(reuse=reuse)
+
+
+def test_files() -> None:
+    """The latest layer that misses little more than the layer itself; what is read again is what was written; other files by name."""
+    lost = [[0.3, 1, 1, 1], [0.5, 0.05, 1, 1], [0.9, 0.065, 0.05, 1], [0.9, 0.2, 0.2, 0.05]]
+    found = Reuse.of(lost, "digest")
+    assert found.layers == ("full", "own", 1, "own")
+    assert found.fields() == {"layer_types": (FULL, SELECTED, SELECTED, SELECTED), "reuse": (0, 1, 1, 3)}
+
+
+def test_files_are_read_as_written(tmp_path: Path) -> None:
+    found = Reuse(("full", "own", 1), ((0.5,), (0.1, 0.05), (0.1, 0.06, 0.05)), "digest")
+    found.write(tmp_path / "reuse.json")
+    again = Reuse.read(tmp_path / "reuse.json", 3)
+    assert again == found
+    again.check("reuse.json", "digest")
+    with pytest.raises(ConfigError, match="was measured on other weights"):
+        again.check("reuse.json", "another")
+    with pytest.raises(ConfigError, match="is of a model with 3 layers; this one has 4"):
+        Reuse.read(tmp_path / "reuse.json", 4)
+    (tmp_path / "none.json").write_text(json.dumps({"layers": []}))
+    with pytest.raises(ConfigError, match=r"none.json: 'lost'. Give the reuse.json"):
+        Reuse.read(tmp_path / "none.json", 4)
+    (tmp_path / "odd.json").write_text(json.dumps({"layers": ["own", "most"], "lost": [], "base": ""}))
+    with pytest.raises(ConfigError, match=r"layers\[1\]='most'; give full, own, or the number"):
+        Reuse.read(tmp_path / "odd.json", 2)
+
+
+@torch.no_grad()
+def test_attention_that_is_missed() -> None:
+    """A layer that is another's copy loses by its blocks what it loses by its own; where all blocks are read, nothing is lost."""
+    ours = reusing(torch.float32, reuse=None, layer_types=(SELECTED,) * 7)
+    ids = random_ids(1, 150)
+    lost = lost_attention(ours, make_students(ours), ids)
+    assert len(lost) == 7 and all(0 < lost[i][i] < 1 for i in range(7))
+    assert (
+        sum(lost[i][i] <= lost[i][j] + 1e-6 for i in range(7) for j in range(7)) >= 40
+    )  # own ones are mostly the best
+    every = reusing(torch.float32, reuse=None, layer_types=(SELECTED,) * 7, top_blocks=30)
+    assert max(map(max, lost_attention(every, make_students(every), ids))) == 0
