@@ -50,8 +50,9 @@ KERNELS_OF_OURS = "plugin"
 NEW_OPSET = 27
 """Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
 
-GUESSED, FOLDED = "guessed", "folded"
-"""Calls whose states wait, and those that take what holds into the states before."""
+GUESSED, APART, FOLDED = "guessed", "apart", "folded"
+"""Calls of guesses that leave states as good where some do not hold, those that leave others in a second buffer, and those that take what
+holds into the states before."""
 
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
@@ -287,7 +288,7 @@ class OrtModel(Runner):
         self.guesses = int(self.manifest.get("speculate", 0)) if self.device == "cpu" else 0
         self.speculation = Speculation(self.guesses) if self.guesses else None
         self._fold: Any = None
-        self.guessed: tuple[int, slice, np.ndarray, int] | None = None
+        self.guessed: tuple[str, int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
@@ -312,9 +313,9 @@ class OrtModel(Runner):
         """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
         return state.in_place or self.native is not None
 
-    def _grows(self, state: State) -> bool:
-        """Tokens that do not hold leave nothing in it that is read."""
-        return state.growth is not None and not state.growth["fixed"]
+    def _apart(self, state: State) -> bool:
+        """Tokens that do not hold leave something in it that is read."""
+        return not state.positions and not (state.late and state.growth and not state.growth["fixed"])
 
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
@@ -339,8 +340,6 @@ class OrtModel(Runner):
                 past[state.name] = self._tensor(array, state.dtype)
             if not self._in_place(state):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
-            elif self.guesses and not self._grows(state):
-                self._held[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
         self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
         self._step: Any = None
@@ -398,16 +397,21 @@ class OrtModel(Runner):
                 if wanted != FOLDED or name in read:  # an adapter's inputs have defaults, which a session does not name
                     binding.bind_ortvalue_input(name, value)
             given = [value.name for value in session.get_outputs()]
-            replayed = self._replays(session) if wanted == GUESSED else []
-            for name in ("logits" if wanted == GUESSED else wanted, "present_length", *replayed, *self._watched):
+            replayed = self._replays(session) if wanted == APART else []
+            logits = "logits" if wanted in (GUESSED, APART) else wanted
+            for name in (logits, "present_length", *replayed, *self._watched):
                 if name in given:
                     binding.bind_output(name, "cpu")
             for state in self.table:
                 past, present = self._past[state.name], self._spare.get(state.name)
                 if state.past not in read:
                     continue
-                if wanted == GUESSED and present is None:
-                    present = self._held.get(state.name)
+                if wanted == APART and present is None and self._apart(state):
+                    if state.name not in self._held:
+                        self._held[state.name] = self._tensor(
+                            np.zeros(past.shape(), NUMPY_TYPES[state.dtype]), state.dtype
+                        )
+                    present = self._held[state.name]
                 present = past if present is None else present
                 shape = [sequences, *past.shape()[1:]]
                 if sequences < self.batch and past.tensor_size_in_bytes():  # the batch is the first dimension
@@ -442,12 +446,17 @@ class OrtModel(Runner):
             options = self._session_options()
             options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
             self._fold = open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
-        return self._call(input_ids, new_tokens, first, GUESSED)
+        chunk, counts = self.table.settled, self._counts(input_ids, new_tokens)
+        place = self.length[first : first + len(counts)] % chunk
+        settled = (counts == 0) | (place > 0) & (
+            place + counts <= chunk
+        )  # the first token of a chunk takes another into the state
+        return self._call(input_ids, counts, first, GUESSED if settled.all() else APART)
 
     def accept(self, accepted: np.ndarray) -> None:
         if self.guessed is None:
             raise RunError("nothing was guessed, or another call was made since.")
-        first, part, brought, tokens = self.guessed
+        wanted, first, part, brought, tokens = self.guessed
         given, accepted = np.asarray(accepted, np.int64), np.zeros_like(brought)
         if given.shape != brought[part].shape or (given < 0).any() or (given > brought[part]).any():
             raise RunError(
@@ -455,12 +464,12 @@ class OrtModel(Runner):
             )
         accepted[part] = given
         whole = len(brought) == self.batch and np.array_equal(accepted, brought)
-        if whole:  # the states after the call are those
+        if whole and wanted == APART:  # the states after the call are those
             for name, held in self._held.items():
                 self._past[name], self._held[name] = held, self._past[name]
             self._turn ^= 2
-        else:
-            guessed, _ = self._bindings[first, len(brought), tokens, self._turn, GUESSED]
+        elif wanted == APART:
+            guessed, _ = self._bindings[first, len(brought), tokens, self._turn, APART]
             fresh = (first, len(brought), tokens, self._turn, FOLDED) not in self._bindings
             binding, inputs = self._binding(first, len(brought), tokens, FOLDED)
             if fresh:
@@ -488,10 +497,16 @@ class OrtModel(Runner):
             return super().feed_greedy(input_ids, new_tokens, first)
         return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
 
+    @staticmethod
+    def _counts(input_ids: np.ndarray, new_tokens: np.ndarray | None) -> np.ndarray:
+        """Tokens that each sequence brings, [R]."""
+        count, tokens = input_ids.shape
+        return np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+
     def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
         """Run one call; its output `wanted`."""
         count, tokens = input_ids.shape
-        counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        counts = self._counts(input_ids, new_tokens)
         self.guessed = None
         self.reserve(counts, first)
         begin = first
@@ -508,12 +523,12 @@ class OrtModel(Runner):
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         if self._watched:
-            before = 2 + (len(self._replays(self.session)) if wanted == GUESSED else 0)
+            before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
             others = binding.get_outputs()[before : before + len(self._watched)]
             self.seen.append((given["past_length"].copy(), counts, [self._array(value).copy() for value in others]))
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
-        if wanted == GUESSED:
-            self.guessed = begin, slice(first - begin, first - begin + count), counts, tokens
+        if wanted in (GUESSED, APART):
+            self.guessed = wanted, begin, slice(first - begin, first - begin + count), counts, tokens
         else:
             self._advance(sequences, counts)
         return found[first - begin : first - begin + count]
