@@ -285,7 +285,7 @@ class OrtModel(Runner):
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
-        self.guesses = int(self.manifest.get("speculate", 0)) if self.device == "cpu" else 0
+        self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
         self._fold: Any = None
         self.guessed: tuple[str, int, slice, np.ndarray, int] | None = None
@@ -342,7 +342,7 @@ class OrtModel(Runner):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
         self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
-        self._step: Any = None
+        self._captured: dict[int, Any] = {}
         self._turn = 0
 
     def _tensor(self, array: np.ndarray, dtype: str) -> Any:
@@ -385,7 +385,7 @@ class OrtModel(Runner):
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
-            session = self._fold if wanted == FOLDED else self.session
+            session = self._fold_session() if wanted == FOLDED else self.session
             binding = session.io_binding()
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             # On the session's device: a host array would be copied there when it is bound, before it is filled.
@@ -401,7 +401,7 @@ class OrtModel(Runner):
             logits = "logits" if wanted in (GUESSED, APART) else wanted
             for name in (logits, "present_length", *replayed, *self._watched):
                 if name in given:
-                    binding.bind_output(name, "cpu")
+                    binding.bind_output(name, self.device if name in replayed else "cpu")
             for state in self.table:
                 past, present = self._past[state.name], self._spare.get(state.name)
                 if state.past not in read:
@@ -440,18 +440,28 @@ class OrtModel(Runner):
             raise RunError(
                 f"{input_ids.shape[1] - 1} guesses in one call, and this package takes {self.guesses}. Export with a larger --speculate."
             )
+        chunk, counts = self.table.settled, self._counts(input_ids, new_tokens)
+        place = self.length[first : first + len(counts)] % chunk
+        settled = (counts == 0) | (place > 0) & (
+            place + counts <= chunk
+        )  # the first token of a chunk takes another into the state
+        if not settled.all():
+            return self._call(input_ids, counts, first, APART)
+        if not self.replays or len(counts) < self.batch:
+            return self._call(input_ids, counts, first, GUESSED)
+        found = self._floats(self._replay(input_ids, counts)["logits"])
+        self.guessed = GUESSED, 0, slice(0, self.batch), counts, input_ids.shape[1]
+        return found
+
+    def _fold_session(self) -> Any:
+        """Of the graph that takes what holds into states."""
         if self._fold is None:
             names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
             assert set(names) <= set(self.manifest["files"])
             options = self._session_options()
             options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
             self._fold = open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
-        chunk, counts = self.table.settled, self._counts(input_ids, new_tokens)
-        place = self.length[first : first + len(counts)] % chunk
-        settled = (counts == 0) | (place > 0) & (
-            place + counts <= chunk
-        )  # the first token of a chunk takes another into the state
-        return self._call(input_ids, counts, first, GUESSED if settled.all() else APART)
+        return self._fold
 
     def accept(self, accepted: np.ndarray) -> None:
         if self.guessed is None:
@@ -478,7 +488,7 @@ class OrtModel(Runner):
                     binding.bind_ortvalue_input(name, value)
             inputs["new_tokens"].update_inplace(accepted)
             inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + len(brought)]))
-            self._fold.run_with_iobinding(binding)
+            self._fold.run_with_iobinding(binding, self._options(NO_GRAPH))
         self._advance(slice(first, first + len(brought)), accepted)
         self.guessed = None
 
@@ -554,7 +564,7 @@ class OrtModel(Runner):
         for state in self.table:
             self._past[state.name] = self._tensor(arrays[state.name], state.dtype)
         self._bindings, self.guessed = {}, None
-        self._step = None
+        self._captured = {}
 
     def _options(self, graph: int) -> Any:
         """Run options with which the CUDA provider captures and replays the graph of this number; None where it has none."""
@@ -564,17 +574,17 @@ class OrtModel(Runner):
         options.add_run_config_entry("gpu_graph_id", str(graph))
         return options
 
-    def _replayed_step(self) -> Any:
-        """Binding, values and run options of single steps from a CUDA graph, captured for the present buffers.
+    def _capture(self, tokens: int) -> Any:
+        """Binding, values and run options of calls of so many tokens from a CUDA graph, captured for the present buffers.
 
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
-        if self._step is None:
+        if tokens not in self._captured:
             binding = self.session.io_binding()
             values = {
                 name: self._value.ortvalue_from_numpy(np.zeros(shape, np.int64), self.device, 0)
                 for name, shape in (
-                    ("input_ids", (self.batch, 1)),
+                    ("input_ids", (self.batch, tokens)),
                     ("new_tokens", self.batch),
                     ("past_length", self.batch),
                 )
@@ -582,13 +592,12 @@ class OrtModel(Runner):
             values["past_length"].update_inplace(np.ascontiguousarray(self.length))
             for name, value in (*values.items(), *self._adapter.items()):
                 binding.bind_ortvalue_input(name, value)
-            shape, kind = (self.batch, 1, self.manifest["model"]["vocab_size"]), self._logit_type()
+            shape, kind = (self.batch, tokens, self.manifest["model"]["vocab_size"]), self._logit_type()
             values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)
             values["present_length"] = self._value.ortvalue_from_numpy(np.zeros(self.batch, np.int64), self.device, 0)
             if self.says_token:
-                values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(
-                    np.zeros((self.batch, 1), np.int32), self.device, 0
-                )
+                chosen = np.zeros((self.batch, tokens), np.int32)
+                values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(chosen, self.device, 0)
             for name in values.keys() & {"logits", "present_length", NEXT_TOKEN}:
                 binding.bind_ortvalue_output(name, values[name])
             for state in self.table:
@@ -598,8 +607,8 @@ class OrtModel(Runner):
             options = self._options(self._graphs)
             self.session.run_with_iobinding(binding, options)
             values["new_tokens"].update_inplace(np.ones(self.batch, np.int64))
-            self._step = binding, values, options
-        return self._step
+            self._captured[tokens] = binding, values, options
+        return self._captured[tokens]
 
     def _logit_type(self) -> str:
         """Of the graph's logits."""
@@ -608,16 +617,25 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        return self._floats(self._replay(token)["logits"])[:, -1] if self.replays else super().step(token)
-
-    def _replay(self, token: np.ndarray) -> dict[str, Any]:
-        """Replay the captured step over one token of every sequence, [B]; what it reads and gives, on the device."""
-        self.reserve(1)
-        binding, values, options = self._replayed_step()
-        values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
-        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
-        self.session.run_with_iobinding(binding, options)
+        if not self.replays:
+            return super().step(token)
+        found = self._floats(self._replay(token[:, None])["logits"])[:, -1]
         self.length = self.length + 1
+        return found
+
+    def _replay(self, input_ids: np.ndarray, counts: np.ndarray | None = None) -> dict[str, Any]:
+        """Replay the captured call over `input_ids` of every sequence, [B, T], of which each brings `counts`, [B]; None: one of one.
+
+        What it reads and gives, on the device.
+        """
+        self.guessed = None
+        self.reserve(1 if counts is None else counts)
+        binding, values, options = self._capture(input_ids.shape[1])
+        values["input_ids"].update_inplace(np.ascontiguousarray(input_ids, np.int64))
+        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+        if counts is not None:
+            values["new_tokens"].update_inplace(np.ascontiguousarray(counts))
+        self.session.run_with_iobinding(binding, options)
         found: dict[str, Any] = values
         return found
 
@@ -630,7 +648,8 @@ class OrtModel(Runner):
             yield from super().greedy(token, count)
             return
         for _ in range(count):
-            token = self._replay(token)[NEXT_TOKEN].numpy()[:, -1]
+            token = self._replay(token[:, None])[NEXT_TOKEN].numpy()[:, -1]
+            self.length = self.length + 1
             yield token
 
 

@@ -12,6 +12,7 @@ import pytest
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.proof.package import VerifyOptions, verify
+from still_export.runtime import ort
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 from still_export.targets.export import export
@@ -21,6 +22,7 @@ from still_export.targets.trt.options import TrtOptions
 from still_graphs.states import ANY, StateTable
 from tests.still_export.conftest import Exporter
 from tests.still_export.linear_models import linear_model
+from tests.still_export.packages import with_library
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
 from tests.tolerances import MODEL
 
@@ -48,8 +50,9 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return request.param  # type: ignore[no-any-return]
 
 
-def begun(path: Path) -> OrtModel:
+def begun(path: Path, replays: bool = False) -> OrtModel:
     model = OrtModel(path, threads=1)
+    model.replays = replays
     model.start(SEQUENCES)
     model.feed(PROMPT, LENGTHS)
     return model
@@ -75,16 +78,17 @@ def guessed(model: OrtModel, hold: Hold, part: slice = slice(0, SEQUENCES)) -> n
     return logits
 
 
-def check(path: Path) -> None:
+def check(path: Path, replays: bool = False) -> None:
     plain = begun(path)
     logits = np.concatenate([plain.feed(TOKENS[:, i : i + 1]) for i in range(STEPS)], axis=1)
     expected = [{n: x.copy() for n, x in plain.take(b).items()} for b in range(SEQUENCES)]
     for name, hold in HOLDS.items():
         for part in (slice(0, SEQUENCES), slice(1, SEQUENCES)):
-            model = begun(path)
+            model = begun(path, replays)
             found, those = guessed(model, hold, part), range(SEQUENCES)[part]
             np.testing.assert_allclose(found[part], logits[part], err_msg=name, **CLOSE)
             assert (model.length[part] == plain.length[part]).all()
+            assert part.start or not replays or 1 + GUESSES in model._captured
             for b in those:
                 for state in model.table:
                     axis, unread = model.table.unread(state, int(model.length[b]))
@@ -105,6 +109,23 @@ STILL: list[dict[str, Any]] = [
 def test_still_beside_softmax_layers(export_tiny: Exporter, native: bool | None) -> None:
     package = export_tiny(options={"speculate": GUESSES, "native": native}, layer_types=MIXED)
     assert (OrtModel(package.path).native is None) == (native is False)
+    check(package.path)
+
+
+def test_calls_that_are_replayed(export_tiny: Exporter, library: str, tmp_path: Path) -> None:
+    """As from a CUDA graph: calls of fixed buffers, of as many tokens as one was captured for, the first of which brings nothing."""
+    with_library(export_tiny(options={"speculate": GUESSES}, layer_types=MIXED), library, tmp_path / "package")
+    check(tmp_path / "package", replays=True)
+
+
+def test_the_graph_for_gpus(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bodies, on the CPU."""
+    monkeypatch.setattr("still_export.targets.ort.kernels.compile_archive", lambda variants, archs, target: target)
+    monkeypatch.setattr(
+        "still_export.targets.ort.kernels.build_with_archive", lambda archive, target, include: target.write_text("-")
+    )
+    package = export_tiny(options={"speculate": GUESSES, "archs": ("sm_90",)}, layer_types=MIXED, chunk_size=32)
+    monkeypatch.setattr(ort, "native_library", lambda *given: None)
     check(package.path)
 
 
@@ -170,7 +191,7 @@ def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
         ConfigError, match=f"--speculate {CHUNK + 1} is more than a chunk of this model, {CHUNK} tokens"
     ):
         export(ExportOptions(source, speculate=CHUNK + 1), tmp_path / "more")
-    with pytest.raises(ConfigError, match="--speculate is for ort-cpu, not for trt"):
+    with pytest.raises(ConfigError, match="--speculate is for ort-cpu, ort-cuda, not for trt"):
         export(ExportOptions(source, speculate=1), tmp_path / "trt", to="trt", options=TrtOptions())
     with pytest.raises(ConfigError, match="--speculate -1"):
         ExportOptions(source, speculate=-1)
