@@ -287,7 +287,7 @@ class OrtModel(Runner):
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
-        self._fold: Any = None
+        self._fold = self._open_fold() if self.guesses else None  # not in the midst of an answer
         self.guessed: tuple[str, int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
@@ -385,7 +385,7 @@ class OrtModel(Runner):
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
-            session = self._fold_session() if wanted == FOLDED else self.session
+            session = self._fold if wanted == FOLDED else self.session
             binding = session.io_binding()
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             # On the session's device: a host array would be copied there when it is bound, before it is filled.
@@ -453,15 +453,13 @@ class OrtModel(Runner):
         self.guessed = GUESSED, 0, slice(0, self.batch), counts, input_ids.shape[1]
         return found
 
-    def _fold_session(self) -> Any:
-        """Of the graph that takes what holds into states."""
-        if self._fold is None:
-            names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
-            assert set(names) <= set(self.manifest["files"])
-            options = self._session_options()
-            options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
-            self._fold = open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
-        return self._fold
+    def _open_fold(self) -> Any:
+        """Session of the graph that takes what holds into states."""
+        names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
+        assert set(names) <= set(self.manifest["files"])
+        options = self._session_options()
+        options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
+        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
 
     def accept(self, accepted: np.ndarray) -> None:
         if self.guessed is None:
