@@ -203,7 +203,10 @@ class Verifier:
         found = []
         for case in [replace(case, name=f"{case.name}, guessed") for case, *_ in judged if case.steps]:
             pairs, turned = (
-                [tuple(empty_unread(session.model.table, side) for side in pair) for pair in part]
+                [
+                    (empty_unread(session.model.table, ours), empty_unread(session.model.table, theirs))
+                    for ours, theirs in part
+                ]
                 for part in case.pairs(session, self.ties)
             )
             found.append((case, self.ties.settle(pairs, case.leads), turned))

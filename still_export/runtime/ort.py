@@ -287,7 +287,7 @@ class OrtModel(Runner):
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
-        self._fold = self._open_fold() if self.guesses else None  # not in the midst of an answer
+        self._fold: Any = self._open_fold() if self.guesses else None  # not in the midst of an answer
         self.guessed: tuple[str, int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
