@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import shlex
 import subprocess
 import sys
 import threading
@@ -205,6 +206,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="of ONNX Runtime")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--serve", default="", help="more options of still-export serve, in one text: --prefix-cache 64MiB"
+    )
     options = parser.parse_args()
     machine = options.threads, options.provider
     cases = make_cases(options.package, options.cases, options.context, *machine, options.seed)
@@ -220,7 +224,7 @@ def main() -> int:
         "soak",
     ]
     command += ["--rows", str(options.rows), "--threads", str(options.threads), "--max-context", str(options.context)]
-    command += ["--provider", options.provider]
+    command += ["--provider", options.provider, *shlex.split(options.serve)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
     assert server.stderr is not None
     url = ""

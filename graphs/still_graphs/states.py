@@ -16,6 +16,9 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 NEXT_TOKEN = "next_token"
 """Output of the graphs that say which token is the likeliest, int32, one for each row of logits."""
 
+ANY = 1 << 62
+"""More tokens than any call has."""
+
 REPLAY = "replay_"
 """Begin of the names of outputs that graphs give for speculation: what their ops computed states from."""
 
@@ -61,6 +64,21 @@ class State:
     def present(self) -> str:
         """Name of the graph output."""
         return f"present_{self.name}"
+
+    @property
+    def positions(self) -> bool:
+        """It has a row for each position, which is written again where another token takes it."""
+        return self.growth is not None and (self.growth["rows"], self.growth["per"], self.growth["lag"]) == (1, 1, 0)
+
+    @property
+    def late(self) -> bool:
+        """It gets the rows of a chunk when a later one begins."""
+        return self.growth is not None and bool(self.growth["lag"])
+
+    @property
+    def ring(self) -> bool:
+        """Its axis 2 has the slots of two chunks, of which the one that begins takes those of the one that left."""
+        return self.name.startswith("window_")
 
     def to_dict(self) -> dict[str, Any]:
         """The manifest's entry."""
@@ -115,6 +133,33 @@ class StateTable:
     def period(self) -> int:
         """Tokens after which a state grows: the longest of all rules; calls that cross its multiples are the interesting ones."""
         return max((int(rule["per"]) for rule in self.growths.values()), default=1)
+
+    def unread(self, state: State, tokens: int) -> tuple[int, slice]:
+        """Axis and rows of a state that nothing reads after `tokens` tokens: those behind them, also of the chunk that begins in a ring."""
+        if state.growth is not None and not state.growth["fixed"]:
+            return int(state.growth["axis"]), slice(rows_after(state.growth, tokens, self.capacity_tokens), None)
+        if not state.ring:
+            return 0, slice(0)
+        slots = int(state.shape[2])
+        place, half = tokens % slots, slots // 2
+        return 2, slice(place, (place + half - 1) // half * half)
+
+    @property
+    def settled(self) -> int:
+        """Tokens of the chunks within which states after some of a call's tokens are those after all of them, but for rows that nothing
+        reads; 1: a state changes with every token.
+
+        Such are rows of positions, and all states of an op that takes a chunk into its state when it leaves a window (`State.late`).
+        """
+        ops: dict[tuple[int, str], list[State]] = {}
+        for state in self.states:
+            ops.setdefault((state.layer, state.op), []).append(state)
+        chunks = [
+            next((int(s.growth["per"]) for s in found if s.growth and s.late), 1)
+            for found in ops.values()
+            if not all(s.positions for s in found)
+        ]
+        return min(chunks, default=ANY)
 
     def shapes(self, batch: int, rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shape of every state for `batch` rows of the batch and the given sizes of growing dimensions."""

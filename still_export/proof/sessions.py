@@ -15,7 +15,7 @@ from still_export.proof.reference import open_runner
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.targets.registry import runtime_named
 from still_export.targets.runtime import Opening
-from still_graphs.states import rows_after
+from still_graphs.states import StateTable
 
 
 class Session:
@@ -145,15 +145,15 @@ class Guessing(Session):
             done += hold
         return self._outputs(logits)
 
-    def _outputs(self, logits: np.ndarray) -> Arrays:
-        """Rows behind those of a sequence's tokens, which nobody reads, are empty."""
-        outputs = super()._outputs(logits)
-        for state in self.model.table:
-            if state.growth is not None and not state.growth["fixed"]:
-                for sequence, length in enumerate(self.model.length):
-                    rows = rows_after(state.growth, int(length), self.model.table.capacity_tokens)
-                    np.moveaxis(outputs[state.present][sequence], state.growth["axis"] - 1, 0)[rows:] = 0
-        return outputs
+
+def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:
+    """Outputs with zeros in the rows of states that nobody reads."""
+    found = {name: array.copy() for name, array in outputs.items()}
+    for state in table:
+        for sequence, length in enumerate(outputs["present_length"]):
+            axis, rows = table.unread(state, int(length))
+            np.moveaxis(found[state.present][sequence : sequence + 1], axis, 0)[rows] = 0
+    return found
 
 
 class Target:

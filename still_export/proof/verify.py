@@ -18,7 +18,7 @@ from still_export.package.staging import staged_files
 from still_export.proof.cases import Case, CaseSource, distance, same_best
 from still_export.proof.checks import Check
 from still_export.proof.codes import in_codes
-from still_export.proof.sessions import Guessing, Session, Target
+from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.tolerance import Bounds
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, Pairs, expected_ties
@@ -202,7 +202,13 @@ class Verifier:
         """The cases of `judged` that take steps, once more with guessed tokens, and their outputs."""
         found = []
         for case in [replace(case, name=f"{case.name}, guessed") for case, *_ in judged if case.steps]:
-            pairs, turned = case.pairs(session, self.ties)
+            pairs, turned = (
+                [
+                    (empty_unread(session.model.table, ours), empty_unread(session.model.table, theirs))
+                    for ours, theirs in part
+                ]
+                for part in case.pairs(session, self.ties)
+            )
             found.append((case, self.ties.settle(pairs, case.leads), turned))
             total.add(self.ties.compare(pairs + turned, case.leads))
         return found

@@ -350,7 +350,9 @@ class Runner(ABC):
                         spent += time.perf_counter() - begun
                 speculation.guessed(spent, [len(guesses)], [len(said) - 1])
             else:
-                said = [sampling.choose(self.step(np.array([token]))[0])]
+                greedy = sampling.temperature == 0
+                last = np.array([token])
+                said = [int(next(self.greedy(last, 1))[0]) if greedy else sampling.choose(self.step(last)[0])]
                 speculation.plain(time.perf_counter() - begun)
                 yield said[0]
             guesser.extend(said)

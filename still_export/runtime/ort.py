@@ -50,8 +50,9 @@ KERNELS_OF_OURS = "plugin"
 NEW_OPSET = 27
 """Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
 
-GUESSED, FOLDED = "guessed", "folded"
-"""Calls whose states wait, and those that take what holds into the states before."""
+GUESSED, APART, FOLDED = "guessed", "apart", "folded"
+"""Calls of guesses that leave states as good where some do not hold, those that leave others in a second buffer, and those that take what
+holds into the states before."""
 
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
@@ -284,10 +285,10 @@ class OrtModel(Runner):
         finally:
             hashing.finish()
         check_graph(self.session, self.manifest, self.folder / "manifest.json")
-        self.guesses = int(self.manifest.get("speculate", 0)) if self.device == "cpu" else 0
+        self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
-        self._fold: Any = None
-        self.guessed: tuple[int, slice, np.ndarray, int] | None = None
+        self._fold: Any = self._open_fold() if self.guesses else None  # not in the midst of an answer
+        self.guessed: tuple[str, int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
@@ -312,9 +313,9 @@ class OrtModel(Runner):
         """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
         return state.in_place or self.native is not None
 
-    def _grows(self, state: State) -> bool:
-        """Tokens that do not hold leave nothing in it that is read."""
-        return state.growth is not None and not state.growth["fixed"]
+    def _apart(self, state: State) -> bool:
+        """Tokens that do not hold leave something in it that is read."""
+        return not state.positions and not (state.late and state.growth and not state.growth["fixed"])
 
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
@@ -339,11 +340,9 @@ class OrtModel(Runner):
                 past[state.name] = self._tensor(array, state.dtype)
             if not self._in_place(state):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
-            elif self.guesses and not self._grows(state):
-                self._held[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
         self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
-        self._step: Any = None
+        self._captured: dict[int, Any] = {}
         self._turn = 0
 
     def _tensor(self, array: np.ndarray, dtype: str) -> Any:
@@ -398,16 +397,21 @@ class OrtModel(Runner):
                 if wanted != FOLDED or name in read:  # an adapter's inputs have defaults, which a session does not name
                     binding.bind_ortvalue_input(name, value)
             given = [value.name for value in session.get_outputs()]
-            replayed = self._replays(session) if wanted == GUESSED else []
-            for name in ("logits" if wanted == GUESSED else wanted, "present_length", *replayed, *self._watched):
+            replayed = self._replays(session) if wanted == APART else []
+            logits = "logits" if wanted in (GUESSED, APART) else wanted
+            for name in (logits, "present_length", *replayed, *self._watched):
                 if name in given:
-                    binding.bind_output(name, "cpu")
+                    binding.bind_output(name, self.device if name in replayed else "cpu")
             for state in self.table:
                 past, present = self._past[state.name], self._spare.get(state.name)
                 if state.past not in read:
                     continue
-                if wanted == GUESSED and present is None:
-                    present = self._held.get(state.name)
+                if wanted == APART and present is None and self._apart(state):
+                    if state.name not in self._held:
+                        self._held[state.name] = self._tensor(
+                            np.zeros(past.shape(), NUMPY_TYPES[state.dtype]), state.dtype
+                        )
+                    present = self._held[state.name]
                 present = past if present is None else present
                 shape = [sequences, *past.shape()[1:]]
                 if sequences < self.batch and past.tensor_size_in_bytes():  # the batch is the first dimension
@@ -436,18 +440,31 @@ class OrtModel(Runner):
             raise RunError(
                 f"{input_ids.shape[1] - 1} guesses in one call, and this package takes {self.guesses}. Export with a larger --speculate."
             )
-        if self._fold is None:
-            names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
-            assert set(names) <= set(self.manifest["files"])
-            options = self._session_options()
-            options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
-            self._fold = open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
-        return self._call(input_ids, new_tokens, first, GUESSED)
+        chunk, counts = self.table.settled, self._counts(input_ids, new_tokens)
+        place = self.length[first : first + len(counts)] % chunk
+        settled = (counts == 0) | (place > 0) & (
+            place + counts <= chunk
+        )  # the first token of a chunk takes another into the state
+        if not settled.all():
+            return self._call(input_ids, counts, first, APART)
+        if not self.replays or len(counts) < self.batch:
+            return self._call(input_ids, counts, first, GUESSED)
+        found = self._floats(self._replay(input_ids, counts)["logits"])
+        self.guessed = GUESSED, 0, slice(0, self.batch), counts, input_ids.shape[1]
+        return found
+
+    def _open_fold(self) -> Any:
+        """Session of the graph that takes what holds into states."""
+        names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
+        assert set(names) <= set(self.manifest["files"])
+        options = self._session_options()
+        options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
+        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
 
     def accept(self, accepted: np.ndarray) -> None:
         if self.guessed is None:
             raise RunError("nothing was guessed, or another call was made since.")
-        first, part, brought, tokens = self.guessed
+        wanted, first, part, brought, tokens = self.guessed
         given, accepted = np.asarray(accepted, np.int64), np.zeros_like(brought)
         if given.shape != brought[part].shape or (given < 0).any() or (given > brought[part]).any():
             raise RunError(
@@ -455,12 +472,12 @@ class OrtModel(Runner):
             )
         accepted[part] = given
         whole = len(brought) == self.batch and np.array_equal(accepted, brought)
-        if whole:  # the states after the call are those
+        if whole and wanted == APART:  # the states after the call are those
             for name, held in self._held.items():
                 self._past[name], self._held[name] = held, self._past[name]
             self._turn ^= 2
-        else:
-            guessed, _ = self._bindings[first, len(brought), tokens, self._turn, GUESSED]
+        elif wanted == APART:
+            guessed, _ = self._bindings[first, len(brought), tokens, self._turn, APART]
             fresh = (first, len(brought), tokens, self._turn, FOLDED) not in self._bindings
             binding, inputs = self._binding(first, len(brought), tokens, FOLDED)
             if fresh:
@@ -469,7 +486,7 @@ class OrtModel(Runner):
                     binding.bind_ortvalue_input(name, value)
             inputs["new_tokens"].update_inplace(accepted)
             inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + len(brought)]))
-            self._fold.run_with_iobinding(binding)
+            self._fold.run_with_iobinding(binding, self._options(NO_GRAPH))
         self._advance(slice(first, first + len(brought)), accepted)
         self.guessed = None
 
@@ -488,10 +505,16 @@ class OrtModel(Runner):
             return super().feed_greedy(input_ids, new_tokens, first)
         return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
 
+    @staticmethod
+    def _counts(input_ids: np.ndarray, new_tokens: np.ndarray | None) -> np.ndarray:
+        """Tokens that each sequence brings, [R]."""
+        count, tokens = input_ids.shape
+        return np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+
     def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
         """Run one call; its output `wanted`."""
         count, tokens = input_ids.shape
-        counts = np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+        counts = self._counts(input_ids, new_tokens)
         self.guessed = None
         self.reserve(counts, first)
         begin = first
@@ -508,12 +531,12 @@ class OrtModel(Runner):
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
         if self._watched:
-            before = 2 + (len(self._replays(self.session)) if wanted == GUESSED else 0)
+            before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
             others = binding.get_outputs()[before : before + len(self._watched)]
             self.seen.append((given["past_length"].copy(), counts, [self._array(value).copy() for value in others]))
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
-        if wanted == GUESSED:
-            self.guessed = begin, slice(first - begin, first - begin + count), counts, tokens
+        if wanted in (GUESSED, APART):
+            self.guessed = wanted, begin, slice(first - begin, first - begin + count), counts, tokens
         else:
             self._advance(sequences, counts)
         return found[first - begin : first - begin + count]
@@ -539,7 +562,7 @@ class OrtModel(Runner):
         for state in self.table:
             self._past[state.name] = self._tensor(arrays[state.name], state.dtype)
         self._bindings, self.guessed = {}, None
-        self._step = None
+        self._captured = {}
 
     def _options(self, graph: int) -> Any:
         """Run options with which the CUDA provider captures and replays the graph of this number; None where it has none."""
@@ -549,17 +572,17 @@ class OrtModel(Runner):
         options.add_run_config_entry("gpu_graph_id", str(graph))
         return options
 
-    def _replayed_step(self) -> Any:
-        """Binding, values and run options of single steps from a CUDA graph, captured for the present buffers.
+    def _capture(self, tokens: int) -> Any:
+        """Binding, values and run options of calls of so many tokens from a CUDA graph, captured for the present buffers.
 
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
-        if self._step is None:
+        if tokens not in self._captured:
             binding = self.session.io_binding()
             values = {
                 name: self._value.ortvalue_from_numpy(np.zeros(shape, np.int64), self.device, 0)
                 for name, shape in (
-                    ("input_ids", (self.batch, 1)),
+                    ("input_ids", (self.batch, tokens)),
                     ("new_tokens", self.batch),
                     ("past_length", self.batch),
                 )
@@ -567,13 +590,12 @@ class OrtModel(Runner):
             values["past_length"].update_inplace(np.ascontiguousarray(self.length))
             for name, value in (*values.items(), *self._adapter.items()):
                 binding.bind_ortvalue_input(name, value)
-            shape, kind = (self.batch, 1, self.manifest["model"]["vocab_size"]), self._logit_type()
+            shape, kind = (self.batch, tokens, self.manifest["model"]["vocab_size"]), self._logit_type()
             values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)
             values["present_length"] = self._value.ortvalue_from_numpy(np.zeros(self.batch, np.int64), self.device, 0)
             if self.says_token:
-                values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(
-                    np.zeros((self.batch, 1), np.int32), self.device, 0
-                )
+                chosen = np.zeros((self.batch, tokens), np.int32)
+                values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(chosen, self.device, 0)
             for name in values.keys() & {"logits", "present_length", NEXT_TOKEN}:
                 binding.bind_ortvalue_output(name, values[name])
             for state in self.table:
@@ -583,8 +605,8 @@ class OrtModel(Runner):
             options = self._options(self._graphs)
             self.session.run_with_iobinding(binding, options)
             values["new_tokens"].update_inplace(np.ones(self.batch, np.int64))
-            self._step = binding, values, options
-        return self._step
+            self._captured[tokens] = binding, values, options
+        return self._captured[tokens]
 
     def _logit_type(self) -> str:
         """Of the graph's logits."""
@@ -593,16 +615,25 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        return self._floats(self._replay(token)["logits"])[:, -1] if self.replays else super().step(token)
-
-    def _replay(self, token: np.ndarray) -> dict[str, Any]:
-        """Replay the captured step over one token of every sequence, [B]; what it reads and gives, on the device."""
-        self.reserve(1)
-        binding, values, options = self._replayed_step()
-        values["input_ids"].update_inplace(np.ascontiguousarray(token[:, None], np.int64))
-        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
-        self.session.run_with_iobinding(binding, options)
+        if not self.replays:
+            return super().step(token)
+        found = self._floats(self._replay(token[:, None])["logits"])[:, -1]
         self.length = self.length + 1
+        return found
+
+    def _replay(self, input_ids: np.ndarray, counts: np.ndarray | None = None) -> dict[str, Any]:
+        """Replay the captured call over `input_ids` of every sequence, [B, T], of which each brings `counts`, [B]; None: one of one.
+
+        What it reads and gives, on the device.
+        """
+        self.guessed = None
+        self.reserve(1 if counts is None else counts)
+        binding, values, options = self._capture(input_ids.shape[1])
+        values["input_ids"].update_inplace(np.ascontiguousarray(input_ids, np.int64))
+        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+        if counts is not None:
+            values["new_tokens"].update_inplace(np.ascontiguousarray(counts))
+        self.session.run_with_iobinding(binding, options)
         found: dict[str, Any] = values
         return found
 
@@ -615,7 +646,8 @@ class OrtModel(Runner):
             yield from super().greedy(token, count)
             return
         for _ in range(count):
-            token = self._replay(token)[NEXT_TOKEN].numpy()[:, -1]
+            token = self._replay(token[:, None])[NEXT_TOKEN].numpy()[:, -1]
+            self.length = self.length + 1
             yield token
 
 

@@ -14,10 +14,12 @@ LEAST, LONGEST = 3, 8
 """Tokens of an n-gram that is looked up: two are too often followed by something else; more than eight find nothing that eight do not."""
 HITS = {LONGEST: 0.8, LEAST: 0.4, 0: 0.7}
 """By how sure a guess is (tokens of its n-gram; 0: a draft model), how often its next token holds, before that is known."""
-LEARNED = 0.05
+LEARNED = 0.1
 """Part of each token that was said in that share."""
 MORE = 0.35
 """Time of a step that each guess adds to it, in plain steps, before that is known."""
+FURTHER = 0.5
+"""Of the time that each guess of a measured kind adds, what one more is taken to."""
 MEASURED, KEPT = 9, 64
 """Steps of a kind whose median is its time, of plain ones two to begin with; plain steps after which one with guesses is forgotten."""
 FIRST = 4
@@ -50,10 +52,13 @@ class Lookup:
 
     Args:
         tokens: Known so far.
+
+    Attributes:
+        tokens: All that it knows.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
         self.outcomes: list[tuple[int, bool]] = []
         self.extend(tokens)
@@ -64,17 +69,17 @@ class Lookup:
         for token in tokens:
             sure, end = self._found()
             if sure is not None:
-                self.outcomes.append((sure, self._tokens[end] == token))
-            end = len(self._tokens)  # n-grams are known once something follows them
+                self.outcomes.append((sure, self.tokens[end] == token))
+            end = len(self.tokens)  # n-grams are known once something follows them
             for size in (LEAST, LONGEST):
                 if end >= size:
-                    self._ends[tuple(self._tokens[end - size :])] = end
-            self._tokens.append(token)
+                    self._ends[tuple(self.tokens[end - size :])] = end
+            self.tokens.append(token)
 
     def _found(self) -> tuple[int | None, int]:
         """Size of the longest n-gram at the end that stood before, and where what followed it begins."""
         for size in (LONGEST, LEAST):
-            end = self._ends.get(tuple(self._tokens[-size:]))
+            end = self._ends.get(tuple(self.tokens[-size:]))
             if end is not None:
                 return size, end
         return None, 0
@@ -86,7 +91,7 @@ class Lookup:
     def guess(self, most: int) -> list[int]:
         """As of Guesser; beyond what is known it goes on as what is guessed."""
         sure, end = self._found()
-        return [] if sure is None else [self._tokens[end + i % (len(self._tokens) - end)] for i in range(most)]
+        return [] if sure is None else [self.tokens[end + i % (len(self.tokens) - end)] for i in range(most)]
 
 
 class Speculation:
@@ -155,14 +160,20 @@ class Speculation:
             self._times[kind] = deque(maxlen=MEASURED)
 
     def _time(self, sequences: int, guesses: int) -> float:
-        """Of a step; of a kind that was not measured by the next larger or smaller one."""
+        """Of a step; of a kind that was not measured by the next larger or smaller one.
+
+        Further guesses are taken for half as dear as those before: a kind that looks too dear would never be measured, also where a busy
+        moment spoiled the only one that was.
+        """
         if measured := self._times.get((sequences, guesses)):
             return median(measured)
         plain = self._time(sequences, 0) if guesses else 0.0
         known = [size for (rows, size), times in self._times.items() if rows == sequences and size and times]
         near = min(known, key=lambda size: abs(size - guesses), default=0)
-        more = (self._time(sequences, near) - plain) / near if near else MORE * plain
-        return plain + guesses * more
+        if not near:
+            return plain * (1 + MORE * guesses)
+        more = (self._time(sequences, near) - plain) / near
+        return plain + more * (min(guesses, near) + FURTHER * max(0, guesses - near))
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""

@@ -65,6 +65,22 @@ def decode(model: Any, batch: int, context: int, steps: int) -> dict[str, Any]:
     return {"batch": batch, "context": context, **spent, "state_mib": state}
 
 
+def guessed(model: Any, batch: int, context: int, guesses: int, steps: int) -> dict[str, Any]:
+    """Time of a step of so many guesses, all of which hold, after `context` tokens and within a chunk."""
+    chunk = model.table.settled
+    context = context // chunk * chunk + 1
+    model.start(batch, context + guesses + 1)
+    ids = np.full((batch, guesses + 1), 5)
+
+    def call() -> None:
+        model.length = np.full(batch, context, np.int64)
+        model.guess(ids)
+        model.accept(np.full(batch, guesses + 1))
+
+    figures = time_calls(call, steps).figures("us")
+    return {"batch": batch, "context": context, "guesses": guesses, **figures}
+
+
 def prefill_call(model: Any, context: int) -> dict[str, Any]:
     """Time of one prefill call of the package's size behind `context` tokens."""
     size = model.prefill_tokens
@@ -134,7 +150,7 @@ def kernels(model: Any, context: int, steps: int = 16) -> dict[str, Any]:
     model.start(1, context + 64)
     model.length[:] = context
     next(model.greedy(np.full(1, 5), 8))
-    binding, _, options = model._replayed_step()
+    binding, _, options = model._capture(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             model.session.run_with_iobinding(binding, options)
@@ -159,6 +175,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=65536, help="tokens already seen (default 65536)")
     parser.add_argument("--batch", default="1,8", help="sequences of the decode steps, '' = none (default 1,8)")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--guesses", default="", help="steps of so many guesses, of a package with --speculate")
     parser.add_argument("--build", action="store_true", help="build TensorRT's engine first")
     parser.add_argument(
         "--prefill", action="store_true", help="a prefill call at the start, in the middle and at the end"
@@ -184,6 +201,8 @@ def main() -> int:
             if options.runtime == "trt":
                 found.add(batch=batch, row_error={c: round(check_rows(model, batch, c), 5) for c in (0, context)})
             found.add(**decode(model, batch, context, options.steps))
+            for guesses in numbers(options.guesses):
+                found.add(**guessed(model, batch, context, guesses, options.steps))
         last = max(0, context - model.prefill_tokens)
         for start in (0, last // 2, last) if options.prefill else ():
             found.add(**prefill_call(model, start))

@@ -4,16 +4,25 @@
 
 PACKAGE was exported with --speculate. Each prompt is answered greedily with guesses and without, in turns. Where the answers part, `lead`
 is by how much the model prefers its own token to the other there: two roundings of one logit.
+
+  python -m tools.benchmarks.guesses PACKAGE --equal 2000 --tokens 64
+
+answers random prompts plainly and with guesses at every step, some of which hold, and counts the answers that part; exit code 1 where one
+does by more than --tie.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import still_export
 from still_export.runtime.language_model import LanguageModel
+from still_export.runtime.speculation import Guesser, Lookup, Speculation
 from still_export.runtime.text import Answer
 from tools.benchmarks.common import Findings, parser_of
 
@@ -82,16 +91,64 @@ def lead(model: LanguageModel, prompt: list[int], ours: list[int], theirs: list[
     return abs(float(logits[ours[place]] - logits[theirs[place]]))
 
 
-def main() -> None:
+class Spoiled(Speculation):
+    """Guesses a known answer at every step, any number of its tokens, up to a random place.
+
+    Args:
+        most: Guesses of a step at most.
+        vocabulary: Tokens to take wrong ones from.
+    """
+
+    def __init__(self, most: int, vocabulary: int) -> None:
+        super().__init__(most)
+        self.random, self.vocabulary = Random(0), vocabulary
+        self.prompt, self.answer = list[int](), list[int]()
+
+    def guess(self, guesser: Guesser, most: int, sequences: int = 1) -> list[int]:
+        """As of Speculation."""
+        assert isinstance(guesser, Lookup)
+        said, count = len(guesser.tokens) - len(self.prompt), self.random.randint(0, min(most, self.most))
+        right = self.answer[said : said + count]
+        hold = self.random.choice((0, len(right), self.random.randint(0, len(right))))
+        return right[:hold] + [self.random.randrange(self.vocabulary) for _ in range(count - hold)]
+
+
+def equal(plain: LanguageModel, guessing: LanguageModel, count: int, tokens: int) -> dict[str, Any]:
+    """Of `count` random prompts, how many answers with guesses part from the plain ones, and by how much."""
+    vocabulary = plain.runner.manifest["model"]["vocab_size"]
+    spoiled = guessing.runner.speculation = Spoiled(guessing.runner.guesses, vocabulary)
+    random, leads = Random(1), list[float]()
+    for _ in range(count):
+        spoiled.prompt = [random.randrange(vocabulary) for _ in range(random.randint(1, 4 * tokens))]
+        spoiled.answer = plain.generate(spoiled.prompt, max_tokens=tokens).tokens
+        found = guessing.generate(spoiled.prompt, max_tokens=tokens).tokens
+        ahead = lead(plain, spoiled.prompt, spoiled.answer, found)
+        if ahead is not None:
+            leads.append(ahead)
+    said = {name: value for name, value in spoiled.to_dict().items() if name != "won_s"}
+    return {"prompts": count, "parted": len(leads), "greatest_lead": round(max(leads, default=0.0), 5), **said}
+
+
+def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("package", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--sets", default="edits,chats,texts", help="which of them")
     parser.add_argument("--every", type=int, default=1, help="ask every so many of the prompts")
+    parser.add_argument("--equal", type=int, default=0, help="compare the answers to so many random prompts")
+    parser.add_argument(
+        "--tie", type=float, default=1e-3, help="most by which the tokens may differ where answers part"
+    )
     given = parser.parse_args()
     found = Findings()
     plain = still_export.load(given.package, threads=given.threads, guess="none")
+    if given.equal:
+        guessing = still_export.load(given.package, threads=given.threads)
+        figures = equal(plain, guessing, given.equal, given.tokens)
+        found.add(**figures)
+        found.record(given.record, "equal tokens", {"package": given.package.name}, ["still_export/runtime"])
+        return int(figures["greatest_lead"] > given.tie)
     sets = {
         "edits": prompts(EDITS, SOURCES),
         "chats": prompts(CHATS, SUBJECTS),
@@ -126,7 +183,8 @@ def main() -> None:
             **guessing.runner.speculation.to_dict(),
         )
     found.record(given.record, "guesses", {"package": given.package.name}, ["still_export/runtime"])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -243,8 +243,10 @@ ORT_CUDA = Target(
         ),
         STRIP,
         *(replace(step, only=(OWN_OPS,)) for step in ON_GPUS),
+        GUESS,
         *BODIES,
     ),
+    speculates=True,
     finish=finish,
     layouts={
         "float16": Layout("ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True, adapters=True)
