@@ -62,6 +62,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), _MAMBA2),
     "nemotron_h": _NEMOTRON,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
+    "lfm3": ((".self_attn.gate_proj.", ".self_attn.g_proj."),),
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),
@@ -77,7 +78,13 @@ _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "minicpm_sala": minicpm_sala.translated,
     "rwkv7": rwkv7.translated,
 }
-_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2", "gemma3": "gemma3_text"}
+_TEXT_OF = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
+    "gemma3": "gemma3_text",
+}
 """Models of text and images, and the model_type of their language model."""
 
 
