@@ -80,8 +80,11 @@ def replace_read(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
 
 def _with_turns(weight: Weight) -> Weight:
     """Gate and up projections of all experts in one tensor, in turns; read one expert at a time where the file is."""
-    changed, part = replace_read(weight, _in_turns), weight.part if isinstance(weight, Deferred) else None
-    return changed if part is None else replace(changed, part=lambda number: _in_turns(part(number)[None])[0])
+    changed = replace_read(weight, _in_turns)
+    if isinstance(weight, Tensor) or isinstance(changed, Tensor) or weight.part is None:
+        return changed
+    part = weight.part
+    return replace(changed, part=lambda number: _in_turns(part(number)[None])[0])
 
 
 def _in_turns(concatenated: Tensor) -> Tensor:

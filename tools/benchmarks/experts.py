@@ -58,7 +58,7 @@ def session_of(
 ) -> Any:
     """Of one node, whose weights are mapped from a file as packages have them."""
     spec = EXPERTS_NBITS if bits else EXPERTS
-    sizes = {"bits": bits, "block_size": BLOCK} if bits else {}
+    sizes: dict[str, Any] = {"bits": bits, "block_size": BLOCK} if bits else {}
     names = [name if name in held else "" for name in spec.input_names()]
     node = helper.make_node(spec.name, names, ["output"], domain=DOMAIN, activation=activation, **sizes)
     infos = [helper.make_tensor_value_info(n, KINDS[held[n].dtype], [1, "T", held[n].shape[2]]) for n in CALL]
