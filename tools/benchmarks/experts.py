@@ -102,7 +102,11 @@ def main() -> None:
             ),
         }
         for tokens in numbers(options.tokens):
-            feeds = {name: x for name, x in tensors([*sizes[:2], 1, sizes[3]], 0, options.activation, tokens).items() if name in CALL}
+            feeds = {
+                name: x
+                for name, x in tensors([*sizes[:2], 1, sizes[3]], 0, options.activation, tokens).items()
+                if name in CALL
+            }
             calls = {name: call_of(session, feeds) for name, session in forms.items()}
             runs = max(5, 60 // tokens)
             wall, used = time_in_turns(calls, runs), time_in_turns(calls, runs, 0, time.process_time)
