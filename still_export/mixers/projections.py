@@ -64,6 +64,11 @@ class ProjectedAttention(nn.Module):
         """What the layer adds to its hidden states [B, T, channels]; the arguments as of `forward`."""
         raise NotImplementedError
 
+    def project_out(self, output: Tensor, hidden: Tensor) -> Tensor:
+        """What the layer adds, of its heads' output [B, T, H, D] and of what it read [B, T, channels]."""
+        result: Tensor = self.o_proj(output.flatten(2))
+        return result
+
     def project_heads(
         self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,3 +137,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Query and key [B, T, heads, D] turned by their positions, where the model has any."""
+    if position_embeddings is None:
+        return query, key
+    cos, sin = (x[:, :, None] for x in position_embeddings)  # float32 in OLMo-Hybrid, whatever the model's type
+    return rotate(query, cos, sin).to(query.dtype), rotate(key, cos, sin).to(key.dtype)

@@ -18,6 +18,8 @@ from still_export.models.files import Config, read_checked, read_json
 from still_export.models.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.weights import Deferred
 
+EXPERTS_DIM = 3
+"""Dimensions of a tensor that holds all experts of a layer, or a convolution."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -145,10 +147,16 @@ def open_tensors(
                 kind or tensor.dtype,
                 partial(as_type, dtype=kind),
                 narrow=partial(as_type, dtype=None) if kind == torch.float32 and tensor.dtype.itemsize == 2 else None,
+                part=partial(_part, name, tensor, str(path)) if tensor.dim() == EXPERTS_DIM else None,
             )
     if not tensors:
         raise CheckpointError(f"{', '.join(map(str, files))}: no tensors. The file is damaged; fetch it again.")
     return tensors
+
+
+def _part(name: str, tensor: Tensor, origin: str, number: int) -> Tensor:
+    """One of the first dimension, in the file's type."""
+    return checked(name, tensor[number], None, origin)
 
 
 def _kind(name: str, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -47,7 +47,7 @@ def stacked_experts(tensors: Weights) -> dict[str, Weight]:
             found.setdefault(one[1], {}).setdefault(_PARTS[one[3]], {})[int(one[2])] = tensor
         elif (whole := _ALL.fullmatch(name)) and tensor.dim() == 3:
             turns = whole[2] == "gate_up_proj" and tensor.shape[1] % 2 == 0
-            value = replace_read(tensor, _in_turns) if turns else tensor
+            value = _with_turns(tensor) if turns else tensor
             result[f"{whole[1]}.{'down' if whole[2] == 'down_proj' else 'gate_up'}"] = value
         else:
             result[name] = tensor
@@ -74,7 +74,17 @@ def replace_read(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
         weight,
         read=lambda: change(weight.read()),
         narrow=None if narrow is None else lambda: change(narrow()),
+        part=None,
     )
+
+
+def _with_turns(weight: Weight) -> Weight:
+    """Gate and up projections of all experts in one tensor, in turns; read one expert at a time where the file is."""
+    changed = replace_read(weight, _in_turns)
+    if isinstance(weight, Tensor) or isinstance(changed, Tensor) or weight.part is None:
+        return changed
+    part = weight.part
+    return replace(changed, part=lambda number: _in_turns(part(number)[None])[0])
 
 
 def _in_turns(concatenated: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     Mamba2Config,
     MambaConfig,
     MiniMaxConfig,
@@ -47,7 +49,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
-from still_export.mixers.layers import FULL, head_size
+from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
@@ -59,6 +61,7 @@ from still_export.models.moh import MOH
 from still_export.models.rat import RAT
 from still_export.models.rwkv7 import RWKV7
 from still_export.models.stack import Stack, StackForCausalLM
+from still_export.models.support import SLIDING
 from still_export.models.transnormer import TRANSNORMER
 from still_export.models.vision_readings import VISION
 
@@ -223,6 +226,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
             _SHORT_CONV,
         ),
         _family(Lfm2MoeConfig, Lfm2MoeForCausalLM, _SHORT_CONV),
+        _family(Lfm3Config, Lfm3ForCausalLM, {**_SHORT_CONV, SLIDING: Place(WINDOWED, ("self_attn",))}),
         _family(
             FalconH1Config,
             FalconH1ForCausalLM,
@@ -297,10 +301,14 @@ LINEAR_FAMILIES: dict[str, Family] = {
 
 _SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
 _SPARSE = "its softmax layers select keys"
+_CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
 _BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
 NOT_COVERED = {
     **dict.fromkeys(("zamba", "samba"), _SHARED),
-    **dict.fromkeys(("qwen4_exp", "glm5_next", "deepseek_v32", "nsa"), _SPARSE),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text", "deepseek_v32", "nsa"), _SPARSE),
+    **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _CONVOLVED),
+    "zaya": _CONVOLVED,
+    "nemotron_h_omni": "of Nemotron-H models that see and hear the language model alone is (nemotron_h)",
     **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",

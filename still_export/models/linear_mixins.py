@@ -8,9 +8,10 @@ from typing import ClassVar
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.experts.module import swap_experts
+from still_export.mixers.layers import WINDOWED
 from still_export.mixers.registry import mixer_of
 from still_export.models.base import StillConfigMixin, StillModelMixin
-from still_export.models.support import check_heads, check_rope
+from still_export.models.support import check_heads, check_rope, check_window
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class LinearConfigMixin(StillConfigMixin):
 
     def check(self, still: LayersConfig) -> None:
         check_heads(self)
+        if WINDOWED in (still.layer_types or ()):
+            check_window(self)
         if getattr(self, "rope_parameters", None):
             check_rope(self, partial=True)
 

@@ -66,6 +66,7 @@ _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "nemotron_h": _NEMOTRON,
     "rat": rat.NAMES,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
+    "lfm3": ((".self_attn.gate_proj.", ".self_attn.g_proj."),),
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
     **dict.fromkeys(MIXERS, _FLA),
@@ -83,7 +84,13 @@ _TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "rat": rat.translated,
     "mamba3": mamba3.translated,
 }
-_TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "lfm2_vl": "lfm2", "gemma3": "gemma3_text"}
+_TEXT_OF = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
+    "gemma3": "gemma3_text",
+}
 """Models of text and images, and the model_type of their language model."""
 
 

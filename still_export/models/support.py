@@ -15,7 +15,7 @@ from still_export.mixers.registry import MIXERS
 SLIDING = "sliding_attention"
 """The families' name of layers with a window."""
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotary types whose cos and sin depend on the position alone, so that prefill in pieces equals prefill at once."""
 
 
@@ -88,11 +88,16 @@ def with_windows(config: Any, still: LayersConfig) -> LayersConfig:
     types = getattr(config, "layer_types", None) or ()
     if not _slides(config) or len(still.layer_types or types) != len(types):  # the number of layers is checked later
         return still
+    check_window(config)
+    kinds = (WINDOWED if kind == SLIDING else still.layer_type(index) for index, kind in enumerate(types))
+    return replace(still, layer_types=tuple(kinds))
+
+
+def check_window(config: Any) -> None:
+    """Raise ConfigError where the window of some layers is none."""
     window = config.sliding_window
     if not isinstance(window, int) or not 1 <= window <= MOST_ROWS:
         raise ConfigError(f"sliding_window={window} in config.json is outside 1..{MOST_ROWS}. Fix it.")
-    kinds = (WINDOWED if kind == SLIDING else still.layer_type(index) for index, kind in enumerate(types))
-    return replace(still, layer_types=tuple(kinds))
 
 
 def _check_windows(config: Any, still: LayersConfig) -> None:

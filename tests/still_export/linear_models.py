@@ -91,6 +91,9 @@ SIZES: dict[str, dict[str, Any]] = {
         v_head_dim=10,
     ),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False),
+    "lfm3": dict(
+        layer_types=["conv", "sliding_attention", "full_attention"], head_dim=8, conv_L_cache=7, sliding_window=37
+    ),
 }
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
 FAMILIES = (*SIZES, *FLA_SIZES, *OWN)
@@ -119,6 +122,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         v_head_dim=64,
     ),
     "lfm2": _HEADS,
+    "lfm3": dict(_HEADS, head_dim=64, sliding_window=64, layer_types=["conv", "sliding_attention", "full_attention"]),
     "gated_deltanet": dict(_WIDE, num_v_heads=4, head_dim=64, expand_v=1.0),
     "delta_net": dict(_WIDE, num_heads=2, expand_k=1.0, expand_v=1.0),
     "gla": dict(_WIDE, expand_k=2.0, expand_v=2.0, attn=dict(SOFTMAX, num_heads=2, num_kv_heads=1)),

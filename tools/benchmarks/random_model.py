@@ -3,7 +3,7 @@
   python -m tools.benchmarks.random_model llama-1b FOLDER
   python -m tools.benchmarks.random_model llama-8b FOLDER --sparse
 
-Needs the disk, not the memory, of the model; with --sparse (Linux, fallocate) a 32nd of the disk. There is no tokenizer: packages of it
+Needs the disk, not the memory, of the model; with --sparse a 32nd of the disk, and seconds. There is no tokenizer: packages of it
 run on token ids.
 """
 
@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tools.benchmarks.geometries import GEOMETRIES, config_of
 
 SHARD_BYTES = 1 << 30
+PIECE = 1 << 24
+"""Numbers that are drawn at once."""
 SPARSE = 32
 """With --sparse one in so many of a matrix's numbers is random, the first ones; the others are zeros that the disk does not store."""
 
@@ -35,14 +37,28 @@ def shapes(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, tuple(parameter.shape)
 
 
-def values(shape: tuple[int, ...], generator: torch.Generator, part: int) -> torch.Tensor:
-    """Ones for a vector, else random numbers, of which one in `part` is not zero."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    weight = torch.zeros(shape, dtype=torch.bfloat16)
-    flat = weight.view(-1)[: weight.numel() // part]
-    flat.copy_(torch.randn(len(flat), generator=generator) * 0.02)
-    return weight
+def write(path: Path, shapes: Mapping[str, tuple[int, ...]], generator: torch.Generator, part: int) -> None:
+    """A safetensors file: ones for vectors, else random bfloat16 numbers, one in `part` of a tensor; the others are a hole, zeros."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        first = file.tell()
+        for name, shape in shapes.items():
+            file.seek(first + header[name]["data_offsets"][0])
+            for numbers in torch.empty(math.prod(shape) // (part if len(shape) > 1 else 1)).split(PIECE):
+                drawn = (
+                    torch.ones(len(numbers))
+                    if len(shape) == 1
+                    else torch.randn(len(numbers), generator=generator) * 0.02
+                )
+                file.write(drawn.bfloat16().view(torch.int16).numpy().tobytes())
+        file.truncate(first + end)
 
 
 def main(arguments: list[str]) -> int:
@@ -56,24 +72,16 @@ def main(arguments: list[str]) -> int:
     changed = {"num_hidden_layers": given.layers} if given.layers else {}
     config = config_of(given.geometry, dtype="bfloat16", **changed)
     given.folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    places: dict[str, str] = {}
-
-    def write() -> None:
-        name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
-        places.update(dict.fromkeys(shards[0], name))
-        save_file(shards[0], given.folder / name, metadata={"format": "pt"})
-        if given.sparse:
-            subprocess.run(["fallocate", "--dig-holes", str(given.folder / name)], check=True)
-        shards[0] = {}
-
+    generator, part = torch.Generator().manual_seed(0), SPARSE if given.sparse else 1
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in shapes(config):
-        shards[0][name] = values(shape, generator, SPARSE if given.sparse else 1)
-        if sum(t.numel() * 2 for t in shards[0].values()) >= SHARD_BYTES:
-            write()
-    if shards[0]:
-        write()
+        if sum(2 * math.prod(each) for each in shards[-1].values()) >= SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = shape
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        places.update(dict.fromkeys(shard, f"model-{number:05d}.safetensors"))
+        write(given.folder / places[next(iter(shard))], shard, generator, part)
     (given.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     config.save_pretrained(given.folder)
     return 0

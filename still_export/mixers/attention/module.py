@@ -23,7 +23,7 @@ class SoftmaxAttention(ProjectedAttention):
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         heads = self.project_heads(hidden, position_embeddings)
-        return self.o_proj(self.attend(*heads, past_key_values).flatten(2))
+        return self.project_out(self.attend(*heads, past_key_values), hidden)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         """Attention [B, T, H, D] of new tokens to themselves and to what the cache holds, which takes them in."""

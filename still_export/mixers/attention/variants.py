@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from still_export.mixers.attention.gated_heads import GatedHeads
 from still_export.mixers.attention.module import SoftmaxAttention
-from still_export.mixers.projections import rotate
+from still_export.mixers.projections import rotate, rotated
 from still_export.mixers.roles import PROJECTION
 
 
@@ -87,12 +88,8 @@ class Lfm2Attention(SoftmaxAttention):
         return self.out_proj(self.attend(query, key, value, past_key_values).flatten(2))
 
 
-def rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Query and key [B, T, heads, D] turned by their positions, where the model has any."""
-    if position_embeddings is None:
-        return query, key
-    cos, sin = (x[:, :, None] for x in position_embeddings)  # float32 in OLMo-Hybrid, whatever the model's type
-    return rotate(query, cos, sin).to(query.dtype), rotate(key, cos, sin).to(key.dtype)
+class Lfm3Attention(GatedHeads, SoftmaxAttention):
+    """LFM3: a gate for each head."""
 
 
 _VARIANTS: dict[str, type[SoftmaxAttention]] = {
@@ -106,6 +103,7 @@ _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "FalconH1Attention": FalconH1Attention,
     "Lfm2Attention": Lfm2Attention,
     "Lfm2MoeAttention": Lfm2Attention,
+    "Lfm3Attention": Lfm3Attention,
 }
 """By the class of transformers that each takes the place of; others are plain."""
 

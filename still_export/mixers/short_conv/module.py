@@ -14,7 +14,7 @@ from still_export.mixers.fixed import FixedStateModule
 from still_export.mixers.roles import NORM, PROJECTION
 from still_kernels.causal_conv import Inputs
 
-COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 
 class ShortConv(FixedStateModule):

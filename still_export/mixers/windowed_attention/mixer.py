@@ -10,7 +10,7 @@ from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.window import window_of
 from still_export.mixers.layers import WINDOWED
-from still_export.mixers.windowed_attention.module import WindowedAttention
+from still_export.mixers.windowed_attention.module import WindowedAttention, window_for
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 
 
@@ -28,4 +28,4 @@ class WindowedAttentionMixer(Mixer):
         return HybridLayer(window_of(config, config.sliding_window))
 
     def module(self, base: nn.Module, config: Any, index: int) -> WindowedAttention:
-        return WindowedAttention(base, window_of(config, config.sliding_window))
+        return window_for(base)(base, window_of(config, config.sliding_window))

@@ -18,9 +18,11 @@ from still_export.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from still_export.mixers.cache import StillCache
 from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
 from still_export.models import checkpoint
+from still_export.models.checkpoint import open_tensors
+from still_export.models.experts import stacked_experts
 from still_export.models.load import load_model, open_source
 from still_export.models.roles import weight_roles
-from still_export.models.weights import value_of
+from still_export.models.weights import Deferred, value_of
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.models.test_linear_families import LOGITS, far, ids, pieces
 from tests.still_export.tiny import padded
@@ -310,3 +312,24 @@ def test_experts_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert not held
     value = value_of(source.weights["model.layers.1.mlp.experts.gate_up"])
     assert value.shape == (7, 36, 24) and len(held) == 14 and all(".layers.1.mlp.experts." in name for name in held)
+
+
+def test_experts_in_one_tensor_are_read_one_at_a_time(tmp_path: Path) -> None:
+    """An export holds one of them, not a gigabyte: in turns, of the file's type."""
+    whole = torch.randn(5, 8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": whole}, tmp_path / "a.safetensors")
+    tensors = stacked_experts(open_tensors([tmp_path / "a.safetensors"], torch.float32))
+    found = tensors["model.layers.0.mlp.experts.gate_up"]
+    assert isinstance(found, Deferred) and found.part is not None
+    for number in range(5):
+        one = found.part(number)
+        assert one.dtype == torch.bfloat16 and torch.equal(one[::2], whole[number, :4])
+        assert torch.equal(one[1::2], whole[number, 4:])
+    assert torch.equal(found.read(), torch.stack([found.part(n) for n in range(5)]).float())
+    whole[3, 2, 1] = torch.nan
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": whole}, tmp_path / "b.safetensors")
+    damaged = stacked_experts(open_tensors([tmp_path / "b.safetensors"], torch.float32))
+    part = damaged["model.layers.0.mlp.experts.gate_up"].part  # type: ignore[union-attr]
+    assert part is not None and part(2).isfinite().all()
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        part(3)

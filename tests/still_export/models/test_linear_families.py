@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache
@@ -17,6 +19,7 @@ from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
+from still_export.models.linear_names import language_model
 from still_export.models.load import load_model
 from still_export.models.roles import weight_roles
 from tests.still_export.fla_models import SOFTMAX
@@ -203,6 +206,58 @@ def test_a_width_is_what_the_first_call_decides(tmp_path: Path) -> None:
 
 def test_every_weight_has_a_role(pair: tuple[Any, Any]) -> None:
     assert set(weight_roles(pair[1])) == {name for name, _ in pair[1].named_parameters()}
+
+
+HYBRIDS = (
+    *(
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "qwen4_exp",
+        "nemotron_h",
+        "nemotron_h_omni",
+    ),
+    *(
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
+        "lfm2_vl",
+        "lfm3",
+        "lfm3_vl",
+        "kimi_linear",
+        "bailing_hybrid",
+        "minimax",
+        "falcon_h1",
+    ),
+    *(
+        "olmo_hybrid",
+        "jamba",
+        "bamba",
+        "zamba",
+        "zamba2",
+        "zaya",
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "recurrent_gemma",
+        "rwkv",
+    ),
+    *("xlstm", "glm5_next", "inkling_mm_model", "inkling2"),
+)
+"""Models of transformers 5.23 whose layers, or some, have a state that does not grow."""
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_hybrid_models_are_covered_or_refused_by_name(kind: str) -> None:
+    """In a sentence that says why, never as a family that nobody knows."""
+    config = AutoConfig.for_model(kind).to_dict()
+    kind = language_model(config)["model_type"]
+    if kind not in LINEAR_FAMILIES:
+        said = f"model_type={kind!r} in config.json is not covered: {NOT_COVERED[kind]}"
+        with pytest.raises(UnsupportedModelError, match=re.escape(said)):
+            family_of(kind)
 
 
 def test_gradients_flow(pair: tuple[Any, Any]) -> None:

@@ -1,0 +1,33 @@
+"""Sources of random weights: files that safetensors reads, sparse ones with holes, shards that the index names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tools.benchmarks.random_model import SPARSE, main, write
+
+
+@pytest.mark.parametrize("part", [1, SPARSE])
+def test_a_file_is_one_of_safetensors(part: int, tmp_path: Path) -> None:
+    shapes = {"norm": (37,), "experts": (3, 64, 48), "weight": (33, 96), "last": (5,)}
+    write(tmp_path / "a.safetensors", shapes, torch.Generator().manual_seed(0), part)
+    found = load_file(tmp_path / "a.safetensors")
+    assert {name: tuple(x.shape) for name, x in found.items()} == shapes
+    for name, x in found.items():
+        assert x.dtype == torch.bfloat16
+        drawn = x.flatten()[: x.numel() // part] if x.dim() > 1 else x
+        assert x.dim() > 1 or (x == 1).all()
+        assert drawn.count_nonzero() == len(drawn) == x.count_nonzero(), name
+
+
+def test_a_folder_has_a_model(tmp_path: Path) -> None:
+    assert main(["smollm2-135m", str(tmp_path / "model"), "--sparse", "--layers", "1"]) == 0
+    places = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())["weight_map"]
+    tensors = load_file(tmp_path / "model" / places["model.embed_tokens.weight"])
+    assert set(tensors) == set(places) and tensors["model.embed_tokens.weight"].shape == (49_152, 576)
+    assert json.loads((tmp_path / "model/config.json").read_text())["num_hidden_layers"] == 1
