@@ -77,6 +77,23 @@ class Yardstick:
                     continue
                 self.prompts.append((torch.from_numpy(ids)[None], answer))
 
+    @property
+    def tokens(self) -> int:
+        """That a measurement reads."""
+        return sum(row.numel() for row in self.rows) + sum(ids.numel() for ids, _ in self.prompts)
+
+    def keep(self, tokens: float) -> None:
+        """Keep what `tokens` in all suffice for, the shortest first, half of them for text; one row at least."""
+        rows = sorted(self.rows, key=Tensor.numel)
+        self.rows = [row for i, row in enumerate(rows) if not i or sum(map(Tensor.numel, rows[: i + 1])) <= tokens / 2]
+        self.contexts = sorted({row.shape[1] for row in self.rows})
+        read = sum(map(Tensor.numel, self.rows))
+        prompts, self.prompts = sorted(self.prompts, key=lambda prompt: prompt[0].numel()), []
+        for ids, answer in prompts:
+            read += ids.numel()
+            if read <= tokens:
+                self.prompts.append((ids, answer))
+
     @torch.no_grad()
     def measured(self, model: Any, questions: bool = True) -> Measured:
         """Of `model` as its layers are; text alone without `questions`."""

@@ -14,7 +14,7 @@ import torch
 from still_export.errors import ConfigError
 from still_export.linearization.budget import Budget
 from still_export.linearization.cost import spoken, step_seconds
-from still_export.linearization.measure import Measured, Yardstick
+from still_export.linearization.measure import Measured, Yardstick, last_hidden
 from still_export.linearization.needs import Needs, needs_of
 from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe
@@ -31,6 +31,11 @@ LEFT = 0.8
 LEAST_ROW = 512
 """Tokens of a row into which a question and its fact fit in any tokenizer; shorter rows are text alone."""
 TRIALS = 3
+PROBE = 256
+"""Tokens by which the machine's speed is found."""
+MEASURING = 0.4
+"""Share of the time that measuring may take: the base, the trials' text and what was reached, MEASUREMENTS of the whole in all."""
+MEASUREMENTS = 3.4
 RESERVED = 1.5
 """Measurements of what was reached that time is kept for: some runs keep more layers and measure again."""
 
@@ -40,7 +45,7 @@ class Plan:
     """What trials chose.
 
     needs: Of all layers. count: How many of those ranked first stay softmax; most: that may, by the state. salient: Tokens per chunk.
-    base: What the base reaches. tried: What the untrained student did. steps: Of training.
+    base: What the base reaches. tried: What the untrained student did. steps: Of training. tokens: That a measurement reads; 0 = all.
     """
 
     needs: Needs
@@ -50,6 +55,7 @@ class Plan:
     base: Measured
     tried: Measured
     steps: int = 0
+    tokens: int = 0
 
     @classmethod
     def read(cls, text: str) -> Plan:
@@ -88,6 +94,8 @@ class Planner:
             path.write_text(json.dumps(asdict(self._plan())), encoding="utf-8")
         run.accelerator.wait_for_everyone()
         self.plan = Plan.read(path.read_text(encoding="utf-8"))
+        if self.plan.tokens:
+            self.stick.keep(self.plan.tokens)
         run.adopt(self.recipe(self.plan, self.plan.count))
         chosen = ", ".join(map(str, sorted(self.plan.needs.ranked()[: self.plan.count])))
         run.log(
@@ -133,6 +141,7 @@ class Planner:
         run.adopt(self._trial(max(1, run.still.chunk_size // DENSEST)))
         model = run.load_base().to(run.accelerator.device)
         attentions = make_students(model)
+        tokens = self._fit_yardstick(model, attentions)
         log("measuring what each layer needs")
         needs = needs_of(run, model, attentions)
         set_modes(attentions, range(run.layers))
@@ -154,7 +163,7 @@ class Planner:
                 tried = self.stick.measured(model, questions=False)
             seconds = time.monotonic() - begin
             log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.beside(base)}")
-            plan = Plan(needs, count, most, salient, base, tried)
+            plan = Plan(needs, count, most, salient, base, tried, tokens=tokens)
             expected = LEFT * worst(tried, base)
             if expected <= self.budget.loss or count == most:
                 break
@@ -162,6 +171,25 @@ class Planner:
                 count = self.more(plan, count, expected)
         del model, attentions
         return replace(plan, steps=self._steps(plan, seconds))
+
+    def _fit_yardstick(self, model: Any, attentions: list[Trainable]) -> int:
+        """Measure by fewer tokens where all of them take more than MEASURING of the time; how many at most, 0 = all."""
+        set_modes(attentions, range(self.run.layers))
+        ids = self.stick.rows[0][:, :PROBE]
+        for _ in range(2):  # the first one allocates
+            begin = time.monotonic()
+            with torch.no_grad(), self.run.accelerator.autocast():
+                float(last_hidden(model, ids.to(self.run.accelerator.device)).sum())
+        speed = ids.numel() / (time.monotonic() - begin)
+        whole, tokens = self.stick.tokens, int(speed * MEASURING * 60 * self.budget.time / MEASUREMENTS)
+        if tokens >= whole:
+            return 0
+        self.stick.keep(tokens)
+        self.run.log(
+            f"measuring by {whole:,} tokens takes {spoken(MEASUREMENTS * whole / speed)} of the {self.budget.time:g} minutes, so it is by "
+            f"{self.stick.tokens:,}: text to {max(self.stick.contexts):,} tokens, {len(self.stick.prompts)} questions"
+        )
+        return max(1, tokens)
 
     def more(self, plan: Plan, count: int, loss: float) -> int:
         """Softmax layers that bring `loss`, which `count` of them have, within the budget, by the needs of those that are left."""
@@ -217,7 +245,8 @@ class Planner:
             "softmax_layers": sorted(plan.needs.ranked()[:count]),
             "minutes": (time.monotonic() - self.started) / 60,
             "met": met,
-            "said": f"{'reached' if met else 'NOT reached'}: {reached.beside(plan.base)}; {count} of {run.layers} layers softmax, state "
+            "said": f"{'reached' if met else 'NOT reached'}: {reached.beside(plan.base)}"
+            f"{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers softmax, state "
             f"{state:.0%} of the base's cache at {run.context:,} tokens; promised: {self.budget}",
         }
 

@@ -29,7 +29,7 @@ from still_export.linearization.texts import Batches, Corpus, held_out_rows, rea
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.mixers.layers import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
-from still_export.models.load import load_model, load_tokenizer
+from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.package.chat_format import chat_format
 from still_export.package.staging import staged_folder
 
@@ -70,7 +70,9 @@ class LinearizationRun:
         self.work = self.folder.work
         self.tokenizer = load_tokenizer(recipe.tokenizer or recipe.base)
         log("reading the base model")
-        geometry = load_model(recipe.base, attach_untrained=True).config
+        geometry = open_source(
+            recipe.base, attach_untrained=True
+        ).config  # weights are read with what the recipe makes of them
         self.context = recipe.capacity_tokens or int(geometry.max_position_embeddings)
         recipe = recipe.fitted(self.context)
         self.geometry, self.layers, self.heads = geometry, geometry.num_hidden_layers, geometry.num_attention_heads

@@ -19,7 +19,7 @@ from still_export.linearization import plan as module
 from still_export.linearization.budget import RANGES, Budget
 from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.linearize import linearize
-from still_export.linearization.measure import Measured
+from still_export.linearization.measure import Measured, Yardstick
 from still_export.linearization.needs import Needs
 from still_export.linearization.plan import Plan, Planner
 from still_export.linearization.recipe import Recipe
@@ -182,6 +182,49 @@ def test_a_budget_chooses_alone(base: Path, text: Path) -> None:
         Recipe(budget="loss 2%", mixer="gdn")
     with pytest.raises(ConfigError, match="'lost' is unknown"):
         Recipe(budget="lost 2%")
+
+
+def test_a_slow_machine_measures_by_less(
+    base: Path, text: Path, tmp_path: Path, three_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was left out is said, and a run that goes on measures by the same."""
+    recipe, said = budgeted(base, text, "loss 1000%", checkpoint_every=1, sequence_length=256), []
+    monkeypatch.setattr(module, "MEASURING", 1e-9)
+
+    class Stop(BaseException):
+        pass
+
+    def stop(stage: str, step: int, *_: Any) -> None:
+        if step == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        linearize(recipe, tmp_path / "model", progress=stop, log=said.append)
+    (line,) = [line for line in said if line.startswith("measuring by ")]
+    assert line.endswith("so it is by 256: text to 256 tokens, 0 questions")
+    monkeypatch.setattr(module, "MEASURING", 1.0)
+    result = linearize(recipe, tmp_path / "model", resume=True)
+    assert result.plan is not None and result.plan["base"]["asked"] == result.plan["reached"]["asked"] == 0
+    assert "; no question was asked; " in result.plan["said"]
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6), st.lists(st.integers(1, 40), max_size=9), st.integers(0, 300)
+)
+def test_a_yardstick_keeps_its_shortest_parts(rows: list[int], prompts: list[int], tokens: int) -> None:
+    stick = Yardstick.__new__(Yardstick)
+    stick.rows = [torch.zeros(1, size, dtype=torch.int64) for size in rows]
+    stick.prompts = [(torch.zeros(1, size, dtype=torch.int64), 1) for size in prompts]
+    whole = stick.tokens
+    stick.keep(tokens)
+    kept, asked = [row.shape[1] for row in stick.rows], [ids.shape[1] for ids, _ in stick.prompts]
+    assert kept == sorted(rows)[: len(kept)] and kept and asked == sorted(prompts)[: len(asked)]
+    assert stick.tokens <= max(tokens, min(rows)) and stick.contexts == sorted(set(kept))
+    again = [list(kept), list(asked)]
+    stick.keep(tokens)
+    assert [[row.shape[1] for row in stick.rows], [ids.shape[1] for ids, _ in stick.prompts]] == again
+    if tokens >= 2 * whole:
+        assert stick.tokens == whole
 
 
 def test_more_layers_by_what_is_left() -> None:
