@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +17,11 @@ from still_kernels.ties import Leads, Pairs, Ties
 
 EMPTY: Mapping[int, Sequence[np.ndarray]] = {}
 TINY = float(np.finfo(np.float64).tiny)
+SINGLE = (np.float32, np.float16)
+BLOCK = 1 << 16
+"""Numbers that are compared at a time: what is read again lies in a cache."""
+MOST = 1e15
+"""Up to which a square is a float32."""
 
 
 @dataclass
@@ -73,6 +81,12 @@ class Case:
             done = place + 1
         return pairs, turned
 
+    def add(self, known: Case) -> None:
+        """What more is known of the same case: further states of its calls, or their logits."""
+        for held, more in zip((*self.feeds, *self.expected), (*known.feeds, *known.expected), strict=True):
+            held.update(more)
+        self.step_logits = known.step_logits
+
     def follows(self, seen: Sequence[np.ndarray]) -> bool:
         """Whether PyTorch went where a runtime did, of which experts by place [B, N, k] were seen of each layer that has some."""
         for (_, went), chosen in zip(sorted(self.went.items()), seen, strict=False):
@@ -87,9 +101,8 @@ class Case:
 
     def before(self, place: int, done: int, feed: Arrays) -> Arrays:
         """PyTorch's outputs after the steps from `done` up to `place`, whose call `feed` is."""
-        assert self.step_logits is not None
         held = {name.replace("past_", "present_", 1): x for name, x in feed.items() if name.startswith("past_")}
-        return as_numbers({**held, "logits": self.step_logits[:, done:place]})
+        return as_numbers(held if self.step_logits is None else {**held, "logits": self.step_logits[:, done:place]})
 
 
 class Steps(Protocol):
@@ -126,18 +139,45 @@ def row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Two errors of each row of an output, [2, ...] of [..., D] (a token's logits, a slot of a head, a feature of a linear state) or of
     counts [B]: the largest of its numbers, and the part of the whole that lies along the row, which a factor shows in. NaN where both sides
     hold nothing but zeros, infinity where either holds what is no number."""
+    return errors_of(expected, actual)[0]
+
+
+def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, float]:
+    """`row_errors`, and the sum of the errors of all numbers."""
     if expected.ndim < 2:
         expected, actual = expected[..., None], actual[..., None]
-    held = (expected != 0).any(-1) | (actual != 0).any(-1)
-    exact, other = expected[held], actual[held]
-    error, exact = distance(exact, other), np.where(np.isfinite(exact), exact, 0).astype(np.float64)
-    length = np.sqrt(np.square(exact).sum(-1))
-    along = np.abs(np.einsum("nd,nd->n", exact, np.where(other < expected[held], -error, error)))
-    found = np.full((2, *held.shape), np.nan)
-    found[:, held] = np.nan_to_num(
-        np.stack([error.max(-1, initial=0), along / np.maximum(length, TINY)]), nan=np.inf, posinf=np.inf
-    )
-    return found
+    rows, width = expected.shape[:-1], expected.shape[-1]
+    # The difference of two float32 numbers that are near each other is exact.
+    wide = np.float32 if expected.dtype in SINGLE and actual.dtype in SINGLE else np.float64
+    sides = [x.reshape(math.prod(rows), width) for x in (expected, actual)]
+    found = np.full((2, math.prod(rows)), np.nan)
+    size = max(1, BLOCK // max(width, 1))
+
+    def measure(start: int) -> float:
+        part = slice(start, start + size)
+        a, b = (x[part].astype(wide, copy=False) for x in sides)
+        largest = np.maximum(a.max(-1, initial=0), -a.min(-1, initial=0))
+        if not largest.max(initial=0) < MOST:
+            a, b = a.astype(np.float64), b.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = b - a
+        if not np.isfinite(error).all():
+            error = np.copysign(distance(a, b), error)
+            a = np.where(np.isfinite(a), a, 0)
+        with np.errstate(invalid="ignore"):
+            along = np.abs(np.einsum("nd,nd->n", a, error))
+            along = along / np.maximum(np.sqrt(np.einsum("nd,nd->n", a, a)), np.finfo(a.dtype).tiny)
+        error = np.abs(error, out=error)
+        top = error.max(-1, initial=0)
+        held = (largest > 0) | ~(top == 0)
+        found[:, part] = np.where(held, np.nan_to_num([top, along], nan=np.inf, posinf=np.inf), np.nan)
+        return float(error.sum(-1).sum(dtype=np.float64))
+
+    starts = range(0, found.shape[1], size)
+    if expected.size <= 8 * BLOCK:
+        return found.reshape(2, *rows), sum(map(measure, starts))
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+        return found.reshape(2, *rows), sum(pool.map(measure, starts))
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:

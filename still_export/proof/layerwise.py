@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 from still_export.mixers.cache import StillCache, state_table
 from still_export.models.base import last_rows
 from still_export.models.load import Source
-from still_export.models.weights import Weight, value_of
+from still_export.models.weights import Weight, narrow_value_of
 from still_export.package.calls import Arrays
 from still_export.proof.codes import as_numbers
+from still_kernels.forms import pytorch_forms
 
 Keep = Callable[[str], bool]
 _KEPT = {"float64": "float32"}
@@ -111,32 +112,24 @@ class LayerwiseModel:
         feed = {state.past: np.zeros(shapes[state.name], _KEPT.get(state.dtype, state.dtype)) for state in self.table}
         return {**feed, "past_length": np.zeros(batch, np.int64)}
 
-    @torch.no_grad()
-    def run(
-        self, chains: Sequence[Chain], after: Callable[[int, list[list[Arrays]]], None] = lambda layer, outputs: None
-    ) -> list[list[Arrays]]:
-        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32.
+    def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
+        """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32."""
+        passage = self.begin(chains)
+        for index in range(self.layers):
+            passage.through(index)
+        passage.answer()
+        return passage.outputs
 
-        Args:
-            after: Told a layer that all calls have passed, and all outputs so far, from which it may take away.
-        """
-        with _Linear() as linear:
-            model = self._outline()
-            work = [_Chain(chain, self.device) for chain in chains]
-            cache = StillCache.empty(self.config)
-            last = self.config.num_hidden_layers - 1
-            for index in range(last + 1):
-                with self._layer(model, index):
-                    layer = _Layer(model, cache, index, index == last, self._states_of(index), linear)
-                    for chain in work:
-                        chain.through(index, layer, self.alike)
-                linear.forget()
-                after(index, [chain.outputs for chain in work])
-            for chain in work:
-                chain.answer(model, self.all_logits)
-        return [chain.outputs for chain in work]
+    def begin(self, chains: Sequence[Chain]) -> Passage:
+        """`chains` before the first layer: for who looks at a layer's outputs before the next one runs."""
+        return Passage(self, chains)
 
-    def _outline(self) -> Any:
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return int(self.config.num_hidden_layers)
+
+    def outline(self) -> Any:
         """The model with the weights that belong to no layer, and for the others stand-ins without memory."""
         tensors = {}
         for name, weight in self.source.weights.items():
@@ -148,7 +141,7 @@ class LayerwiseModel:
         return model
 
     @contextmanager
-    def _layer(self, model: Any, index: int) -> Iterator[None]:
+    def layer(self, model: Any, index: int) -> Iterator[None]:
         """With the weights of layer `index`."""
         prefix = f"model.layers.{index}."
         names = [name for name in self.source.weights if name.startswith(prefix)]
@@ -159,12 +152,13 @@ class LayerwiseModel:
         layer.load_state_dict({n: self._stand_in(w) for n, w in weights.items()}, strict=False, assign=True)
 
     def _value(self, weight: Weight) -> Tensor:
-        return value_of(weight).to(self.device, self.asked)
+        """Widened where it computes: half the bytes go there."""
+        return narrow_value_of(weight).to(self.device).to(self.asked or weight.dtype)
 
     def _stand_in(self, weight: Weight) -> Tensor:
-        return torch.zeros((), dtype=self.asked or weight.dtype).expand(weight.shape)
+        return torch.zeros((), dtype=self.asked or weight.dtype, device=self.device).expand(weight.shape)
 
-    def _states_of(self, index: int) -> dict[str, torch.dtype]:
+    def states_of(self, index: int) -> dict[str, torch.dtype]:
         """By name, the types of a layer's states."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return {
@@ -172,6 +166,42 @@ class LayerwiseModel:
             for s in self.table
             if s.layer == index
         }
+
+
+class Passage:
+    """Chains on their way through the layers of a model.
+
+    Attributes:
+        outputs: As of `LayerwiseModel.run`, what is known so far; who reads them may take them away.
+    """
+
+    def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
+        self._layers, self._linear = layers, _Linear()
+        with torch.no_grad():
+            self._model = layers.outline()
+        self._work = [_Chain(chain, layers.device) for chain in chains]
+        self._cache = StillCache.empty(layers.config)
+        self.outputs = [chain.outputs for chain in self._work]
+
+    @torch.no_grad()
+    def through(self, index: int) -> None:
+        """All chains through one layer."""
+        of = self._layers
+        # PyTorch says what is right: on a GPU, too, the kernels that packages run do not answer for themselves.
+        with pytorch_forms(), self._linear, of.layer(self._model, index):
+            last = index == of.layers - 1
+            layer = _Layer(self._model, self._cache, index, last, of.states_of(index), self._linear)
+            for chain in self._work:
+                chain.through(index, layer, of.alike)
+        self._linear.forget()
+
+    @torch.no_grad()
+    def answer(self) -> None:
+        """Logits of every call, of what the last layer gave."""
+        with self._linear:
+            for chain in self._work:
+                chain.answer(self._model, self._layers.all_logits)
+        self._linear.forget()
 
 
 class _Reached(Exception):

@@ -36,7 +36,9 @@ class VerifyOptions:
     """
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
-    lengths: tuple[int, ...] = option((), "Prompt lengths.", commas=True, shown="1,63,...,4097")
+    lengths: tuple[int, ...] = option(
+        (), "Prompt lengths.", commas=True, shown="1,63,...,4097, on a CPU shorter for large models"
+    )
     decode_steps: int | None = option(None, "Single-token steps after a prefill.", least=1, shown="72, of engines 256")
     seed: int = option(0, "Seed of the prompts.")
     runtime: str | None = option(None, "ort, trt, torch or vllm.", shown="the package's target")
@@ -205,7 +207,7 @@ def _torch_cases(
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.graph.quantization.read import held_names, held_source, round_activations
     from still_export.proof.layerwise import LayerwiseModel
-    from still_export.proof.torch_cases import LENGTHS, TorchCases
+    from still_export.proof.torch_cases import TorchCases, affordable
     from still_kernels.registry import ties_of
 
     if device not in ("cpu", "cuda"):
@@ -231,7 +233,8 @@ def _torch_cases(
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     beside = LayerwiseModel(manifest, own, ties_of(manifest).alike, round_inputs if rounded else None, device)
-    return TorchCases(manifest, reference, beside, lengths or LENGTHS, steps, seed)
+    size = sum(weight.shape.numel() for weight in wide.weights.values())
+    return TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:

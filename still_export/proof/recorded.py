@@ -22,6 +22,8 @@ from still_kernels.ties import near_ties
 
 ATTEMPTS = 3
 """Prompts kept of a case, where a near tie may call for another."""
+MOST_BYTES = 4 << 30
+"""Beyond which no further prompts are kept: every long prompt of a large model has near ties, another one, too."""
 
 FORMAT = 3
 
@@ -30,21 +32,27 @@ def record_cases(
     cases: CaseSource, package: Package, path: Path, progress: Callable[[str], None] = lambda done: None
 ) -> None:
     """Write the cases of `package` to `path`, whole or not at all; equal arrays are kept once."""
-    arrays: dict[str, np.ndarray] = {}
+    staging = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(staging, "w") as file:
+            entries = _record(cases, _Arrays(file), progress)
+            head = json.dumps({"format": FORMAT, "weights": _weights(package), "cases": entries})
+            _write(file, "head", np.frombuffer(head.encode(), np.uint8), zipfile.ZIP_DEFLATED)
+        os.replace(staging, path)
+    except OSError as error:
+        raise PackageError(f"cannot write {path}: {error.strerror}.") from error
+    finally:
+        staging.unlink(missing_ok=True)
 
-    def keep(array: np.ndarray) -> str:
-        content = np.ascontiguousarray(array)
-        key = _name(content)
-        arrays[key] = content
-        return key
 
-    def keep_all(call: Arrays) -> dict[str, str]:
-        return {name: keep(array) for name, array in call.items()}
-
+def _record(cases: CaseSource, arrays: _Arrays, progress: Callable[[str], None]) -> list[list[dict[str, Any]]]:
+    """The prompts of every case, whose arrays are kept."""
+    keep, keep_all = arrays.keep, arrays.keep_all
     entries: list[list[dict[str, Any]]] = [[] for _ in range(cases.count)]
     left = list(range(cases.count))
     for attempt in range(ATTEMPTS):
-        if not left:
+        if not left or arrays.size_bytes > MOST_BYTES:
             break
         tied = []
         for number, case in zip(left, cases.draw(left), strict=True):
@@ -67,22 +75,51 @@ def record_cases(
             if attempt == 0:
                 progress(case.name)
         left = tied
-    head = json.dumps({"format": FORMAT, "weights": _weights(package), "cases": entries})
-    staging = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("wb") as file:
-            np.savez_compressed(file, head=np.frombuffer(head.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
-        os.replace(staging, path)
-    except OSError as error:
-        raise PackageError(f"cannot write {path}: {error.strerror}.") from error
-    finally:
-        staging.unlink(missing_ok=True)
+        arrays.seen.clear()
+    return entries
+
+
+class _Arrays:
+    """Arrays that are written to a file as they come, each once. Numbers do not compress; zeros, of which states of short prompts consist,
+    do."""
+
+    def __init__(self, file: zipfile.ZipFile) -> None:
+        self._file, self.size_bytes = file, 0
+        self._written: set[str] = set()
+        self.seen: dict[int, tuple[np.ndarray, str]] = {}
+        """Names of arrays in memory."""
+
+    def keep(self, array: np.ndarray) -> str:
+        """Write an array; its name."""
+        if id(array) in self.seen:
+            return self.seen[id(array)][1]
+        content = np.ascontiguousarray(array)
+        key = _name(content)
+        self.seen[id(array)] = array, key
+        if key not in self._written:
+            self._written.add(key)
+            _write(self._file, key, content, zipfile.ZIP_STORED if content.any() else zipfile.ZIP_DEFLATED)
+            self.size_bytes += content.nbytes if content.any() else 0
+        return key
+
+    def keep_all(self, call: Arrays) -> dict[str, str]:
+        """Names of the arrays of a call."""
+        return {name: self.keep(array) for name, array in call.items()}
+
+
+def _write(file: zipfile.ZipFile, name: str, array: np.ndarray, compression: int) -> None:
+    """An array as NumPy's own archives have it."""
+    member = zipfile.ZipInfo(f"{name}.npy")
+    member.compress_type = compression
+    with file.open(member, "w", force_zip64=True) as out:
+        np.lib.format.write_array(out, array, allow_pickle=False)
 
 
 def _name(content: np.ndarray) -> str:
     """Of an array in the file: what it holds."""
-    return hashlib.sha256(f"{content.dtype}{content.shape}".encode() + content.tobytes()).hexdigest()[:24]
+    found = hashlib.sha256(f"{content.dtype}{content.shape}".encode())
+    found.update(content.reshape(-1).view(np.uint8) if content.size else b"")
+    return found.hexdigest()[:24]
 
 
 def _weights(package: Package) -> str:

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.cases import EMPTY, Case, distance, fixed_pair, row_errors, same_best
+from still_export.proof.cases import EMPTY, Case, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, everything, nothing
 from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
-from still_kernels.ties import Look, Pairs, Ties
+from still_kernels.ties import Look, Pairs, Scores, Ties
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
+CPU_WORK = 5e12
+"""Parameters times tokens of the prompts that a CPU answers unless it is told lengths: 10 to 20 minutes on two cores."""
 ROWS = 4
 CHUNK = 64
 """Tokens at whose multiples calls end where no state grows by chunks: ops without such a state compute in chunks of so many."""
@@ -32,6 +34,15 @@ errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 ti
 
 
 LENGTH = "present_length"
+
+
+def affordable(parameters: int, device: str) -> tuple[int, ...]:
+    """Of LENGTHS those that are asked of a model of so many parameters, at least the first: on a CPU the longest cost too much of a large
+    one, from 0.9e9 parameters on that of 4,097 tokens, from 3e9 on that of 1,000."""
+    lengths = LENGTHS
+    while device == "cpu" and len(lengths) > 1 and parameters * sum(lengths) > CPU_WORK:
+        lengths = lengths[:-1]
+    return lengths
 
 
 class TorchCases:
@@ -84,9 +95,22 @@ class TorchCases:
             self._followed(number, follow[number]) if number in follow else self._drafts[number]() for number in numbers
         ]
         self._drawn |= dict(zip(numbers, drafts, strict=True))
-        answered = self._run(self.reference, [[d.chain, *([Chain.of(d.more)] if d.more else [])] for d in drafts])
-        cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, answered, strict=True)]
-        self._measure(drafts, cases, answered)
+        reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
+        cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
+        follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]
+        # Both go on layer by layer, side by side: what a layer said is measured, and forgotten where nobody is asked for it.
+        own = _Asked(self.own, list(map(_own_chains, drafts, cases, follow_of)), self.ties)
+        for layer in [*range(self.reference.layers), None]:
+            right = reference.answers(layer)
+            exact = [self.ties.scores(each[0].looks) if layer is not None else {} for each in right]
+            for draft, case, follow_case, answered, scores in zip(drafts, cases, follow_of, right, exact, strict=True):
+                case.add(_case(draft, answered[0].outputs))
+                went = {~key: x[:, :, -1] > 0 for key, x in scores.items() if key < 0}
+                case.went |= went
+                follow_case |= {number: _places(x) for number, x in went.items()}
+            for each in zip(drafts, cases, right, exact, own.answers(layer), strict=True):
+                self._measure(layer, *each)
+        self._layers = sorted(cases[0].went)
         return cases
 
     def _followed(self, number: int, seen: Sequence[np.ndarray]) -> _Draft:
@@ -115,8 +139,8 @@ class TorchCases:
     def _prefill(self, length: int) -> _Draft:
         start = self._start(self._tokens(1, length), length)
         more = -(-ROUNDED // length) - 1
-        others = self._start(self._tokens(more, length), length) if more else None
-        return _Draft(f"prefill {length}", [start], Chain.of(start), others)
+        further = (Chain.of(self._start(self._tokens(more, length), length)),) if more else ()
+        return _Draft(f"prefill {length}", [start], Chain.of(start), further)
 
     def _ragged(self) -> _Draft:
         """Sequences of different lengths in one call, one of them empty."""
@@ -148,64 +172,60 @@ class TorchCases:
         chain = Chain(start, [_call(start), *(replace(_call(piece), every=True) for piece in pieces)])
         return _Draft(name, feeds, chain, steps=tokens, places=tuple(places))
 
-    def _run(
-        self, model: LayerwiseModel, asked: list[list[Chain]], after: After | None = None
-    ) -> list[list[_Answered]]:
-        """Answers to chains, whose calls are cut so that every score that the ties ask for is seen; `after` every layer those of the layer
-        alone, which are then forgotten."""
-        chains = [chain for each in asked for chain in each]
-        cut = [
-            [_cut(replace(call, every=call.every or model.all_logits), self.ties) for call in chain.calls]
-            for chain in chains
+    def _measure(
+        self, layer: int | None, draft: _Draft, case: Case, right: list[_Answered], scores: Scores, own: list[_Answered]
+    ) -> None:
+        """Tell the case the errors of PyTorch's own run on its calls, in a layer or in the logits, and on a draft's `further`, the last of
+        both; it carries its state as the target does. Where its choices differ by a tie, it counts with the reference's."""
+        asked, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
+        if scores:
+            counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
+            looks = [look for answer in asked for look in answer.looks]
+            case.leads |= self.ties.leads(scores, self.ties.scores(looks), counts)
+        outputs = asked[0].outputs if case.steps else [answer.outputs[0] for answer in asked]
+        pairs = _pairs(case, outputs, layer)
+        if layer is None:
+            agree = np.concatenate([same_best(*pair) for pair in pairs])
+            case.own_top1 = int(agree.sum()), agree.size
+        pairs = self.ties.settle(pairs, case.leads)
+        case.own = case.own or [{} for _ in range(len(pairs) + len(further))]
+        for name in pairs[0][0]:
+            rows, sums = zip(*(errors_of(a[name], b[name]) for a, b in pairs), strict=True)
+            case.own_mean[name] = sum(sums) / max(sum(a[name].size for a, _ in pairs), 1)
+            for held, errors in zip(case.own, rows, strict=False):
+                held[name] = errors.astype(np.float32)
+        for held, chain, a, b in zip(case.own[len(pairs) :], draft.further, right[1:], further, strict=True):
+            expected, actual = _pair(chain.start, a.outputs[0], b.outputs[0], layer)
+            held.update({n: row_errors(x, actual[n]).astype(np.float32) for n, x in expected.items()})
+
+
+class _Asked:
+    """Chains of several cases on their way through a model, their calls cut so that every score that the ties ask for is seen."""
+
+    def __init__(self, model: LayerwiseModel, asked: list[list[Chain]], ties: Ties) -> None:
+        self.asked, self.chains = asked, [chain for each in asked for chain in each]
+        self.cut = [
+            [_cut(replace(call, every=call.every or model.all_logits), ties) for call in chain.calls]
+            for chain in self.chains
         ]
+        whole = zip(self.chains, self.cut, strict=True)
+        self.passage = model.begin([replace(chain, calls=[*itertools.chain(*calls)]) for chain, calls in whole])
 
-        def joined(found: list[list[Arrays]]) -> list[list[_Answered]]:
-            answers = map(_answered, chains, cut, found)
-            return [[next(answers) for _ in each] for each in asked]
-
-        def take(layer: int, outputs: list[list[Arrays]]) -> None:
-            assert after is not None
-            lengths = [[{LENGTH: o[LENGTH], **_of(o, layer)} for o in each] for each in outputs]
-            for outputs_of in itertools.chain(*outputs):
-                for name in _of(outputs_of, layer):
-                    del outputs_of[name]
-            after(layer, joined(lengths))
-
-        pieces = [replace(chain, calls=[*itertools.chain(*calls)]) for chain, calls in zip(chains, cut, strict=True)]
-        return joined(model.run(pieces, take) if after else model.run(pieces))
-
-    def _measure(self, drafts: list[_Draft], cases: list[Case], answered: list[list[_Answered]]) -> None:
-        """Tell the cases the errors of PyTorch's own run on their calls, and on a draft's `more`, the last of `answered`; it carries its
-        state as the target does. Where its choices differ by a tie, it counts with the reference's."""
-        exact = [self.ties.scores(right[0].looks) for right in answered]
-        for case, scores in zip(cases, exact, strict=True):
-            case.went = {~key: x[:, :, -1] > 0 for key, x in scores.items() if key < 0}
-            self._layers = sorted(case.went)
-
-        def measure(layer: int | None, found: list[list[_Answered]]) -> None:
-            for draft, case, right, scores, own in zip(drafts, cases, answered, exact, found, strict=True):
-                part = {} if layer is None else {key: x for key, x in scores.items() if key in (layer, ~layer)}
-                if part:
-                    counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
-                    looks = [look for answer in own[: len(own) - bool(draft.more)] for look in answer.looks]
-                    case.leads |= self.ties.leads(part, self.ties.scores(looks), counts)
-                outputs = own[0].outputs if case.steps else [answer.outputs[0] for answer in own]
-                pairs = _pairs(case, outputs[: len(outputs) - bool(draft.more)], layer)
-                if layer is None:
-                    agree = np.concatenate([same_best(*pair) for pair in pairs])
-                    case.own_top1 = int(agree.sum()), agree.size
-                pairs = self.ties.settle(pairs, case.leads)
-                for name in pairs[0][0]:
-                    errors = [distance(a[name], b[name]).ravel() for a, b in pairs]
-                    case.own_mean[name] = float(np.concatenate(errors).mean()) if any(map(len, errors)) else 0.0
-                if draft.more:
-                    pairs.append(_pair(draft.more, right[-1].outputs[0], own[-1].outputs[0], layer))
-                case.own = case.own or [{} for _ in pairs]
-                for held, (a, b) in zip(case.own, pairs, strict=True):
-                    held.update({name: row_errors(a[name], b[name]).astype(np.float32) for name in a})
-
-        asked = [_own_chains(draft, case) for draft, case in zip(drafts, cases, strict=True)]
-        measure(None, self._run(self.own, asked, measure))
+    def answers(self, layer: int | None = -1) -> list[list[_Answered]]:
+        """Through a layer, the next one, or with None behind the last: what it says, and nothing of it is kept here. -1: before the first,
+        the lengths alone."""
+        if layer is None:
+            self.passage.answer()
+        elif layer >= 0:
+            self.passage.through(layer)
+        found = []
+        for outputs in self.passage.outputs:
+            found.append([{LENGTH: call[LENGTH], **_of(call, layer)} for call in outputs])
+            for call in outputs:
+                for name in _of(call, layer).keys() - {LENGTH}:
+                    del call[name]
+        answers = map(_answered, self.chains, self.cut, found)
+        return [[next(answers) for _ in each] for each in self.asked]
 
 
 @dataclass(frozen=True)
@@ -215,14 +235,14 @@ class _Draft:
     Args:
         feeds: Tokens of its calls; the first with the states that they start from.
         chain: What the reference is asked.
-        more: A further call for PyTorch's own rounding alone.
+        further: One call at most, for PyTorch's own rounding alone.
         steps, places: As of Case.
     """
 
     name: str
     feeds: list[Arrays]
     chain: Chain
-    more: Arrays | None = None
+    further: tuple[Chain, ...] = ()
     steps: tuple[np.ndarray, ...] = ()
     places: tuple[int, ...] = ()
 
@@ -233,9 +253,6 @@ class _Answered:
 
     outputs: list[Arrays]
     looks: list[Look]
-
-
-After = Callable[[int, list[list[_Answered]]], None]
 
 
 def _call(feed: Arrays) -> Call:
@@ -274,7 +291,7 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
 
 
 def _case(draft: _Draft, answers: list[Arrays]) -> Case:
-    """The case of a draft and the answers to its chain."""
+    """The case of a draft and what is known of the answers to its chain."""
     if not draft.steps:
         following = (next_feed(a, f["input_ids"]) for a, f in zip(answers, draft.feeds[1:], strict=False))
         return Case(draft.name, [draft.feeds[0], *following], answers)
@@ -282,22 +299,22 @@ def _case(draft: _Draft, answers: list[Arrays]) -> Case:
     after = dict(zip(lengths, answers, strict=True))  # by number of steps
     feeds = [draft.feeds[0], *(next_feed(after[place], draft.steps[place]) for place in draft.places)]
     expected = [after[0], *(after[place + 1] for place in draft.places)]
-    along = np.concatenate([answer["logits"] for answer in answers[1:]], axis=1)
+    logits = [answer["logits"] for answer in answers[1:] if "logits" in answer]
+    along = np.concatenate(logits, axis=1) if logits else None
     return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
 
-def _own_chains(draft: _Draft, case: Case) -> list[Chain]:
-    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; and a draft's `more`. In
-    those of the case tokens go where the reference's did."""
-    more, follow = [Chain.of(draft.more)] if draft.more else [], {n: _places(x) for n, x in case.went.items()}
+def _own_chains(draft: _Draft, case: Case, follow: Mapping[int, np.ndarray]) -> list[Chain]:
+    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; and a draft's `further`.
+    In those of the case tokens go where the reference's did, as `follow` will say."""
     if not case.steps:
-        return [*(replace(Chain.of(feed), follow=follow) for feed in case.feeds), *more]
+        return [*(replace(Chain.of(feed), follow=follow) for feed in case.feeds), *draft.further]
     first, *steps = map(_call, draft.feeds)
     calls = [replace(first, right=case.expected[0]), *(replace(step, keep=nothing) for step in steps)]
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         calls[place] = replace(calls[place], keep=everything)
         calls[place + 1] = replace(calls[place + 1], keep=everything, right=expected, feed=feed)
-    return [Chain(draft.chain.start, calls, follow), *more]
+    return [Chain(draft.chain.start, calls, follow), *draft.further]
 
 
 def _places(went: np.ndarray) -> np.ndarray:

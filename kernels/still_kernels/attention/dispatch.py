@@ -8,6 +8,7 @@ from still_kernels.alike import demand_alike
 from still_kernels.attention.blocked import blocked_attention
 from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
+from still_kernels.forms import has_kernels
 from still_kernels.launcher import Bound
 
 
@@ -20,7 +21,7 @@ def attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> 
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
     """
-    if inputs.query.device.type == "cpu" or inputs.wants_gradients():
+    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
         return blocked_attention(inputs, state, in_place)
     from still_kernels.attention.launch import triton_attention
 

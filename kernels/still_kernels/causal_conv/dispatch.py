@@ -6,6 +6,7 @@ from torch import Tensor
 
 from still_kernels.causal_conv.inputs import Inputs
 from still_kernels.causal_conv.whole import whole_causal_conv
+from still_kernels.forms import has_kernels
 
 
 def causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
@@ -17,7 +18,7 @@ def causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
     """
-    if inputs.input.device.type == "cpu" or inputs.wants_gradients():
+    if not has_kernels(inputs.input.device) or inputs.wants_gradients():
         return whole_causal_conv(inputs, state, in_place)
     from still_kernels.causal_conv.launch import triton_causal_conv
 

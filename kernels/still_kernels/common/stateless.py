@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from still_kernels.forms import has_kernels
 from still_kernels.op_kernels import HALVES, Build, Op, OpKernels, check_known, imported
 from still_kernels.plan import Check, Plan
 from still_kernels.tile import Setting, TileTable
@@ -126,7 +127,7 @@ class StatelessOp(Op):
             UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
         """
         first: Tensor = getattr(inputs, self.kernels.spec.inputs[0].name)
-        return self.definition(inputs) if first.device.type == "cpu" else self.run(inputs)
+        return self.run(inputs) if has_kernels(first.device) else self.definition(inputs)
 
     def run(self, inputs: Any) -> Any:
         """The same by the kernels."""

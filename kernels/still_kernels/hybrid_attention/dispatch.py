@@ -11,6 +11,7 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.alike import demand_alike
+from still_kernels.forms import has_kernels
 from still_kernels.hybrid_attention.backward.gradients import covers_backward, whole_gradients
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.inputs import Inputs
@@ -144,7 +145,7 @@ def hybrid_attention(
         ShapeError: A tensor does not fit, or a state that is to be written in place is not contiguous.
     """
     differentiate = inputs.wants_gradients()
-    if inputs.query.device.type == "cpu":
+    if not has_kernels(inputs.query.device):
         output, present = chunked_hybrid_attention(inputs, config, state)
         if differentiate:
             present = HybridAttentionState(**{name: t.detach() for name, t in present.tensors().items()})

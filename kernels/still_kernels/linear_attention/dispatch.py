@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from still_kernels.forms import has_kernels
 from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.inputs import Inputs, empty_state
 from still_kernels.linear_attention.whole import whole_linear_attention
@@ -23,7 +24,7 @@ def linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> t
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
     """
-    if inputs.query.device.type == "cpu" or inputs.wants_gradients():
+    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
         return chunked_linear_attention(inputs, state, in_place)
     from still_kernels.linear_attention.launch import triton_linear_attention
 

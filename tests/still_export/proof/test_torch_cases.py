@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from still_export.mixers.cache import state_table
-from still_export.package.calls import Arrays
 from still_export.proof.cases import row_errors
-from still_export.proof.layerwise import Chain, LayerwiseModel
+from still_export.proof.layerwise import Chain, LayerwiseModel, Passage
 from still_export.proof.sessions import Session
 from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import ROUNDED, TorchCases
@@ -65,13 +64,13 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
     reference, own = (LayerwiseModel(manifest, source_of(each)) for each in (model, half))
     asked = TorchCases(manifest, reference, own, (1, ROUNDED // 2 - 1, ROUNDED))
     fed: list[tuple[int, ...]] = []
-    right = reference.run
+    right = reference.begin
 
-    def run(chains: Sequence[Chain]) -> list[list[Arrays]]:
+    def begin(chains: Sequence[Chain]) -> Passage:
         fed.extend(call.tokens.shape for chain in chains for call in chain.calls)
         return right(chains)
 
-    reference.run = run  # type: ignore[method-assign]
+    reference.begin = begin  # type: ignore[method-assign]
     (case,) = asked.draw([0])
     assert fed == [(1, 1), (ROUNDED - 1, 1)] and case.feeds[0]["input_ids"].shape == (1, 1)
     assert sum(call["logits"][0].size for call in case.own) == ROUNDED
