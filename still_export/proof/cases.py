@@ -21,7 +21,7 @@ SINGLE = (np.float32, np.float16)
 BLOCK = 1 << 16
 """Numbers that are compared at a time: what is read again lies in a cache."""
 MOST = 1e15
-"""Up to which a square is a float32."""
+"""Up to which, and from whose inverse on, products of numbers and their errors are float32."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
         part = slice(start, start + size)
         a, b = (x[part].astype(wide, copy=False) for x in sides)
         largest = np.maximum(a.max(-1, initial=0), -a.min(-1, initial=0))
-        if not largest.max(initial=0) < MOST:
+        if not (largest.max(initial=0) < MOST and largest.min(initial=1, where=largest > 0) > 1 / MOST):
             a, b = a.astype(np.float64), b.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             error = b - a

@@ -142,7 +142,7 @@ def record(
         raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
     if options.calls is not None:
         raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
-    proof = _Proof(package, options)
+    proof = _Proof(package, options, record=True)
     if options.text is not None:
         raise ConfigError(TEXT)
     cases = proof.cases({})
@@ -154,11 +154,16 @@ TEXT = "--text tells the quantization loss: give it with a quantized package, wi
 
 
 class _Proof:
-    """A package that is opened to be held to PyTorch; raises ConfigError and PackageError as `verify` does."""
+    """A package that is opened to be held to PyTorch, or to `record` what PyTorch says; raises ConfigError and PackageError as `verify`
+    does."""
 
-    def __init__(self, package: str | Path, options: VerifyOptions) -> None:
-        self.package, self.options = open_package(Path(package)), options
+    def __init__(self, package: str | Path, options: VerifyOptions, record: bool = False) -> None:
+        self.package, self.options = open_package(Path(package), check_hashes=False), options
         manifest = self.package.manifest
+        if (
+            not record or manifest.get("quantization") is not None
+        ):  # else nothing is read of it: its weights are the model's
+            self.package = open_package(Path(package))
         self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
         check_dtype(self.package)
         self.quantized = manifest.get("quantization") is not None

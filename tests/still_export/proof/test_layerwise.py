@@ -15,6 +15,7 @@ from still_export.models.weights import Deferred
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, nothing
 from still_export.runtime.torch import TorchModel
+from still_kernels.forms import has_kernels
 from tests.still_export.linear_models import FAMILIES, linear_model
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
 
@@ -136,3 +137,16 @@ def test_a_choice_that_differs_goes_on_from_the_right_states(still: dict[str, An
     np.testing.assert_array_equal(found[1]["present_window_key.0"], right[1]["present_window_key.0"])
     np.testing.assert_array_equal(found[2]["present_window_key.0"], right[2]["present_window_key.0"])
     assert np.abs(found[0]["present_window_key.0"] - right[0]["present_window_key.0"]).max() > 0.1
+
+
+def test_pytorch_answers_in_the_place_of_kernels() -> None:
+    """What a package runs does not say what is right, on no device."""
+    seen = []
+
+    def watch(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda *_: seen.append(has_kernels(torch.device("cuda"))))
+
+    layers = LayerwiseModel(MANIFEST, source_of(still_model("llama", torch.float32)), prepare=watch)
+    layers.run([Chain(layers.empty_feed(1, 5), [Call(tokens(1, 5), np.array([5]))])])
+    assert seen and not any(seen) and has_kernels(torch.device("cuda")) and not has_kernels(torch.device("cpu"))

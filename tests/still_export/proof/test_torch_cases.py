@@ -14,7 +14,7 @@ from still_export.proof.cases import row_errors
 from still_export.proof.layerwise import Chain, LayerwiseModel, Passage
 from still_export.proof.sessions import Session
 from still_export.proof.tolerance import Bounds
-from still_export.proof.torch_cases import ROUNDED, TorchCases
+from still_export.proof.torch_cases import LENGTHS, ROUNDED, TorchCases, affordable
 from still_export.runtime.torch import TorchModel
 from still_kernels.ties import Ties
 from tests.still_export.proof.test_layerwise import source_of
@@ -82,3 +82,40 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
     fed.clear()
     asked.draw([1, 2])
     assert fed == [(1, ROUNDED // 2 - 1), (2, ROUNDED // 2 - 1), (1, ROUNDED)]
+
+
+def test_a_layer_is_measured_and_forgotten_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both runs nobody holds a layer's states when the next one begins, but for those that are compared."""
+    model, half = still_model("llama", torch.float32), still_model("llama", torch.float16)
+    manifest = {
+        "target": "onnx",
+        "model": {"all_logits": False, "vocab_size": VOCAB, "layer_types": []},
+        "ops": {},
+        "states": [s.to_dict() for s in state_table(model.config, torch.float16)],
+        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
+    }
+    order: list[tuple[str, int]] = []
+    through = Passage.through
+
+    def watched(passage: Passage, index: int) -> None:
+        assert all(name in ("present_length",) for chain in passage.outputs for call in chain for name in call)
+        order.append((str(passage._layers.dtype), index))
+        through(passage, index)
+
+    monkeypatch.setattr(Passage, "through", watched)
+    reference, own = (LayerwiseModel(manifest, source_of(each)) for each in (model, half))
+    asked = TorchCases(manifest, reference, own, (1, CHUNK + 1), 4)
+    cases = asked.draw(range(asked.count))
+    layers = model.config.num_hidden_layers
+    assert order == [(f"torch.{kind}", n) for n in range(layers) for kind in ("float32", "float16")]
+    names = {f"present_{s.name}" for s in state_table(model.config, torch.float16)} | {"logits", "present_length"}
+    for case in cases:
+        assert all(call.keys() >= names for call in case.expected) and set(case.own_mean) == names
+        assert all(held.keys() == names for held in case.own)
+
+
+def test_long_prompts_of_large_models_are_for_gpus() -> None:
+    assert affordable(135_000_000, "cpu") == LENGTHS == affordable(8_000_000_000, "cuda")
+    assert affordable(1_540_000_000, "cpu") == LENGTHS[:-1]
+    assert affordable(8_000_000_000, "cpu") == LENGTHS[:-2]
+    assert affordable(10**12, "cpu") == LENGTHS[:1]
