@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -148,7 +148,7 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
         expected, actual = expected[..., None], actual[..., None]
     rows, width = expected.shape[:-1], expected.shape[-1]
     # The difference of two float32 numbers that are near each other is exact.
-    wide = np.float32 if expected.dtype in SINGLE and actual.dtype in SINGLE else np.float64
+    wide: Any = np.float32 if expected.dtype in SINGLE and actual.dtype in SINGLE else np.float64
     sides = [x.reshape(math.prod(rows), width) for x in (expected, actual)]
     found = np.full((2, math.prod(rows)), np.nan)
     size = max(1, BLOCK // max(width, 1))
