@@ -14,6 +14,7 @@ EXTRAS = {
     "vllm": ("vllm",),
     "ray": ("ray",),
     "genai": ("onnxruntime_genai",),
+    "llama-cpp": ("llama_cpp",),
     "lm-eval": ("lm_eval",),
     "quantize": ("gptqmodel",),
     "trt": ("tensorrt",),

@@ -22,6 +22,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "vl_convert": "vl-convert-python",
     "onnxruntime_genai": "onnxruntime-genai",
+    "llama_cpp": "llama-cpp-python",
     "prometheus_client": "prometheus-client",
     "tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings",
 }

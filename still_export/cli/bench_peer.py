@@ -19,15 +19,21 @@ Examples:
 
     still-export bench PACKAGE --beside peer.json
 
+    still-export bench-peer MODEL.gguf --runtime llama.cpp --threads 2 -o peer.json     the same file, with flash attention
+
     still-export bench-peer BASE --provider cuda --quantize int4     with onnxruntime-genai-cuda; float16 without --quantize
 """
 
 
 def bench_peer(
     asked: dict[str, Any],
-    model: Annotated[Path, typer.Argument(help="Base model: Hugging Face folder, or for genai a GGUF file.")],
+    model: Annotated[
+        Path, typer.Argument(help="Base model: Hugging Face folder, or for genai and llama.cpp a GGUF file.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON rows for bench --beside.")] = Path("peer.json"),
-    runtime: Annotated[str, typer.Option(help="genai (its own export, made first), or transformers.")] = "genai",
+    runtime: Annotated[
+        str, typer.Option(help="genai (its own export, made first), llama.cpp, or transformers.")
+    ] = "genai",
     work: Annotated[Path, typer.Option(help="Folder that keeps genai's export for the next run.")] = Path("work"),
     quantize: Annotated[
         str | None, typer.Option(help="int4: genai's weights in 4 bits, as export --quantize int4.")
@@ -37,7 +43,7 @@ def bench_peer(
 ) -> None:
     """Measure prefill, decode and peak memory of the base model with full attention in another runtime."""
     from still_export.evaluation.bench import LENGTHS, BenchOptions, to_dict
-    from still_export.evaluation.peer import GENAI, RUNTIMES, build, measure_peer
+    from still_export.evaluation.peer import GENAI, LLAMA_CPP, RUNTIMES, build, measure_peer
 
     if runtime not in RUNTIMES:
         raise ConfigError(f"--runtime {runtime} is unknown; known: {', '.join(RUNTIMES)}.")
@@ -49,8 +55,10 @@ def bench_peer(
         raise ConfigError(f"--provider {provider} with --runtime {runtime}: give cpu, or with genai cuda.")
     if not model.exists():
         raise ConfigError(f"{model} is not there; give a model folder or a GGUF file.")
+    if (runtime == LLAMA_CPP) != (model.suffix == ".gguf") and runtime != GENAI:
+        raise ConfigError(f"{model} with --runtime {runtime}: llama.cpp takes a GGUF file, transformers a folder.")
     wanted = options.lengths or LENGTHS
-    demand("onnxruntime_genai" if runtime == GENAI else "torch")
+    demand(RUNTIMES[runtime])
     out = Output(as_json, quiet)
     if runtime == GENAI:
         work.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""The peers of a package: the base model with full attention in onnxruntime-genai or transformers, as their users run them.
+"""The peers of a package: the base model with full attention in onnxruntime-genai, llama.cpp or transformers, as their users run them.
 
-As a program (`python -m still_export.evaluation.peer RUNTIME MODEL LENGTH SETTING`, JSON) it measures one length and prints JSON.
+As a program (`python -m still_export.evaluation.peer RUNTIME MODEL LENGTH SETTING`, JSON) it measures one length and prints JSON: torch is
+imported for transformers alone, so the peak is the peer's own.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from still_export.evaluation.bench import BenchOptions, Measurement
-from still_export.models.gguf_folder import write_folder
+from still_export.runtime.base import peak_mb
 from still_export.runtime.sampling import RunError
 
-GENAI, TRANSFORMERS = "genai", "transformers"
-RUNTIMES = (GENAI, TRANSFORMERS)
+GENAI, LLAMA_CPP, TRANSFORMERS = "genai", "llama.cpp", "transformers"
+RUNTIMES = {GENAI: "onnxruntime_genai", LLAMA_CPP: "llama_cpp", TRANSFORMERS: "torch"}
+"""And the module that each needs."""
 VOCABULARY = 40_000
 """Most that the random tokens of a prompt are drawn from."""
 
@@ -38,6 +39,8 @@ def build(model: Path, work: Path, precision: str = "fp32", provider: str = "cpu
     package = work / ("genai" if (precision, provider) == ("fp32", "cpu") else f"genai-{provider}-{precision}")
     if (package / "genai_config.json").exists():
         return package
+    from still_export.models.gguf_folder import write_folder
+
     folder = model
     if model.is_file():
         folder = work / "base" if (work / "base/model.safetensors").exists() else write_folder(model, work / "base")
@@ -111,6 +114,26 @@ def _genai(package: Path, length: int, setting: BenchOptions) -> tuple[Callable[
     return prompt, step
 
 
+def _llama_cpp(model: Path, length: int, setting: BenchOptions) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The same of a GGUF file, with flash attention, in batches of 512 tokens, which are its default."""
+    import llama_cpp
+
+    room, threads = setting.room(length), setting.threads or None
+    llama = llama_cpp.Llama(
+        str(model), n_ctx=room, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False
+    )
+    vocabulary = llama.n_vocab()
+    tokens = np.random.default_rng(0).integers(0, min(VOCABULARY, vocabulary), length).tolist()
+    made: dict[str, int] = {}
+
+    def feed(ids: list[int]) -> None:
+        llama.eval(ids)
+        logits = llama_cpp.llama_get_logits(llama.ctx)  # of the last token
+        made["token"] = int(np.ctypeslib.as_array(logits, (vocabulary,)).argmax())
+
+    return lambda: feed(tokens), lambda: feed([made["token"]])
+
+
 def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The same, in float32, with what the first call alone costs paid."""
     import torch
@@ -133,7 +156,7 @@ def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Cal
 
 
 def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> Measurement:
-    prompt, step = {GENAI: _genai, TRANSFORMERS: _transformers}[runtime](model, length, setting)
+    prompt, step = {GENAI: _genai, LLAMA_CPP: _llama_cpp, TRANSFORMERS: _transformers}[runtime](model, length, setting)
     begin = time.perf_counter()
     prompt()
     prefill = time.perf_counter() - begin
@@ -142,8 +165,7 @@ def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> M
         begin = time.perf_counter()
         step()
         times.append(time.perf_counter() - begin)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return Measurement(length, prefill, statistics.median(times) * 1e3, peak)
+    return Measurement(length, prefill, statistics.median(times) * 1e3, peak_mb())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.models.blocks import BlockWeight, pack
 from still_export.models.checkpoint import checked, in_range
+from still_export.models.super_blocks import FORMS, SuperBlocks
 from still_export.models.weights import Deferred, SourceBlocks
 
 BLOCK = 32
@@ -86,6 +87,9 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict
         blocks = None
         if kind in BLOCKS and len(shape) == 2:
             blocks = SourceBlocks(*BLOCKS[kind], partial(_read_blocks, tensor, name, rotated, path))
+        super_blocks = None
+        if kind in FORMS and len(shape) == 2:
+            super_blocks = SuperBlocks(FORMS[kind][0], partial(_read_rows, tensor, name, rotated, path))
         digits = re.match(r"I?Q(\d)", kind)
         tensors[name] = Deferred(
             shape,
@@ -93,6 +97,7 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, dict
             partial(_read_tensor, tensor, name, dtype, rotated, path),
             blocks,
             int(digits[1]) if digits else 0,
+            super_blocks=super_blocks,
         )
     return family, config, tensors
 
@@ -261,6 +266,22 @@ def _read_blocks(tensor: Any, name: str, rotated: int | None, path: Path) -> Blo
     if rotated is None:
         return weight
     return weight.rows(_unpaired(torch.arange(outputs), rotated).numpy())
+
+
+def _read_rows(tensor: Any, name: str, rotated: int | None, path: Path) -> np.ndarray:
+    """The rows of a tensor of FORMS as they are; those of `rotated` heads in transformers' order.
+
+    Raises:
+        CheckpointError: A scale is no number.
+    """
+    rows = np.asarray(tensor.data).view(np.uint8)
+    bits, _, size = FORMS[tensor.tensor_type.name]
+    numbers = rows.reshape(-1, size)[:, slice(0, 4) if bits == 4 else slice(size - 2, size)]
+    if not np.isfinite(np.ascontiguousarray(numbers).view("<f2")).all():
+        raise CheckpointError(
+            f"{name} in {path} has a scale that is no number. The checkpoint is damaged; use another."
+        )
+    return rows if rotated is None else rows[_unpaired(torch.arange(len(rows)), rotated).numpy()]
 
 
 def _unpaired(weight: Tensor, heads: int) -> Tensor:

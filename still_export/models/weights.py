@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from still_export.models.blocks import BlockWeight
+from still_export.models.super_blocks import SuperBlocks
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""
@@ -45,6 +46,7 @@ class Deferred:
         bits: Of the source's codes; 0: it has none.
         adapted: What they are the sum of, where they have LoRA pairs.
         narrow: Reads the same values in a type of half the bytes, where the source has them so.
+        super_blocks: The values as the source holds them, where they are K-quants.
         part: Reads one of the first dimension, as `narrow` where that is, of what is read in parts; None: it is read whole.
     """
 
@@ -56,6 +58,7 @@ class Deferred:
     adapted: Adapted | None = None
     narrow: Callable[[], Tensor] | None = None
     part: Callable[[int], Tensor] | None = None
+    super_blocks: SuperBlocks | None = None
 
     def dim(self) -> int:
         """Number of dimensions."""

@@ -106,7 +106,7 @@ class Native(Record):
 class QuantizedRole(Record):
     """Weights of one role and form: bits (null: not quantized), who rounded them, how many there are."""
 
-    bits: Literal[4, 8, 16] | None
+    bits: Literal[4, 6, 8, 16] | None
     method: str | None
     weights: Whole
 

@@ -47,6 +47,15 @@ def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
     return np.asarray(prompt, np.int64)
 
 
+def peak_mb() -> float:
+    """The most memory that this process has held, MB."""
+    try:  # ru_maxrss also counts what the process held that started this one
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
 class Runner(ABC):
     """A package's model with its state: feed tokens, get logits.
 
@@ -264,11 +273,7 @@ class Runner(ABC):
 
     def peak_mb(self) -> float:
         """The most memory that the process has held, MB; a runtime with memory of its own says that."""
-        try:  # ru_maxrss also counts what the process held that started this one
-            status = Path("/proc/self/status").read_text()
-        except OSError:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        return int(status.split("VmHWM:")[1].split()[0]) / 1024
+        return peak_mb()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every state with the present room."""

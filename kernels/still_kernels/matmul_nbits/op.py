@@ -48,6 +48,7 @@ PLAN = Plan(
         "dense_weights",  # that are half precision numbers at a time
     ),
     checks=(
+        Check("super_block == 0", "super_block={super_block}; the kernels have 0: scales that are numbers."),
         Check("zero_code < 0", "zero_code={zero_code}; the kernels have the middle, which is -1."),
         Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
         Check(
@@ -107,6 +108,7 @@ class Inputs(StatelessInputs, plan=PLAN):
     bits: 4 or 8.
     block_size: Inputs that share a scale.
     zero_code: The code of 0 where there are no zero points; -1: the middle.
+    super_block: Inputs whose scales share a number; 0: none do, which kernels for CPUs alone go beyond.
     """
 
     input: Tensor
@@ -117,12 +119,14 @@ class Inputs(StatelessInputs, plan=PLAN):
     block_size: int = 32
     offsets: Tensor | None = None
     zero_code: int = -1
+    super_block: int = 0
 
 
 def dequantized(inputs: Inputs) -> Tensor:
     """The weight scale * (code - zero point) + offset [O, I], rounded to the type of the activations."""
     import torch
 
+    assert not inputs.super_block, "read by kernels for CPUs alone"
     outputs, blocks = inputs.scales.shape
     shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
     most = (1 << inputs.bits) - 1

@@ -24,6 +24,19 @@ using still_cpu::low_bit::Tensors;
 constexpr int kHalf = kUnit / 2;
 constexpr int kAhead = 6144; // bytes of the weight that are asked for before they are read
 
+// What codes are a product with; of steps that are nearly nothing, and of NaN, 0.
+inline float inverse_of(float step)
+{
+    return step >= 1.17549435e-38f ? 1 / step : 0;
+}
+
+// The nearest whole numbers.
+inline VecInt nearest(Vec x)
+{
+    constexpr float shift = 12582912.0f; // 1.5 * 2^23: the sum's low bits are the nearest whole number
+    return reinterpret_cast<VecInt>(x + shift) - 0x4b400000;
+}
+
 // The place of a unit's first codes: steps hold the first halves of their units, then the second ones.
 inline int8_t* place(int8_t* codes, int64_t unit)
 {
@@ -45,13 +58,12 @@ inline void round_unit(float const* x, int bits, int8_t* first, float* factor, f
     float largest_number;
     std::memcpy(&largest_number, &bits_of_most, sizeof largest_number);
     float const step = largest_number / 127;
-    float const inverse = step >= 1.17549435e-38f ? 1 / step : 0; // codes of what is nearly nothing, and of NaN, are 0
-    constexpr float shift = 12582912.0f;                          // 1.5 * 2^23: the sum's low bits are the nearest whole number
+    float const inverse = inverse_of(step);
     int32_t codes[kUnit];
     VecInt total = {};
     for (int i = 0; i < kUnit; i += kLanes)
     {
-        VecInt const code = reinterpret_cast<VecInt>(load(x + i) * inverse + shift) - 0x4b400000;
+        VecInt const code = nearest(load(x + i) * inverse);
         total += code;
         std::memcpy(codes + i, &code, sizeof code);
     }
@@ -68,7 +80,7 @@ inline void round_unit(float const* x, int bits, int8_t* first, float* factor, f
         factor[r] = step, sum[r] = step * static_cast<float>(whole);
 }
 
-void round(Task const& task)
+void round_units(Task const& task)
 {
     Layer const& layer = *task.layer;
     int64_t const units = task.rounded->units;
@@ -88,6 +100,18 @@ void round(Task const& task)
                 std::memset(sums + u * kRows, 0, sizeof(float) * kRows);
             }
     }
+}
+
+} // namespace
+
+#include "tiles.h"
+
+namespace
+{
+
+void round(Task const& task)
+{
+    (task.layer->super_block ? round_tokens : round_units)(task);
 }
 
 // Where the blocks' numbers of four rows lie.
@@ -227,7 +251,9 @@ void multiply(Task const& task)
 
 void multiply(Task const& task)
 {
-    if (task.layer->half_scales)
+    if (task.layer->super_block)
+        multiply_tiles(task);
+    else if (task.layer->half_scales)
         multiply<Half>(task);
     else
         multiply<float>(task);

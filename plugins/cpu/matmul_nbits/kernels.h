@@ -8,14 +8,20 @@ namespace still_cpu::low_bit
 
 constexpr int kUnit = 32;   // inputs that are rounded with one factor
 constexpr int kRows = 4;    // outputs that are computed at once
+constexpr int kTile = 8;    // outputs that lie in one another, where scales are whole numbers
+constexpr int kChunk = 64;  // tokens whose numbers of kSuper inputs, 16 KB, stay in a processor's first cache
+constexpr int kSuper = 256; // inputs whose scales share a number
 constexpr int64_t kTokens = 512; // that are rounded at once
 
-// Tokens in 8 bits, and for each unit, four times side by side: what a code stands for, and the sum of the codes in that.
+// Tokens in 8 bits, and for each unit, four times side by side: what a code stands for, and the sum of the codes in that. Beside tiles
+// codes are in order, factors of kSuper inputs, sums whole numbers of blocks, and those of kSuper inputs of kChunk tokens side by side.
 struct Rounded
 {
     int8_t* codes;
     float* factors;
     float* sums;
+    int16_t* block_sums;
+    int64_t first, tokens; // beside tiles: the task's first token among those that are rounded at once, and how many those are
     int64_t units; // of a token, filled up to whole steps with zeros
 };
 
@@ -25,7 +31,7 @@ struct Task
     Tensors const* tensors;
     Rounded const* rounded;
     int64_t token, tokens; // first one of the call, and how many
-    int64_t row, rows;     // outputs: a multiple of kRows, but for the last ones
+    int64_t row, rows;     // outputs: a multiple of kRows or kTile, but for the last ones
     float* room;           // of `exact`: I floats for the weight, I for a token
 };
 

@@ -41,7 +41,14 @@ struct Parts
     Parts(Layer const& layer, int64_t tokens, Kernels const& kernels, void* base)
     {
         Scratch scratch(base);
-        if (layer.rounded())
+        if (layer.super_block)
+        {
+            auto const inputs = static_cast<size_t>(layer.inputs * std::min(tokens, kTokens));
+            rounded.codes = scratch.take<int8_t>(inputs);
+            rounded.factors = scratch.take<float>(inputs / kSuper);
+            rounded.block_sums = scratch.take<int16_t>(inputs / static_cast<size_t>(layer.block));
+        }
+        else if (layer.rounded())
         {
             rounded.units = up(layer.inputs / kUnit, kernels.step);
             auto const units = static_cast<size_t>(rounded.units * std::min(tokens, kTokens));
@@ -60,7 +67,7 @@ int64_t rows_of_task(Layer const& layer, int64_t tokens)
 {
     int64_t const even = up(layer.outputs, static_cast<int64_t>(kLanes)) / static_cast<int64_t>(kLanes);
     int64_t const least = kLeastBytes / layer.row_bytes() / tokens, most = std::max<int64_t>(kMostBytes / layer.row_bytes(), 1);
-    return up(std::min(std::max(even, least), most), kRows);
+    return up(std::min(std::max(even, least), most), layer.super_block ? kTile : kRows);
 }
 
 } // namespace
@@ -73,19 +80,24 @@ size_t scratch_size(Layer const& layer, int64_t tokens, int instruction_set)
 void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host const& host, int instruction_set)
 {
     Kernels const& kernels = kernels_for(instruction_set, layer.half);
-    Parts const parts(layer, tensors.tokens, kernels, scratch);
+    Parts parts(layer, tensors.tokens, kernels, scratch);
     int64_t const rows = rows_of_task(layer, std::min(tensors.tokens, kTokens));
     auto const tasks = static_cast<size_t>(up(layer.outputs, rows) / rows);
     for (int64_t token = 0; token < tensors.tokens; token += kTokens)
     {
         int64_t const count = std::min(tensors.tokens - token, kTokens);
+        parts.rounded.tokens = count;
         if (layer.rounded())
         {
             auto const round = [&](int64_t first, int64_t tokens)
             {
                 Rounded here = parts.rounded;
-                here.codes += first * here.units * kUnit;
-                here.factors += first * here.units * kRows, here.sums += first * here.units * kRows;
+                here.first = first;
+                if (!layer.super_block)
+                {
+                    here.codes += first * here.units * kUnit;
+                    here.factors += first * here.units * kRows, here.sums += first * here.units * kRows;
+                }
                 kernels.round({&layer, &tensors, &here, token + first, tokens, 0, 0, nullptr});
             };
             int64_t const alone = std::max<int64_t>(kSerialNumbers / layer.inputs, 1);

@@ -24,11 +24,13 @@ struct Layer
     int64_t zero_bytes; // of an output's zero points
     bool half;        // activations are float16
     bool half_scales; // scales and offsets are
+    int super_block;  // inputs whose scales are whole numbers times one; 0: scales are numbers
 
     int64_t blocks() const { return inputs / block; }
-    int64_t row_bytes() const { return inputs * bits / 8; }
-    // Whether tokens are rounded to 8 bits: float32 beside blocks of 32 or a power of two times that.
-    bool rounded() const { return !half && block >= 32 && (block & (block - 1)) == 0; }
+    // Of blocks; with super-blocks their scales are among them.
+    int64_t row_bytes() const { return inputs * bits / 8 + (super_block ? inputs / super_block * 16 : 0); }
+    // Whether tokens are rounded to 8 bits: float32 beside super-blocks, or blocks of 32 or a power of two times that.
+    bool rounded() const { return super_block || (!half && block >= 32 && (block & (block - 1)) == 0); }
 };
 
 // Data of a call; shapes as in the OpSpec. Zero points and offsets may be null.

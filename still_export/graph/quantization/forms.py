@@ -11,6 +11,7 @@ from still_export.errors import UnsupportedError
 from still_export.graph.quantization.policy import DEFAULT_METHOD, DEQUANTIZED, HALF, Quantization
 from still_export.mixers.roles import EMBEDDING
 from still_export.models.blocks import BlockWeight
+from still_export.models.super_blocks import TILE
 from still_export.models.weights import Deferred, Pair, Weight, Weights
 
 EXACT = "exact"
@@ -23,6 +24,8 @@ MIDDLE = 8
 """Of codes of 4 bits, which products subtract where there are no zero points."""
 ORDER = "order"
 """Suffix of the inputs as codes have them, where that is another order than the weight's."""
+K_QUANT = {4: "q4_k", 6: "q6_k"}
+"""Suffix of the words of K-quants, by bits."""
 ROWS = "rows"
 """Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
 SUMS = "block_sums"
@@ -41,6 +44,7 @@ class Form:
         half_scales: The scales are half precision numbers.
         pairs: LoRA.
         codes: The blocks, where they are made beforehand (calibrate.py).
+        super_blocks: They are K-quants.
     """
 
     bits: int
@@ -51,6 +55,7 @@ class Form:
     half_scales: bool = False
     pairs: tuple[Pair, ...] = ()
     codes: BlockWeight | None = None
+    super_blocks: bool = False
 
     @property
     def order(self) -> np.ndarray | None:
@@ -62,8 +67,8 @@ class Form:
 def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
     """The form of a weight with `role`; None: as it is.
 
-    Blocks of the source are taken over where they have no more bits than the policy gives and its blocks divide them. Of 5 and 6 bits,
-    which no form has, 8 are kept: the file's maker gave those weights more.
+    K-quants are taken over where kernels read them, other blocks of the source where they have no more bits than the policy gives and
+    its blocks divide them. Of 5 and 6 bits, which no other form has, 8 are kept: the file's maker gave those weights more.
     """
     bits = asked.bits(role)
     if bits is None:
@@ -77,7 +82,10 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
     if base is None:
         return Form(bits, "lora", None, pairs=pairs)
     if isinstance(base, Deferred):
-        blocks = base.blocks
+        blocks, held = base.blocks, base.super_blocks
+        # Rows of an embedding are read by a node of ONNX Runtime's.
+        if held and asked.layout.super_blocks and role != EMBEDDING and weight.shape[0] % TILE == 0:
+            return Form(held.bits, EXACT, base, half_scales=True, pairs=pairs, super_blocks=True)
         # Rows have a form of 8 bits without offsets only.
         if (
             blocks

@@ -18,11 +18,12 @@ import onnx_ir as ir
 import torch
 
 from still_export.errors import UnsupportedError
-from still_export.graph.quantization.forms import CODES, LEAST, MIDDLE, ORDER, SUMS
+from still_export.graph.quantization.forms import CODES, K_QUANT, LEAST, MIDDLE, ORDER, SUMS
 from still_export.graph.quantization.policy import NODES
 from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
 from still_export.models.blocks import BlockWeight, unpack
+from still_export.models.super_blocks import NUMBERS, SUPER, WORDS, tile_numbers, tile_words
 from still_export.models.weights import LORA_A, LORA_B, TOGETHER, value_of
 from still_graphs.edits import CONTRIB, add_node, store, typed
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
@@ -334,10 +335,7 @@ class PluginProduct(Product):
         if single:
             axis = store(graph, ir.tensor([1], dtype=ir.DataType.INT64, name=f"{node.name}.axis"))
             read = typed(add_node(graph, node, "Unsqueeze", [read, axis], "row"), [rows[0], 1, rows[1]], self.dtype)
-        attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
-        if LEAST in self.values:
-            attributes[MATMUL_NBITS.attributes[-1].name] = 0  # codes count from 0
-        parts = [self.values.get(part) for part in ("blocks", "scales", "zero_points", self._offsets)]
+        parts, attributes = self._inputs()
         shape = [rows[0], 1 if single else rows[1], self.outputs]
         found = typed(
             add_node(graph, node, MATMUL_NBITS.name, [read, *parts], "blocks", attributes, DOMAIN), shape, self.dtype
@@ -345,6 +343,13 @@ class PluginProduct(Product):
         if axis is not None:
             found = typed(add_node(graph, node, "Squeeze", [found, axis], "rows"), [rows[0], self.outputs], self.dtype)
         return found
+
+    def _inputs(self) -> tuple[list[ir.Value | None], dict[str, int]]:
+        """What is stored, in the node's order, and the node's attributes."""
+        attributes = {"bits": self.form.bits, "block_size": self.asked.block_size}
+        if LEAST in self.values:
+            attributes["zero_code"] = 0  # codes count from 0
+        return [self.values.get(part) for part in ("blocks", "scales", "zero_points", self._offsets)], attributes
 
     def _held(self) -> dict[str, ir.Value]:
         words = self.inputs * self.form.bits // 32
@@ -365,6 +370,34 @@ class PluginProduct(Product):
     def _offsets(self) -> str:
         """What is added to the numbers of a block: of half precision scales what codes of 0 stand for, which is what their files hold."""
         return LEAST if self.offsets and self.weights[0].scale_type != self.dtype else "offsets"
+
+
+class SuperBlockProduct(PluginProduct):
+    """still::MatMulNBits over K-quants as a GGUF file has them."""
+
+    def _inputs(self) -> tuple[list[ir.Value | None], dict[str, int]]:
+        held = self.weights[0].super_blocks
+        attributes = {"bits": held.bits, "block_size": held.block, "super_block": SUPER}
+        return [self.values[K_QUANT[held.bits]], self.values["numbers"]], attributes
+
+    def _held(self) -> dict[str, ir.Value]:
+        bits = self.form.bits
+
+        def stored(
+            part: str, counts: dict[int, int], dtype: ir.DataType, read: Callable[[np.ndarray, int], np.ndarray]
+        ) -> ir.Value:
+            shape = [self.outputs, self.inputs // SUPER * counts[bits]]
+
+            def values() -> np.ndarray:
+                parts = [read(weight.super_blocks.read(), bits) for weight in self.weights]
+                return np.concatenate(parts) if len(parts) > 1 else parts[0]  # a head is large
+
+            return store_values(self.model, f"{self.name}.{part}", shape, dtype, values)
+
+        return {
+            K_QUANT[bits]: stored(K_QUANT[bits], WORDS, ir.DataType.INT32, tile_words),
+            "numbers": stored("numbers", NUMBERS, ir.DataType.FLOAT16, tile_numbers),
+        }
 
 
 PRODUCTS: dict[str, type[Product]] = dict(zip(NODES, (BlockProduct, DequantizedProduct, PluginProduct), strict=True))

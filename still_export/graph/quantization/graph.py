@@ -14,7 +14,7 @@ from still_export.errors import UnsupportedError
 from still_export.graph.lower import lazy_tensor
 from still_export.graph.quantization.experts import STACKED, StackedWeight, quantize_experts
 from still_export.graph.quantization.forms import ROWS, Form
-from still_export.graph.quantization.gemm import PRODUCTS
+from still_export.graph.quantization.gemm import PRODUCTS, SuperBlockProduct
 from still_export.graph.quantization.policy import HALF, Quantization, account
 from still_export.graph.quantization.stored import StoredWeight, cast_value, replace_nodes, store_values
 from still_export.graph.weights_file import VIEW
@@ -61,12 +61,14 @@ def quantize_graph(
         alone = name if form.base is None or len(products) + len(rows) > 1 else ""
         order = None if form.order is None else form.order.tobytes()
         for node in products:
-            kind = (id(node.inputs[0]), alone, form.bits, form.zero_points, form.half_scales, weight.dtype, order)
+            kept = (form.zero_points, form.half_scales, form.super_blocks)
+            kind = (id(node.inputs[0]), alone, form.bits, *kept, weight.dtype, order)
             groups.setdefault(kind, []).append((weight, node))
         gathers += [(weight, node) for node in rows]
     places = []
     for group in groups.values():
-        product = PRODUCTS[asked.layout.nodes](model, list(dict.fromkeys(weight for weight, _ in group)))
+        kind_of = SuperBlockProduct if group[0][0].form.super_blocks else PRODUCTS[asked.layout.nodes]
+        product = kind_of(model, list(dict.fromkeys(weight for weight, _ in group)))
         product.write([node for _, node in group])
         places += [product.place] if product.place else []
     for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks

@@ -55,6 +55,7 @@ class Layout:
         rows: An embedding's rows can be read in 8 bits.
         adapters: Products can take LoRA pairs while they run.
         half_scales: What is rounded here has scales in half precision; blocks of files keep theirs.
+        super_blocks: K-quants of GGUF files can be kept to the last bit.
     """
 
     form: str
@@ -65,6 +66,7 @@ class Layout:
     rows: bool = False
     adapters: bool = False
     half_scales: bool = False
+    super_blocks: bool = False
 
 
 ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True, adapters=True)

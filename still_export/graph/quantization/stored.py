@@ -13,6 +13,7 @@ from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize, quantize_outputs, relative_error
 from still_export.models.blocks import BlockWeight
+from still_export.models.super_blocks import SuperBlocks
 from still_export.models.weights import Deferred, Weight, is_coded, narrow_value_of
 from still_graphs.edits import put_in_place, store
 
@@ -61,6 +62,13 @@ class StoredWeight:
                 "Export with --no-native, whose scales are float32."
             )
         return replace(made, scales=scales)
+
+    @property
+    def super_blocks(self) -> SuperBlocks:
+        """What the source has, of a form with them."""
+        base = self.form.base
+        assert isinstance(base, Deferred) and base.super_blocks is not None
+        return base.super_blocks
 
     def forget(self) -> None:
         """Drop the blocks."""

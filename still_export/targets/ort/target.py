@@ -209,7 +209,15 @@ ORT_CPU = Target(
     OrtOptions,
     layouts={
         "float32": Layout(
-            "kernels for CPUs (--native)", (32, 64, 128, 256), PLUGIN, True, True, True, adapters=True, half_scales=True
+            "kernels for CPUs (--native)",
+            (32, 64, 128, 256),
+            PLUGIN,
+            True,
+            True,
+            True,
+            adapters=True,
+            half_scales=True,
+            super_blocks=True,
         )
     },
     own_layouts=has_kernels,

@@ -106,7 +106,12 @@ def test_refusals(attributes: dict[str, int], dtype: str, message: str) -> None:
 )
 def test_calls_that_make_no_sense(sizes: dict[str, int], message: str) -> None:
     present = frozenset({"zero_points"} if "IZ" in sizes else ())
-    call = Call({**SIZES, **sizes}, {"bits": 4, "block_size": 32, "zero_code": -1}, dtype="float16", present=present)
+    call = Call(
+        {**SIZES, **sizes},
+        {"bits": 4, "block_size": 32, "zero_code": -1, "super_block": 0},
+        dtype="float16",
+        present=present,
+    )
     with pytest.raises(UnsupportedError, match=message):
         kernels_of("MatMulNBits").plan.check(call)
 

@@ -1,0 +1,111 @@
+"""GGUF's K-quants, whose blocks have whole numbers for scales: as files have them, and as kernels of ours read them (the OpSpec of
+MatMulNBits), with no bit lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+SUPER = 256
+"""Inputs whose scales share a number."""
+TILE = 8
+"""Outputs that lie in one another."""
+SLAB_ROWS = 4096
+"""Outputs that are laid anew at once: a head has more codes than an export should hold as bytes."""
+FORMS = {"Q4_K": (4, 32, 144), "Q6_K": (6, 16, 210)}
+"""By GGUF's name: bits, inputs of a block, bytes of SUPER inputs in a file."""
+WORDS, NUMBERS = {4: 36, 6: 52}, {4: 2, 6: 1}
+"""Of SUPER inputs of an output, by bits."""
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+"""Where two bits each lie in a byte."""
+
+
+@dataclass(frozen=True)
+class SuperBlocks:
+    """A weight [N, K] of K-quants in a source.
+
+    Args:
+        bits: 4 or 6.
+        read: Gets its rows, uint8 [N, K / SUPER * bytes].
+    """
+
+    bits: int
+    read: Callable[[], np.ndarray]
+
+    @property
+    def block(self) -> int:
+        """Inputs that share a scale."""
+        return 32 if self.bits == 4 else 16
+
+
+def tile_words(rows: np.ndarray, bits: int) -> np.ndarray:
+    """The words int32 [N, W] of the OpSpec's input `blocks`.
+
+    Args:
+        rows: As SuperBlocks reads them, of a multiple of TILE outputs.
+        bits: 4 or 6.
+    """
+    return np.concatenate([_words(rows[i : i + SLAB_ROWS], bits) for i in range(0, len(rows), SLAB_ROWS)])
+
+
+def tile_numbers(rows: np.ndarray, bits: int) -> np.ndarray:
+    """The numbers float16 [N, S] of its input `scales`."""
+    raw = _raw(rows, bits)
+    held = np.ascontiguousarray(raw[..., :4] if bits == 4 else raw[..., -2:]).view("<f2")
+    return np.ascontiguousarray(held.transpose(0, 2, 3, 1)).reshape(len(rows), -1)
+
+
+def from_tiles(words: np.ndarray, numbers: np.ndarray, bits: int) -> np.ndarray:
+    """The weight float32 [N, K] of words and numbers, which is what the gguf package makes of the file."""
+    outputs, supers = len(words), words.shape[1] // WORDS[bits]
+    data = words.view(np.uint8).reshape(-1, supers, WORDS[bits] * 4 * TILE)
+    wide = numbers.reshape(len(data), supers, -1, TILE).astype(np.float32)
+    scales, codes = data[..., :128].reshape(*data.shape[:2], -1, TILE), data[..., 128:]  # [tiles, supers, blocks, TILE]
+    if bits == 4:
+        step, least = wide[:, :, :1] * scales[:, :, :8], wide[:, :, 1:] * scales[:, :, 8:]
+        held = codes.reshape(*data.shape[:2], 8, 4, TILE, 4)
+        whole = np.concatenate([held & 15, held >> 4], axis=-1).swapaxes(3, 4).reshape(*data.shape[:2], 8, TILE, 32)
+        found = whole * step[..., None] - least[..., None]
+    else:
+        step = wide * scales.view(np.int8)
+        parts = codes.reshape(*data.shape[:2], 16, 3, TILE, 4)
+        low = np.concatenate([parts[..., :2, :, :] & 15, parts[..., :2, :, :] >> 4], axis=-1)
+        low = low.swapaxes(3, 4).reshape(*data.shape[:2], 16, TILE, 4, 4)
+        high = parts[..., 2, :, None, :] >> _PAIRS & 3
+        whole = (low | high << 4).reshape(*data.shape[:2], 16, TILE, 16).astype(np.int8) - np.int8(32)
+        found = whole * step[..., None]
+    return found.astype(np.float32).transpose(0, 3, 1, 2, 4).reshape(outputs, -1)
+
+
+def _raw(rows: np.ndarray, bits: int) -> np.ndarray:
+    """[tiles, TILE, supers, bytes]."""
+    size = {bits: size for bits, _, size in FORMS.values()}[bits]
+    return rows.reshape(-1, TILE, rows.shape[1] // size, size)
+
+
+def _words(rows: np.ndarray, bits: int) -> np.ndarray:
+    raw = _raw(np.ascontiguousarray(rows), bits)
+    count, _, supers, _ = raw.shape
+    if bits == 4:
+        from gguf.quants import Q4_K
+
+        pair = Q4_K.get_scale_min(np.ascontiguousarray(raw[..., 4:16]).reshape(-1, 12))
+        scales = np.stack(pair, axis=1).reshape(count, TILE, supers, 16)
+        halves = raw[..., 16:].reshape(count, TILE, supers, 4, 1, 32)  # low halves are one block, high ones the next
+        codes = np.concatenate([halves & 15, halves >> 4], axis=4).reshape(count, TILE, supers, 8, 4, 2, 4)
+        packed = codes[..., 0, :] | codes[..., 1, :] << 4  # [tiles, TILE, supers, 8, 4, 4]
+        laid = packed.transpose(0, 2, 3, 4, 1, 5)
+    else:
+        scales = raw[..., 192:208]
+        low = raw[..., :128].reshape(count, TILE, supers, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
+        high = raw[..., 128:192].reshape(count, TILE, supers, 2, 1, 32) >> _PAIRS & 3
+        low, high = (x.reshape(count, TILE, supers, 16, 4, 4) for x in (low, high))
+        first = (low[..., ::2, :] | low[..., 1::2, :] << 4).astype(np.uint8)
+        second = np.bitwise_or.reduce(high << _PAIRS, axis=-2, keepdims=True)
+        laid = np.concatenate([first, second.astype(np.uint8)], axis=-2).transpose(0, 2, 3, 4, 1, 5)
+    data = np.concatenate(
+        [scales.transpose(0, 2, 3, 1).reshape(count, supers, -1), laid.reshape(count, supers, -1)], axis=-1
+    )
+    return np.ascontiguousarray(data).view("<i4").reshape(len(rows), -1)
