@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -148,13 +148,15 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
         expected, actual = expected[..., None], actual[..., None]
     rows, width = expected.shape[:-1], expected.shape[-1]
     # The difference of two float32 numbers that are near each other is exact.
-    wide = np.float32 if expected.dtype in SINGLE and actual.dtype in SINGLE else np.float64
+    wide: Any = np.float32 if expected.dtype in SINGLE and actual.dtype in SINGLE else np.float64
     sides = [x.reshape(math.prod(rows), width) for x in (expected, actual)]
     found = np.full((2, math.prod(rows)), np.nan)
     size = max(1, BLOCK // max(width, 1))
 
     def measure(start: int) -> float:
         part = slice(start, start + size)
+        a: Any
+        b: Any
         a, b = (x[part].astype(wide, copy=False) for x in sides)
         largest = np.maximum(a.max(-1, initial=0), -a.min(-1, initial=0))
         if not (largest.max(initial=0) < MOST and largest.min(initial=1, where=largest > 0) > 1 / MOST):

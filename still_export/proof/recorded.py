@@ -118,7 +118,8 @@ def _write(file: zipfile.ZipFile, name: str, array: np.ndarray, compression: int
 def _name(content: np.ndarray) -> str:
     """Of an array in the file: what it holds."""
     found = hashlib.sha256(f"{content.dtype}{content.shape}".encode())
-    found.update(content.reshape(-1).view(np.uint8) if content.size else b"")
+    if content.size:
+        found.update(content.reshape(-1).view(np.uint8).data)
     return found.hexdigest()[:24]
 
 

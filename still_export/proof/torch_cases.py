@@ -39,7 +39,7 @@ LENGTH = "present_length"
 def affordable(parameters: int, device: str) -> tuple[int, ...]:
     """Of LENGTHS those that are asked of a model of so many parameters, at least the first: on a CPU the longest cost too much of a large
     one, from 0.9e9 parameters on that of 4,097 tokens, from 3e9 on that of 1,000."""
-    lengths = LENGTHS
+    lengths: tuple[int, ...] = LENGTHS
     while device == "cpu" and len(lengths) > 1 and parameters * sum(lengths) > CPU_WORK:
         lengths = lengths[:-1]
     return lengths
