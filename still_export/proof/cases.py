@@ -155,6 +155,8 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
 
     def measure(start: int) -> float:
         part = slice(start, start + size)
+        a: Any
+        b: Any
         a, b = (x[part].astype(wide, copy=False) for x in sides)
         largest = np.maximum(a.max(-1, initial=0), -a.min(-1, initial=0))
         if not (largest.max(initial=0) < MOST and largest.min(initial=1, where=largest > 0) > 1 / MOST):
