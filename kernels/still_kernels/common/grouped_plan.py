@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from still_graphs.ops import OpSpec
@@ -131,11 +131,13 @@ def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
     def block(rows: int, outputs: int, inner: int, warps: int, stages: int) -> KernelTile:
         return KernelTile({"BM": rows, "BN": outputs, "BK": inner, "STAGES": stages}, warps, stages)
 
+    # Two programs on a multiprocessor, where one has codes to unpack between its instructions for matrices: 16 and 31% faster on an H100.
+    registers = 128 if roomy and hasattr(variant, "bits") else None
     some = (16, 128, 64, 4, 4) if roomy else (16, 64, 32, 4, 2 if wide else 3)
     if hasattr(variant, "bits") and not wide:
         few = {
-            f"few_codes_{name}": KernelTile({"BN": 16, "SPLITS": 8, "UNITS": 2, "AHEAD": 0}, 8)
-            for name in ("gate_up", "down")
+            "few_codes_gate_up": KernelTile({"BN": 16, "SPLITS": 4, "UNITS": 2, "AHEAD": 0}, 4),
+            "few_codes_down": KernelTile({"BN": 16, "SPLITS": 8, "UNITS": 2, "AHEAD": 0}, 8),
         }
     else:
         few = {
@@ -150,8 +152,8 @@ def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
             "sort": KernelTile({"BP": 512}, 8),
             "some_gate_up": block(*some),
             "some_down": block(*some),
-            "many_gate_up": block(*many),
-            "many_down": block(*many),
+            "many_gate_up": replace(block(*many), max_registers=registers),
+            "many_down": replace(block(*many), max_registers=registers),
             "add": KernelTile({"BC": 1024}, 4),
         },
     )

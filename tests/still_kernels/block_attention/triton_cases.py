@@ -124,7 +124,7 @@ def run_published(device: str, dtype: torch.dtype) -> None:
 
     generator = torch.Generator(device).manual_seed(3)
     rows = 9984
-    attributes = {"dense_length": 2048}
+    attributes = {"dense_length": 2048, "block_slots": 96}
     sums = torch.full((1, 2, rows // 16, 128), torch.nan, device=device)
     exact = sums.double()
     kept = [torch.full((1, 2, rows, 128), torch.nan, dtype=dtype, device=device) for _ in "kv"]
@@ -136,7 +136,7 @@ def run_published(device: str, dtype: torch.dtype) -> None:
             torch.randn(1, tokens, heads, 128, device=device, generator=generator).to(dtype) for heads in (32, 2, 2)
         )
         new, length = torch.tensor([tokens], device=device), torch.tensor([past], device=device)
-        blocks = torch.full((1, tokens, 2, 128), 113, dtype=torch.int32, device=device)
+        blocks = torch.full((1, tokens, 2, 96), 113, dtype=torch.int32, device=device)
         launch_select_blocks(SelectInputs(query, key, new, length, **attributes), sums, blocks)
         margins: list[torch.Tensor] = []
         given = SelectInputs(query.double(), key.double(), new, length, **attributes)
