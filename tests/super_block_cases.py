@@ -49,6 +49,16 @@ class Case:
             raw[..., -2:] = numbers[..., :1].copy().view(np.uint8)
         return raw.reshape(self.outputs, -1)
 
+    def small_rows(self) -> np.ndarray:
+        """The same with weights as small as a model's."""
+        raw = self.rows().reshape(self.outputs, self.inputs // SUPER, -1)
+        number = np.array([2e-4 if self.bits == 4 else 5e-5], "<f2").view(np.uint8)
+        if self.bits == 4:
+            raw[..., :4] = np.tile(number, 2)
+        else:
+            raw[..., -2:] = number
+        return raw.reshape(self.outputs, -1)
+
     def held(self) -> tuple[np.ndarray, np.ndarray]:
         """`blocks` and `scales`."""
         return tile_words(self.rows(), self.bits), tile_numbers(self.rows(), self.bits)

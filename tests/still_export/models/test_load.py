@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -242,8 +243,11 @@ def test_fields_that_do_not_fit_each_other_are_said_with_their_file(tmp_path: Pa
         load_model(tmp_path / "m")
 
 
-def write_gguf(path: Path, family: str, model: Any) -> None:
-    """`model` as an unquantized GGUF file, written by the gguf package from the format's own description."""
+def write_gguf(
+    path: Path, family: str, model: Any, coded: Callable[[str, Any], Any] = lambda name, value: None
+) -> None:
+    """`model` as a GGUF file, written by the gguf package from the format's own description; unquantized, but for weights that `coded`
+    has bytes and a type of."""
     import gguf
 
     config = model.config
@@ -269,7 +273,8 @@ def write_gguf(path: Path, family: str, model: Any) -> None:
             # transformers pairs channel i with i + D/2, GGUF's llama 2i with 2i + 1
             rows = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
             tensor = rows.transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(f"{names.get_name(stem)}.{kind}", tensor.contiguous().numpy())
+        data, held = coded(name, tensor) or (tensor.contiguous().numpy(), None)
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", data, raw_dtype=held)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import onnx
 import pytest
@@ -12,21 +13,27 @@ import torch
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
-from still_export.graph.quantization.forms import Form
-from still_export.graph.quantization.policy import ONNXRUNTIME, Quantization, rounds_activations
+from still_export.graph.quantization.forms import EXACT, Form, form_of
+from still_export.graph.quantization.policy import ONNXRUNTIME, Layout, Quantization, rounds_activations
 from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
 from still_export.graph.quantization.stored import StoredWeight
+from still_export.mixers.roles import EMBEDDING, HEAD
 from still_export.models.source import find_source
+from still_export.models.super_blocks import SuperBlocks
+from still_export.models.weights import Deferred, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
+from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.registry import target_of
 from tests.still_export.conftest import Exporter
-from tests.still_export.tiny import MIXED, VOCAB
+from tests.still_export.models.test_load import write_gguf
+from tests.still_export.tiny import MIXED, VOCAB, plain_model
 from tests.still_graphs.protos import attribute
+from tests.super_block_cases import Case as KQuants
 
 SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=True)
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, (1, 70))
@@ -99,6 +106,63 @@ def test_calls_of_guesses_give_what_plain_steps_give(package: Package) -> None:
             place += count
         found.append(np.concatenate(rows, 1))
     assert all(np.array_equal(other, found[0]) for other in found[1:])
+
+
+K_QUANT_SIZES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32, vocab_size=136)
+
+
+def k_quants(name: str, value: torch.Tensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType] | None:
+    """A file's mixture: 6 bits for values, the feed-forward's last weight and the head, 4 for the others."""
+    if value.dim() < 2:
+        return None
+    kind = "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "lm_head")) else "Q4_K"
+    return KQuants(kind, *value.shape).small_rows(), gguf.GGMLQuantizationType[kind]
+
+
+@pytest.mark.slow
+def test_k_quants_of_a_file_are_kept_to_the_last_bit(built: None, tmp_path: Path) -> None:
+    """But for an embedding; llama's rotated rows and several weights in one node among them."""
+    plain = plain_model("llama", torch.float32, tie_word_embeddings=False, **K_QUANT_SIZES)
+    write_gguf(tmp_path / "m.gguf", "llama", plain, k_quants)
+    request = ExportOptions(str(tmp_path / "m.gguf"), attach_untrained=True, quantize="int4")
+    package = export(request, tmp_path / "package", options=OrtOptions(native=True))
+    graph = onnx.load(package.model_path, load_external_data=False).graph
+    forms = [(attribute(n, "bits"), attribute(n, "super_block")) for n in graph.node if n.op_type == "MatMulNBits"]
+    layers = plain.config.num_hidden_layers
+    kept = sorted(form for form in forms if form[1])  # gates are floats in the source
+    assert kept == [(4, 256)] * (3 * layers) + [(6, 256)] * (2 * layers + 1)
+    roles = package.manifest["quantization"]["roles"]
+    assert roles["head"] == [{"bits": 6, "method": EXACT, "weights": 1}]
+    source = find_source(ExportOptions.from_manifest(package.manifest))
+    held = with_held_weights(source, package.path, package.manifest)
+    ends = ("_proj.weight", "lm_head.weight")
+    projections = [name for name in source.weights if name.endswith(ends) and "g_proj" not in name]
+    assert len(projections) == 7 * layers + 1
+    for name in projections:
+        assert torch.equal(value_of(held.weights[name]), value_of(source.weights[name])), name
+    runner = OrtModel(package.path)
+    runner.start(1)
+    actual = runner.feed(TOKENS[:, :20] % 136)
+    model = held.read().float()
+    round_activations(model, held_names(package.path), 32)
+    reference = TorchModel(package.manifest, model)
+    feed = {**next_feed({}, TOKENS[:, :20] % 136, None), **reference.empty_feed(1, 20)}
+    expected = reference.infer(feed)["logits"][:, -1:]
+    assert np.abs(actual - expected).mean() < 0.02 * np.abs(expected).mean()
+
+
+def test_k_quants_that_do_not_fit_kernels_are_rounded(built: None) -> None:
+    layout = target_of("ort-cpu").layout_for("float32", OrtOptions())
+
+    def bits(outputs: int, role: str, layout: Layout = layout) -> tuple[int, bool]:
+        held = SuperBlocks(6, lambda: pytest.fail("read"))
+        weight = Deferred(torch.Size((outputs, 256)), torch.float32, held.read, bits=6, super_blocks=held)  # type: ignore[arg-type]
+        form = form_of(weight, role, Quantization("int4", layout=layout))
+        assert form is not None
+        return form.bits, form.super_blocks
+
+    assert bits(16, HEAD) == (6, True)
+    assert bits(20, HEAD) == bits(16, EMBEDDING) == bits(16, HEAD, ONNXRUNTIME) == (8, False)
 
 
 def test_layouts_follow_the_kernels(built: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
