@@ -77,7 +77,7 @@ class State:
 
     @property
     def ring(self) -> bool:
-        """Its axis 2 has the slots of two chunks, of which the one that begins takes those of the one that left."""
+        """Its axis 2 holds two chunks, of which the one that begins takes the rows of the one that left."""
         return self.name.startswith("window_")
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class StateTable:
             return int(state.growth["axis"]), slice(rows_after(state.growth, tokens, self.capacity_tokens), None)
         if not state.ring:
             return 0, slice(0)
-        slots = int(state.shape[2])
-        place, half = tokens % slots, slots // 2
+        held = int(state.shape[2])
+        place, half = tokens % held, held // 2
         return 2, slice(place, (place + half - 1) // half * half)
 
     @property
