@@ -14,13 +14,12 @@ constexpr int kSuper = 256; // inputs whose scales share a number
 constexpr int64_t kTokens = 512; // that are rounded at once
 
 // Tokens in 8 bits, and for each unit, four times side by side: what a code stands for, and the sum of the codes in that. Beside tiles
-// codes are in order, factors of kSuper inputs, sums whole numbers of blocks, and those of kSuper inputs of kChunk tokens side by side.
+// codes are in order, with one factor a unit and one sum a block, and those of kSuper inputs of kChunk tokens lie side by side.
 struct Rounded
 {
     int8_t* codes;
     float* factors;
     float* sums;
-    int16_t* block_sums;
     int64_t first, tokens; // beside tiles: the task's first token among those that are rounded at once, and how many those are
     int64_t units; // of a token, filled up to whole steps with zeros
 };

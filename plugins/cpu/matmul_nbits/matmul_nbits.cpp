@@ -45,8 +45,8 @@ struct Parts
         {
             auto const inputs = static_cast<size_t>(layer.inputs * std::min(tokens, kTokens));
             rounded.codes = scratch.take<int8_t>(inputs);
-            rounded.factors = scratch.take<float>(inputs / kSuper);
-            rounded.block_sums = scratch.take<int16_t>(inputs / static_cast<size_t>(layer.block));
+            rounded.factors = scratch.take<float>(inputs / kUnit);
+            rounded.sums = scratch.take<float>(inputs / static_cast<size_t>(layer.block));
         }
         else if (layer.rounded())
         {

@@ -1,8 +1,8 @@
 // Tiles of eight outputs that lie in one another, with whole numbers for scales (super_block in the OpSpec): a lane is an output. Compiled
 // once per instruction set, like ../common/simd.h.
 //
-// Sums of 256 inputs are exact, in whole numbers, and one loop is compiled for all counts of tokens: a token's numbers do not depend on the
-// others. Each code is unpacked once for up to kChunk tokens and stays in registers while they pass.
+// Sums of a unit of a token are exact, in whole numbers, and one loop is compiled for all counts of tokens: a token's numbers do not depend
+// on the others. Each code is unpacked once for up to kChunk tokens and stays in registers while they pass.
 #pragma once
 
 #include "../common/elements.h"
@@ -15,7 +15,7 @@ using still_cpu::low_bit::kChunk;
 using still_cpu::low_bit::kSuper;
 using still_cpu::low_bit::kTile;
 
-constexpr int kPart = 32; // inputs whose codes are in registers at once
+constexpr int kPart = kUnit; // inputs whose codes are in registers at once
 
 typedef uint8_t Codes __attribute__((vector_size(32))); // four inputs of each output
 typedef int32_t Eight __attribute__((vector_size(32)));
@@ -42,10 +42,10 @@ inline Eight widened(uint8_t const* from)
 #endif
 }
 
-// Two numbers below 2^15 in each lane.
-inline Eight pair_of(Eight first, Eight second)
+// Numbers below 2^15, twice in each lane.
+inline Eight twice(Eight x)
 {
-    return (first & 0xffff) | (second << 16);
+    return (x & 0xffff) | (x << 16);
 }
 
 // Codes of kPart inputs of eight outputs, and the scales of their blocks, twice in a lane.
@@ -73,8 +73,7 @@ inline void unpack(uint8_t const* super_block, int part, Part<Bits>& to)
             Codes const both = read<Codes>(from + 32 * i);
             to.codes[2 * i] = both & 15, to.codes[2 * i + 1] = both >> 4;
         }
-        Eight const scale = widened<uint8_t>(super_block + part * kTile);
-        to.scales[0] = pair_of(scale, scale);
+        to.scales[0] = twice(widened<uint8_t>(super_block + part * kTile));
     }
     else
         for (int block = 0; block < 2; ++block, from += 96)
@@ -83,18 +82,11 @@ inline void unpack(uint8_t const* super_block, int part, Part<Bits>& to)
             Codes* const codes = to.codes + 4 * block;
             codes[0] = (first & 15) | (high << 4 & 0x30), codes[1] = first >> 4 | (high << 2 & 0x30);
             codes[2] = (second & 15) | (high & 0x30), codes[3] = second >> 4 | (high >> 2 & 0x30);
-            Eight const scale = widened<int8_t>(super_block + (2 * part + block) * kTile);
-            to.scales[block] = pair_of(scale, scale);
+            to.scales[block] = twice(widened<int8_t>(super_block + (2 * part + block) * kTile));
         }
 }
 
 #if defined(__AVX2__)
-
-// Both numbers of each lane times two of a token, summed.
-inline Eight pair_dot(Eight pairs, int16_t const* x)
-{
-    return (Eight)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(read<int32_t>(x)));
-}
 
 // Sums over a part of codes, numbers of a token and scales.
 template <int Bits>
@@ -116,11 +108,6 @@ inline Eight dot(Part<Bits> const& part, int8_t const* x)
 }
 
 #else
-
-inline Eight pair_dot(Eight pairs, int16_t const* x)
-{
-    return (pairs << 16 >> 16) * x[0] + (pairs >> 16) * x[1];
-}
 
 template <int Bits>
 inline Eight dot(Part<Bits> const& part, int8_t const* x)
@@ -155,11 +142,11 @@ inline Floats numbers_of(Half const* from)
 #endif
 }
 
-// Rounds 256 inputs with one factor, and sums those of each block.
-inline void round_super(float const* x, int block, int8_t* codes, float* factor, int16_t* sums)
+// Rounds a unit of a token, and sums what it stands for, block by block.
+inline void round_part(float const* x, int block, int8_t* codes, float* factor, float* sums)
 {
     VecInt most = {};
-    for (int i = 0; i < kSuper; i += kLanes)
+    for (int i = 0; i < kPart; i += kLanes)
     {
         VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // of NaN larger than of any number
         most = most > magnitude ? most : magnitude;
@@ -168,7 +155,7 @@ inline void round_super(float const* x, int block, int8_t* codes, float* factor,
     for (int i = 0; i < kLanes; ++i)
         bits_of_most = most[i] > bits_of_most ? most[i] : bits_of_most;
     float const inverse = inverse_of(*factor = read<float>(&bits_of_most) / 127);
-    for (int begin = 0; begin < kSuper; begin += block)
+    for (int begin = 0; begin < kPart; begin += block)
     {
         VecInt total = {};
         for (int i = begin; i < begin + block; i += kLanes)
@@ -181,7 +168,7 @@ inline void round_super(float const* x, int block, int8_t* codes, float* factor,
         int32_t whole = 0;
         for (int i = 0; i < kLanes; ++i)
             whole += total[i];
-        sums[begin / block] = static_cast<int16_t>(whole);
+        sums[begin / block] = *factor * static_cast<float>(whole);
     }
 }
 
@@ -203,8 +190,9 @@ void round_tokens(Task const& task)
         for (int64_t s = 0; s < supers; ++s)
         {
             int64_t const place = begin * supers + s * chunk_tokens(to, begin) + (to.first + t - begin);
-            round_super(x + s * kSuper, layer.block, to.codes + place * kSuper, to.factors + place,
-                to.block_sums + place * (kSuper / layer.block));
+            for (int i = 0; i < kSuper; i += kPart)
+                round_part(x + s * kSuper + i, layer.block, to.codes + place * kSuper + i, to.factors + (place * kSuper + i) / kPart,
+                    to.sums + (place * kSuper + i) / layer.block);
         }
     }
 }
@@ -212,52 +200,48 @@ void round_tokens(Task const& task)
 template <int Bits>
 void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
 {
-    constexpr int blocks = Bits == 4 ? 8 : 16;
+    constexpr int blocks = Bits == 4 ? 8 : 16, parts = kSuper / kPart;
     Layer const& layer = *task.layer;
     Rounded const& tokens = *task.rounded;
     int64_t const supers = layer.inputs / kSuper;
     uint8_t const* from = task.tensors->blocks + row * layer.row_bytes();
     Half const* scales = at<Half>(task.tensors->scales, row * supers * (Bits == 4 ? 2 : 1));
-    Floats totals[kChunk];
-    Eight sums[kChunk];
+    Floats totals[kChunk], sums[kChunk];
     for (int t = 0; t < count; ++t)
         totals[t] = Floats{};
     for (int64_t super = 0; super < supers; ++super, from += kSuperBytes<Bits>)
     {
         for (int t = 0; t < count; ++t)
-            sums[t] = Eight{};
+            sums[t] = Floats{};
         int64_t const place = token * supers + super * count;
         int8_t const* const x = tokens.codes + place * kSuper;
-        for (int i = 0; i < kSuper / kPart; ++i)
+        float const* const factors = tokens.factors + place * parts;
+        for (int i = 0; i < parts; ++i)
         {
             for (int byte = i * 64; byte < kSuperBytes<Bits>; byte += 512)
                 __builtin_prefetch(from + kAhead + byte, 0, 1);
             Part<Bits> part;
             unpack(from, i, part);
             for (int t = 0; t < count; ++t)
-                sums[t] += dot(part, x + t * kSuper + i * kPart);
+                sums[t] += __builtin_convertvector(dot(part, x + t * kSuper + i * kPart), Floats) * factors[t * parts + i];
         }
         // Of Q4_K what is subtracted, of Q6_K what makes 32 stand for 0.
-        Eight others[blocks / 2];
-        for (int i = 0; i < blocks / 2; ++i)
+        Floats others[blocks];
+        for (int i = 0; i < blocks; ++i)
             if constexpr (Bits == 4)
-                others[i] = pair_of(widened<uint8_t>(from + (8 + 2 * i) * kTile), widened<uint8_t>(from + (9 + 2 * i) * kTile));
+                others[i] = __builtin_convertvector(widened<uint8_t>(from + (8 + i) * kTile), Floats);
             else
-                others[i] = pair_of(widened<int8_t>(from + 2 * i * kTile), widened<int8_t>(from + (2 * i + 1) * kTile));
-        Floats const scale = numbers_of(scales), least = Bits == 4 ? numbers_of(scales + kTile) : Floats{};
+                others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile), Floats);
+        Floats const scale = numbers_of(scales), least = Bits == 4 ? numbers_of(scales + kTile) : scale;
         scales += Bits == 4 ? 2 * kTile : kTile;
         for (int t = 0; t < count; ++t)
         {
-            int16_t const* const of_blocks = tokens.block_sums + (place + t) * blocks;
-            Eight other = {};
-            for (int i = 0; i < blocks / 2; ++i)
-                other += pair_dot(others[i], of_blocks + 2 * i);
-            Floats found;
-            if constexpr (Bits == 4)
-                found = __builtin_convertvector(sums[t], Floats) * scale - __builtin_convertvector(other, Floats) * least;
-            else
-                found = __builtin_convertvector(sums[t] - 32 * other, Floats) * scale;
-            totals[t] += found * tokens.factors[place + t];
+            float const* const of_blocks = tokens.sums + (place + t) * blocks;
+            Floats even = {}, odd = {};
+            for (int i = 0; i < blocks; i += 2)
+                even += others[i] * of_blocks[i], odd += others[i + 1] * of_blocks[i + 1];
+            totals[t] += sums[t] * scale;
+            totals[t] -= (even + odd) * least;
         }
     }
     for (int t = 0; t < count; ++t)

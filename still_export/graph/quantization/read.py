@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from still_export.graph.quantization.forms import CODES, K_QUANT, LEAST, MIDDLE, ORDER, ROWS, SUMS
 from still_export.mixers.experts.module import Stacked
 from still_export.models.blocks import BlockWeight
-from still_export.models.super_blocks import SUPER, from_tiles
+from still_export.models.super_blocks import from_tiles
 from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
 from still_export.package.files import MODEL
 
@@ -84,25 +84,14 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
     return replace(source, weights=weights)
 
 
-@dataclass(frozen=True)
-class Held:
-    """How a product with a weight in blocks reads its inputs: as the blocks have them, None: in order; how many are rounded with one
-    factor, None: those of a block."""
-
-    order: np.ndarray | None = None
-    unit: int | None = None
-
-
-def held_names(folder: Path) -> dict[str, Held]:
-    """The weights in blocks of the package in `folder`, by the model's names."""
+def held_names(folder: Path) -> dict[str, np.ndarray | None]:
+    """The weights in blocks of the package in `folder`, by the model's names: their inputs as the blocks have them, None: in order."""
     import onnx_ir as ir
 
     parts = {name: value.const_value for name, value in ir.load(folder / MODEL).graph.initializers.items()}
-    joined = [n.removesuffix(".scales") for n in parts if n.endswith(".scales")]
+    joined = [n.rpartition(".")[0] for n in parts if n.endswith((".scales", *K_QUANT.values()))]
     orders = {names: None if (o := parts.get(f"{names}.{ORDER}")) is None else o.numpy().copy() for names in joined}
-    held = {names: Held(order) for names, order in orders.items()}
-    held |= {n.rpartition(".")[0]: Held(unit=SUPER) for n in parts if n.endswith(tuple(K_QUANT.values()))}
-    return {name: one for names, one in held.items() for name in names.split(TOGETHER)}
+    return {name: order for names, order in orders.items() for name in names.split(TOGETHER)}
 
 
 def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
@@ -197,20 +186,19 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
     return readers
 
 
-def round_activations(model: nn.Module, names: Mapping[str, Held], block_size: int) -> None:
+def round_activations(model: nn.Module, names: Mapping[str, np.ndarray | None], block_size: int) -> None:
     """Let the products with the weights `names` round what they read to 8 bits, block by block, as MatMulNBits does on CPUs.
 
     Args:
-        names: As `held_names` has them.
-        block_size: Inputs of a block.
+        names: With the inputs as the blocks have them, None: in order.
     """
     weights = dict(model.named_parameters())
-    rounded = {id(weights[name]): held for name, held in names.items()}
+    rounded = {id(weights[name]): order for name, order in names.items()}
 
-    def hook(held: Held, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        if held.order is None:
-            return eight_bits(inputs[0], held.unit or block_size)
-        places = torch.from_numpy(held.order).to(inputs[0].device)
+    def hook(order: np.ndarray | None, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        if order is None:
+            return eight_bits(inputs[0], block_size)
+        places = torch.from_numpy(order).to(inputs[0].device)
         return eight_bits(inputs[0][..., places], block_size)[..., places.argsort()]
 
     for module in model.modules():
