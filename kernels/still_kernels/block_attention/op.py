@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from still_kernels.block_attention.variants import KERNELS
-from still_kernels.op_kernels import Op
+from still_kernels.op_kernels import Op, imported
 
-OP = Op(KERNELS)
+OP = Op(KERNELS, imported("still_kernels.block_attention.work", "WORK"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from still_kernels.op_kernels import Op
+from still_kernels.op_kernels import Op, imported
 from still_kernels.select_blocks.variants import KERNELS
 
-OP = Op(KERNELS)
+OP = Op(KERNELS, imported("still_kernels.select_blocks.work", "WORK"))
