@@ -83,6 +83,15 @@ def class_for(base: nn.Module, classes: Mapping[str, type[ModuleT]], what: str) 
     return classes[name]
 
 
+def demand_silu(base: nn.Module) -> None:
+    """Raise UnsupportedModelError where the convolutions of a family's module have another activation."""
+    if base.activation != "silu":
+        raise UnsupportedModelError(
+            f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
+            "only silu is covered."
+        )
+
+
 def states_of(
     cache: Any, index: int, ops: Sequence[LayerOp], hidden: Tensor
 ) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:
