@@ -44,8 +44,8 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         shape = (kind.batch, kind.tokens, heads, layer.head_dim)
         return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-    counts = [torch.full((kind.batch,), n, device=device) for n in (kind.tokens, kind.length)]
-    inputs = Inputs(random(layer.heads), random(layer.kv_heads), *counts)
+    new, past = (torch.full((kind.batch,), n, device=device) for n in (kind.tokens, kind.length))
+    inputs = Inputs(random(layer.heads), random(layer.kv_heads), new, past)
     output = torch.empty(kind.batch, kind.tokens, layer.kv_heads, inputs.block_slots, dtype=torch.int32, device=device)
 
     def state() -> OneTensor:

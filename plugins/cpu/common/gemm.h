@@ -32,6 +32,16 @@ inline void gemm_tile(
             store(c + i * c_stride + j * kLanes, total[i][j]);
 }
 
+// a b + c, fused where vectors are: of a plain expression GCC may round some rows' products before it sums them.
+inline float multiply_add(float a, float b, float c)
+{
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // The columns that do not fill a vector.
 inline void gemm_rest(int rows, int columns, int depth, float const* a, int64_t row_step, int64_t k_step, float const* b, int64_t b_stride,
     float* c, int64_t c_stride, bool add)
@@ -41,7 +51,7 @@ inline void gemm_rest(int rows, int columns, int depth, float const* a, int64_t 
         {
             float total = add ? c[i * c_stride + j] : 0;
             for (int k = 0; k < depth; ++k)
-                total += a[i * row_step + k * k_step] * b[k * b_stride + j];
+                total = multiply_add(a[i * row_step + k * k_step], b[k * b_stride + j], total);
             c[i * c_stride + j] = total;
         }
 }
