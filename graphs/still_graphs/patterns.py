@@ -189,6 +189,16 @@ def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
     return check
 
 
+def fusing(name: str, *fusions: Fusion) -> tuple[Callable[[ir.Model], int], Callable[[ir.Model], str]]:
+    """The pass `name`, which is `fuse` with these, and its condition; results keep their names."""
+
+    def run(model: ir.Model) -> int:
+        return fuse(model, *fusions)
+
+    run.__name__ = name
+    return run, fused(*fusions)
+
+
 def _result(pattern: Op | Result) -> Result:
     return pattern if isinstance(pattern, Result) else pattern[0]
 

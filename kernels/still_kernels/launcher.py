@@ -106,18 +106,38 @@ def prepare_call(kernels: OpKernels, call: Call, arch: int, table: TileTable | N
     return prepare(launches, kernels.functions(), built.tiles, {**built.constants, **own}, known)
 
 
-def kept(prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
-    """What lays out launches, `prepare(arch, table, *call)`, as a function of a device, a table and a call: with the block sizes of the
-    device (a table of None) they are kept, for a layer is called once per token."""
+def kept(kernels: OpKernels) -> Callable[..., Prepared]:
+    """What lays out launches of an op, `prepared(device, table, dtype, sizes, ...)`: with the block sizes of the device (a table of None)
+    they are kept, for a layer is called once per token.
 
-    @lru_cache(1024)
-    def own(device: torch.device, *call: Any) -> Prepared:
-        return prepare(arch_of(device), None, *call)
+    Sizes, attributes and compile-time values of the call's own are pairs of name and value; `present` and `packed` (tokens of all
+    sequences, rows of the state) as of `Call`.
+    """
 
-    def prepared(device: torch.device, table: TileTable | None, *call: Any) -> Prepared:
-        return own(device, *call) if table is None else prepare(arch_of(device), table, *call)
+    def prepare(
+        device: torch.device,
+        table: TileTable | None,
+        dtype: torch.dtype,
+        sizes: tuple[tuple[str, int], ...],
+        attributes: tuple[tuple[str, Any], ...] = (),
+        present: tuple[str, ...] = (),
+        packed: tuple[int, int] | None = None,
+        own: tuple[tuple[str, int], ...] = (),
+    ) -> Prepared:
+        tokens, rows = packed or (None, None)
+        seen = Call(
+            dict(sizes),
+            dict(attributes),
+            dtype=str(dtype).removeprefix("torch."),
+            count_dtype="int64",  # Triton looks at the counts itself
+            present=frozenset(present),
+            tokens=tokens,
+            rows=rows,
+        )
+        return prepare_call(kernels, seen, arch_of(device), table, **dict(own))
 
-    return prepared
+    known = lru_cache(1024)(prepare)
+    return lambda device, table, *call: (known if table is None else prepare)(device, table, *call)
 
 
 def check_device(tensor: Tensor) -> None:

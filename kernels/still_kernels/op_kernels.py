@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,12 @@ def check_known(variant: Any, dtype: Sequence[str] = DTYPES, **more: Sequence[st
     for name, known in {"dtype": dtype, "count_dtype": COUNT_DTYPES, **more}.items():
         if getattr(variant, name) not in known:
             raise ConfigError(f"{name}={getattr(variant, name)!r} is unknown; known: {', '.join(known)}.")
+
+
+def combinations(variant: Callable[..., Any], **fields: Sequence[Any]) -> Callable[[], list[Any]]:
+    """What gives the variants of both 16-bit types and both types of counts, with every combination of `fields`."""
+    every = {"dtype": ("bfloat16", "float16"), **fields, "count_dtype": ("int64", "int32")}
+    return lambda: [variant(**dict(zip(every, values, strict=True))) for values in itertools.product(*every.values())]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@functools.cache
+def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | None = False) -> Callable[..., Any]:
+    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the GEMMs around it unless it is fused.
+
+    Args:
+        dynamic: As of torch.compile; None = the second length of sequences is compiled for all others.
+    """
+    return function if device.type == "cpu" else torch.compile(function, dynamic=dynamic)
 
 
 def recompute(

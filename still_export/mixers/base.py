@@ -237,6 +237,21 @@ def part_of(cache: Any, index: int, kind: type[LayerT]) -> LayerT | None:
     return layer.part(kind) if isinstance(layer, StillCacheLayer) else None
 
 
+def layer_of(cache: Any, index: int, kind: type[LayerT], what: str) -> LayerT | None:
+    """The same for a module that needs it where there is a cache at all.
+
+    Raises:
+        UnsupportedError: `cache` is none of a STILL model; layer `index` is, or does, `what`.
+    """
+    layer = part_of(cache, index, kind)
+    if cache is not None and (layer is None or layer.new_tokens is None):
+        raise UnsupportedError(
+            f"layer {index} {what} and got a {type(cache).__name__}; "
+            "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
+        )
+    return layer
+
+
 Profile = Mapping[str, Mapping[str, Sequence[float]]]
 """Panel -> line -> value of each layer."""
 

@@ -6,21 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import FixedStatesMixer
 
 
-class FeedForwardMixer(Mixer):
+class FeedForwardMixer(FixedStatesMixer):
     """Layers of type "feed_forward": the family's block stays where it is."""
 
     name = "feed_forward"
-    of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         return ()
-
-    def cache_layer(self, config: Any, index: int) -> FixedStates:
-        return FixedStates(())
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         return base

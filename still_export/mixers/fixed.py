@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from still_export.errors import UnsupportedError, UnsupportedModelError
-from still_export.mixers.base import LayerOp, LayerT, Progress, StillCacheLayer, part_of, refill, stay
+from still_export.mixers.base import LayerOp, LayerT, Mixer, Progress, StillCacheLayer, part_of, refill, stay
 from still_export.mixers.kernel_state import KernelStateLayer, State
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -81,6 +81,15 @@ def class_for(base: nn.Module, classes: Mapping[str, type[ModuleT]], what: str) 
     if name not in classes:
         raise UnsupportedModelError(f"{name} is no {what} that is covered: {', '.join(classes)}.")
     return classes[name]
+
+
+def demand_silu(base: nn.Module) -> None:
+    """Raise UnsupportedModelError where the convolutions of a family's module have another activation."""
+    if base.activation != "silu":
+        raise UnsupportedModelError(
+            f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
+            "only silu is covered."
+        )
 
 
 def states_of(
@@ -181,3 +190,20 @@ class FixedStateModule(nn.Module):
     def begin(self, hidden: Tensor, cache: Any) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:
         """`states_of` this layer."""
         return states_of(cache, self.layer_idx, self.ops, hidden)
+
+
+class FixedStatesMixer(Mixer):
+    """Layers of families whose states all have a fixed size.
+
+    modules, what: As `classes` and `what` of `class_for`.
+    """
+
+    of_families = True
+    modules: ClassVar[Mapping[str, type[FixedStateModule]]]
+    what: ClassVar[str]
+
+    def cache_layer(self, config: Any, index: int) -> FixedStates:
+        return FixedStates(self.ops(config, index))
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        return class_for(base, self.modules, self.what)(base, self.ops(config, index))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from still_export.mixers.projections import ProjectedAttention
+from still_kernels.recompute import fused
 
 STUDENT, SOFTMAX, TRANSFER = "student", "softmax", "transfer"
 
@@ -87,16 +87,6 @@ def attention_mode(modules: Sequence[Trainable], mode: str) -> Iterator[None]:
     finally:
         for module, old in zip(modules, before, strict=True):
             module.mode = old
-
-
-@functools.cache
-def fused(function: Callable[..., Any], device: torch.device, dynamic: bool | None = False) -> Callable[..., Any]:
-    """`function`, on CUDA compiled: elementwise work on float32 copies costs more than the GEMMs around it unless it is fused.
-
-    Args:
-        dynamic: As of torch.compile; None = the second length of sequences is compiled for all others.
-    """
-    return function if device.type == "cpu" else torch.compile(function, dynamic=dynamic)
 
 
 FUSED = ("RMSNorm", "MLP")

@@ -11,18 +11,17 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.mixers.layers import FULL
-from still_export.models.stack import Stack
+from still_export.models.stack import Stack, StackConfig
 
 HGRN2_EPSILON = HEAD_EPSILON = 1e-5
 """Of HGRN2's norm behind the rule, and of Parallax' heads: flash-linear-attention calls them without the configuration's."""
 
 
 @strict
-class FlaConfig(PreTrainedConfig):
+class FlaConfig(StackConfig):
     """What their layers have, under transformers' names where it has the like.
 
     Args:
@@ -48,15 +47,8 @@ class FlaConfig(PreTrainedConfig):
     mlp_bias: bool = False
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
-    layer_types: list[str] | None = None
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
     linear_num_key_heads: int = 4
     linear_num_value_heads: int = 4
     linear_num_query_heads: int = 4
@@ -258,7 +250,6 @@ class FlaBlock(nn.Module):
 
 def fla_stack(config: Any) -> Stack:
     """The layers of a model with the configuration `config`."""
-    layers = [FlaBlock(config, index) for index in range(config.num_hidden_layers)]
     turned = FULL in config.layer_types or config.model_type.removeprefix("still_") in TURNED
     rotary = LlamaRotaryEmbedding(config) if turned else None
-    return Stack(config, layers, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)
+    return Stack(config, FlaBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)

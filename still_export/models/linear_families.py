@@ -54,7 +54,7 @@ from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.flux import FLUX
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.mamba3 import MAMBA3
 from still_export.models.minicpm_sala import SALA
 from still_export.models.moh import MOH
@@ -123,27 +123,20 @@ class FalconModelMixin(LinearModelMixin):
         return super().logits(hidden) * self.config.lm_head_multiplier
 
 
-class Mamba2ModelMixin(LinearModelMixin):
+class Mamba2ModelMixin(MambaModelMixin):
     """Mamba-2 alone."""
 
     block: type[nn.Module] = Mamba2Block
     norm: type[nn.Module] = Mamba2RMSNorm
 
     def stack(self, config: Any) -> Stack:
-        layers = [self.block(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, layers, self.norm(config.hidden_size, config.layer_norm_epsilon))
+        return Stack(config, self.block, self.norm(config.hidden_size, config.layer_norm_epsilon))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden.to(self.dtype))  # type: ignore[attr-defined]  # the sums of layers are float32
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Without the cache that transformers makes for classes with "mamba" in their name, beside the one that it is given."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("cache_params", None)
-        return inputs
 
-
-class MambaModelMixin(Mamba2ModelMixin):
+class Mamba1ModelMixin(Mamba2ModelMixin):
     """Mamba alone, the first."""
 
     block, norm = MambaBlock, MambaRMSNorm
@@ -185,8 +178,7 @@ class NemotronModelMixin(LinearModelMixin):
     """Layers that are a single block each."""
 
     def stack(self, config: Any) -> Stack:
-        layers = [NemotronHBlock(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, layers, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon))
+        return Stack(config, NemotronHBlock, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon))
 
 
 def _family(
@@ -257,7 +249,7 @@ LINEAR_FAMILIES: dict[str, Family] = {
                 },
             )
             for title, config, mixin in (
-                ("Mamba", MambaConfig, MambaModelMixin),
+                ("Mamba", MambaConfig, Mamba1ModelMixin),
                 ("FalconMamba", FalconMambaConfig, FalconMambaModelMixin),
             )
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig, StillConfig
@@ -46,6 +46,13 @@ class LinearConfigMixin(StillConfigMixin):
             check_rope(self, partial=True)
 
 
+class HeadlessConfigMixin(LinearConfigMixin):
+    """No heads of softmax attention to check."""
+
+    def check(self, still: LayersConfig) -> None:
+        pass
+
+
 class LinearModelMixin(StillModelMixin):
     """Goes before a family's `...ForCausalLM`: its mixers by ours, tensor-only cache, batches padded on either side."""
 
@@ -55,3 +62,13 @@ class LinearModelMixin(StillModelMixin):
             for name in config.places[config.layer_types[index]].attributes:
                 setattr(layer, name, mixer_of(config, index).module(getattr(layer, name), config, index))
             swap_experts(layer)
+
+
+class MambaModelMixin(LinearModelMixin):
+    """For classes with "mamba" in their name."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without the cache that transformers makes for them, beside the one that it is given."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("cache_params", None)
+        return inputs

@@ -8,18 +8,16 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackForCausalLM, read_values
+from still_export.models.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
 
 
 @strict
-class Mamba3Config(PreTrainedConfig):
+class Mamba3Config(StackConfig):
     """What its layers have, under transformers' names where it has the like.
 
     Args:
@@ -42,14 +40,7 @@ class Mamba3Config(PreTrainedConfig):
     output_norm: bool = False
     use_bias: bool = False
     norm_eps: float = 1e-5
-    layer_types: list[str] | None = None
-    max_position_embeddings: int = 1 << 20
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
     pad_token_id: int | None = 0
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
 
 
 def translated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,32 +117,18 @@ class Mamba3Block(nn.Module):
         return result
 
 
-class Mamba3ConfigMixin(LinearConfigMixin):
-    """No heads of softmax attention to check."""
-
-    def check(self, still: LayersConfig) -> None:
-        pass
-
-
-class Mamba3ModelMixin(LinearModelMixin):
+class Mamba3ModelMixin(MambaModelMixin):
     """Its stack."""
 
     def stack(self, config: Any) -> Stack:
-        blocks = [Mamba3Block(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, blocks, LlamaRMSNorm(config.hidden_size, config.norm_eps))
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Without the cache that transformers makes for classes with "mamba" in their name, beside the one that it is given."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("cache_params", None)
-        return inputs
+        return Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps))
 
 
 MAMBA3 = make_family(
     __name__,
     Mamba3Config,
     StackForCausalLM,
-    (Mamba3ConfigMixin, Mamba3ModelMixin),
+    (HeadlessConfigMixin, Mamba3ModelMixin),
     title="Mamba3",
     name="mamba3",
     linear=True,

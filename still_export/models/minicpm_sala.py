@@ -8,7 +8,6 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.errors import ConfigError, UnsupportedModelError
@@ -16,7 +15,7 @@ from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
 
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
 """Of transformers' names, which alone it lets a configuration have."""
@@ -25,7 +24,7 @@ _SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0}
 
 
 @strict
-class SalaConfig(PreTrainedConfig):
+class SalaConfig(StackConfig):
     """What its layers have, under transformers' names where it has the like; others are the published ones.
 
     Args:
@@ -58,15 +57,8 @@ class SalaConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     mlp_bias: bool = False
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     max_position_embeddings: int = 524288
     rope_parameters: dict[str, Any] | None = None
-    layer_types: list[str] | None = None
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
 
 
 def translated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,9 +231,8 @@ class SalaModelMixin(LinearModelMixin):
     """Its stack, and logits of scaled hidden states."""
 
     def stack(self, config: Any) -> Stack:
-        blocks = [SalaBlock(config, index) for index in range(config.num_hidden_layers)]
         norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, blocks, norm, LlamaRotaryEmbedding(config), config.embed_scale)
+        return Stack(config, SalaBlock, norm, LlamaRotaryEmbedding(config), config.embed_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden * self.config.logits_scale)

@@ -8,13 +8,12 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn, zeros
-from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
 
 NAMES = (
     ("embedding.wte.", "model.embed_tokens."),
@@ -26,7 +25,7 @@ NAMES = (
 
 
 @strict
-class RatConfig(PreTrainedConfig):
+class RatConfig(StackConfig):
     """What its layers have, under transformers' names where it has the like.
 
     Args:
@@ -45,14 +44,6 @@ class RatConfig(PreTrainedConfig):
     groups: int = 2
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] | None = None
-    layer_types: list[str] | None = None
-    max_position_embeddings: int = 1 << 20
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
 
 
 def translated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,8 +153,7 @@ class RatModelMixin(LinearModelMixin):
     """Its stack."""
 
     def stack(self, config: Any) -> Stack:
-        blocks = [RatBlock(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, blocks, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config))
+        return Stack(config, RatBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config))
 
 
 RAT = make_family(

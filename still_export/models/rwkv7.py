@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackForCausalLM, read_values
+from still_export.models.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
 from still_export.models.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
@@ -28,7 +26,7 @@ _RANKS = {"decay": 64, "gate": 128, "a": 64, "v": 16}
 
 
 @strict
-class Rwkv7Config(PreTrainedConfig):
+class Rwkv7Config(StackConfig):
     """What its layers have, under transformers' names where it has the like.
 
     Args:
@@ -49,14 +47,6 @@ class Rwkv7Config(PreTrainedConfig):
     norm_bias: bool = True
     norm_eps: float = 1e-5
     key_epsilon: float = 1e-6
-    layer_types: list[str] | None = None
-    max_position_embeddings: int = 1 << 20
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
 
 
 def translated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,26 +187,18 @@ class LastNorm(nn.LayerNorm):
         return super().forward(hidden[..., : self.normalized_shape[0]])
 
 
-class Rwkv7ConfigMixin(LinearConfigMixin):
-    """No heads of softmax attention to check."""
-
-    def check(self, still: LayersConfig) -> None:
-        pass
-
-
 class Rwkv7ModelMixin(LinearModelMixin):
     """Its stack."""
 
     def stack(self, config: Any) -> Stack:
-        blocks = [Rwkv7Block(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, blocks, LastNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias))
+        return Stack(config, Rwkv7Block, LastNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias))
 
 
 RWKV7 = make_family(
     __name__,
     Rwkv7Config,
     StackForCausalLM,
-    (Rwkv7ConfigMixin, Rwkv7ModelMixin),
+    (HeadlessConfigMixin, Rwkv7ModelMixin),
     title="Rwkv7",
     name="rwkv7",
     linear=True,

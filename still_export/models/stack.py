@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from still_export.errors import ConfigError, StillExportError
@@ -30,12 +31,26 @@ def read_values(
         ) from error
 
 
+@strict
+class StackConfig(PreTrainedConfig):
+    """What the configurations of such models have in common, under transformers' names."""
+
+    layer_types: list[str] | None = None
+    max_position_embeddings: int = 1 << 20
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+
 class Stack(nn.Module):
     """Embedding, layers, norm; every layer maps (hidden, cache, **what all of them get) to hidden.
 
     Args:
-        config: With `vocab_size` and `hidden_size`.
-        layers: In their order.
+        config: With `vocab_size`, `hidden_size` and `num_hidden_layers`.
+        layer: Makes one, of the configuration and its number.
         norm: Behind the last one.
         rotary: From hidden states and positions to `position_embeddings`, which layers get; None: they have no positions.
         scale: Embeddings of token ids are multiplied with it.
@@ -44,12 +59,13 @@ class Stack(nn.Module):
     def __init__(
         self,
         config: Any,
-        layers: Sequence[nn.Module],
+        layer: Callable[[Any, int], nn.Module],
         norm: nn.Module,
         rotary: nn.Module | None = None,
         scale: float = 1.0,
     ) -> None:
         super().__init__()
+        layers = [layer(config, index) for index in range(config.num_hidden_layers)]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = norm

@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
 
 EPSILON = 1e-6
 """Of its norms; no configuration says so."""
 
 
 @strict
-class TransNormerConfig(PreTrainedConfig):
+class TransNormerConfig(StackConfig):
     """What its layers have, under transformers' names where it has the like.
 
     Args:
@@ -39,14 +38,8 @@ class TransNormerConfig(PreTrainedConfig):
     lrpe_layers: list[bool] | None = None
     embed_scale: float = 32.0
     bias: bool = False
-    layer_types: list[str] | None = None
-    max_position_embeddings: int = 1 << 20
-    initializer_range: float = 0.02
     tie_word_embeddings: bool = True
-    use_cache: bool = True
     pad_token_id: int | None = 0
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
 
 
 def translated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,8 +172,7 @@ class TransNormerModelMixin(LinearModelMixin):
     """Its stack."""
 
     def stack(self, config: Any) -> Stack:
-        blocks = [TransNormerBlock(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, blocks, PlainRMSNorm(), Places(config), config.embed_scale)
+        return Stack(config, TransNormerBlock, PlainRMSNorm(), Places(config), config.embed_scale)
 
 
 TRANSNORMER = make_family(

@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import Family, make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackForCausalLM
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM
 from still_export.models.transnormer import Places
 from still_export.models.weights import Deferred, Weight, value_of
 
 
 @strict
-class VisionConfig(PreTrainedConfig):
+class VisionConfig(StackConfig):
     """What the layers have, under transformers' names where it has the like.
 
     Args:
@@ -49,14 +48,6 @@ class VisionConfig(PreTrainedConfig):
     mlp_bias: bool = False
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
-    layer_types: list[str] | None = None
-    max_position_embeddings: int = 1 << 20
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.layer_types = ["linear_attention"] * self.num_hidden_layers
@@ -170,8 +161,7 @@ class VisionModelMixin(LinearModelMixin):
     """Its stack."""
 
     def stack(self, config: Any) -> Stack:
-        blocks = [VisionBlock(config, index) for index in range(config.num_hidden_layers)]
-        return Stack(config, blocks, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
+        return Stack(config, VisionBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
 
 
 VISION: tuple[Family, ...] = tuple(

@@ -127,6 +127,16 @@ class Scope:
     def cast(self, x: str, dtype: int, out: str | None = None) -> str:
         return self("Cast", x, to=dtype, out=out)
 
+    def wide(self, x: str, dtype: int) -> str:
+        """`x`, which has the element type `dtype`, as float32."""
+        return x if dtype == FLOAT else self.cast(x, FLOAT)
+
+    def narrow(self, dtype: int, out: str, op_type: str, *inputs: Value) -> None:
+        """Add a node whose result, float32, is `out` in the element type `dtype`."""
+        result = self(op_type, *inputs, out=out if dtype == FLOAT else None)
+        if dtype != FLOAT:
+            self.cast(result, dtype, out=out)
+
     def arange(self, limit: str | int) -> str:
         """0 .. limit - 1, int64; `limit` is a number or a tensor of one element."""
         if isinstance(limit, int):

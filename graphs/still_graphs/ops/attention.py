@@ -7,20 +7,22 @@ from still_graphs.ops.spec import CACHE, Growth, OpSpec, StateSpec, TensorSpec, 
 CAPACITY = Growth("capacity", 2)
 """Position p of a row lies in row p of its cache."""
 
-_KEY = StateSpec("key", ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True)
-_VALUE = StateSpec("value", ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True)
+KEY_AND_VALUE = tuple(StateSpec(name, ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True) for name in ("key", "value"))
+
+HEADS = (
+    TensorSpec("query", ("B", "T", "H", "D"), "T", "activation"),
+    TensorSpec("key", ("B", "T", "HK", "D"), "T", "activation"),
+    TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
+)
+COUNTS = (TensorSpec("new_tokens", ("B",), "int64", "count"), TensorSpec("past_length", ("B",), "int64", "count"))
+OUTPUT = TensorSpec("output", ("B", "T", "H", "D"), "T", "activation")
+"""Of attention with a cache, whatever tokens see of it."""
 
 ATTENTION = OpSpec(
     name="Attention",
     torch_name="attention",
-    inputs=(
-        TensorSpec("query", ("B", "T", "H", "D"), "T", "activation"),
-        TensorSpec("key", ("B", "T", "HK", "D"), "T", "activation"),
-        TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
-        TensorSpec("new_tokens", ("B",), "int64", "count"),
-        TensorSpec("past_length", ("B",), "int64", "count"),
-    ),
-    states=(_KEY, _VALUE, scales_of(_KEY), scales_of(_VALUE)),
-    outputs=(TensorSpec("output", ("B", "T", "H", "D"), "T", "activation"),),
+    inputs=(*HEADS, *COUNTS),
+    states=(*KEY_AND_VALUE, *map(scales_of, KEY_AND_VALUE)),
+    outputs=(OUTPUT,),
     attributes=(CACHE,),
 )

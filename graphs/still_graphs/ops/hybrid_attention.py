@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from still_graphs.ops.attention import COUNTS, HEADS, OUTPUT
 from still_graphs.ops.spec import CACHE, AttributeSpec, Growth, OpSpec, StateSpec, TensorSpec, scales_of
 
 SLOTS = Growth("slots", 2, "salient_per_chunk", "chunk_size", lag=2, only=("overflow", "error"))
@@ -18,15 +19,12 @@ HYBRID_ATTENTION = OpSpec(
     name="HybridAttention",
     torch_name="hybrid_attention",
     inputs=(
-        TensorSpec("query", ("B", "T", "H", "D"), "T", "activation"),
-        TensorSpec("key", ("B", "T", "HK", "D"), "T", "activation"),
-        TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
+        *HEADS,
         TensorSpec("gate", ("B", "T", "H", "D"), "T", "activation", optional=True),
         TensorSpec("feature_q_weight", ("H", "P", "D"), "T", "weight"),
         TensorSpec("feature_k_weight", ("H", "P", "D"), "T", "weight"),
         TensorSpec("window_factor", ("H",), "float32", "weight", optional=True),
-        TensorSpec("new_tokens", ("B",), "int64", "count"),
-        TensorSpec("past_length", ("B",), "int64", "count"),
+        *COUNTS,
     ),
     # In place, in either branch of the body: each state has one writer, and nothing reads the past state after it was written.
     # Short branch: rings are written by ScatterND, in place, and read from its output; the other states pass through Identity, which
@@ -44,7 +42,7 @@ HYBRID_ATTENTION = OpSpec(
         StateSpec("z_state", ("B", "H", "F"), "float32"),
         *map(scales_of, (_WINDOW_KEY, _WINDOW_VALUE, _SALIENT_KEY, _SALIENT_VALUE)),
     ),
-    outputs=(TensorSpec("output", ("B", "T", "H", "D"), "T", "activation"),),
+    outputs=(OUTPUT,),
     attributes=(
         AttributeSpec("chunk_size", 64),
         AttributeSpec("salient_per_chunk", 4),

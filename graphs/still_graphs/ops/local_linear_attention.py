@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from still_graphs.ops.attention import CAPACITY
-from still_graphs.ops.spec import AttributeSpec, OpSpec, StateSpec, TensorSpec
+from still_graphs.ops.attention import COUNTS, HEADS, KEY_AND_VALUE, OUTPUT
+from still_graphs.ops.spec import AttributeSpec, OpSpec, TensorSpec
 
 LOCAL_LINEAR_ATTENTION = OpSpec(
     # All in float32. With p the weights of softmax attention, k_mean = sum of p k, C = sum of p (k - k_mean) (k - k_mean)^T and l the
@@ -16,20 +16,14 @@ LOCAL_LINEAR_ATTENTION = OpSpec(
     name="LocalLinearAttention",
     torch_name="local_linear_attention",
     inputs=(
-        TensorSpec("query", ("B", "T", "H", "D"), "T", "activation"),
-        TensorSpec("key", ("B", "T", "HK", "D"), "T", "activation"),
-        TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
+        *HEADS,
         TensorSpec("correction", ("B", "T", "H", "D"), "T", "activation", optional=True),
         TensorSpec("ridge", ("H",), "float32", "weight", optional=True),
-        TensorSpec("new_tokens", ("B",), "int64", "count"),
-        TensorSpec("past_length", ("B",), "int64", "count"),
+        *COUNTS,
     ),
     # In place, as of still::Attention.
-    states=(
-        StateSpec("key", ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True),
-        StateSpec("value", ("B", "HK", "N", "D"), "T", CAPACITY, narrow=True),
-    ),
-    outputs=(TensorSpec("output", ("B", "T", "H", "D"), "T", "activation"),),
+    states=KEY_AND_VALUE,
+    outputs=(OUTPUT,),
     attributes=(AttributeSpec("ridge_steps", 0),),
 )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from still_graphs.ops.spec import AttributeSpec, Growth, OpSpec, StateSpec, TensorSpec
+from dataclasses import replace
+
+from still_graphs.ops.attention import COUNTS, HEADS, KEY_AND_VALUE, OUTPUT
+from still_graphs.ops.spec import AttributeSpec, Growth, OpSpec
 
 CHUNK_ROWS = Growth("chunk_rows", 2, per="row_tokens")
 """Chunk j of a sequence lies in row j of its cache."""
@@ -12,18 +15,9 @@ STRIDED_ATTENTION = OpSpec(
     # p // row_tokens, which the next token of its chunk takes from it.
     name="StridedAttention",
     torch_name="strided_attention",
-    inputs=(
-        TensorSpec("query", ("B", "T", "H", "D"), "T", "activation"),
-        TensorSpec("key", ("B", "T", "HK", "D"), "T", "activation"),
-        TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
-        TensorSpec("new_tokens", ("B",), "int64", "count"),
-        TensorSpec("past_length", ("B",), "int64", "count"),
-    ),
+    inputs=(*HEADS, *COUNTS),
     # In place: rows are gathered before they are written, and what is written is read from the writer's output.
-    states=(
-        StateSpec("key", ("B", "HK", "N", "D"), "T", CHUNK_ROWS, narrow=True),
-        StateSpec("value", ("B", "HK", "N", "D"), "T", CHUNK_ROWS, narrow=True),
-    ),
-    outputs=(TensorSpec("output", ("B", "T", "H", "D"), "T", "activation"),),
+    states=tuple(replace(state, growth=CHUNK_ROWS) for state in KEY_AND_VALUE),
+    outputs=(OUTPUT,),
     attributes=(AttributeSpec("row_tokens", 16),),
 )

@@ -18,24 +18,10 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.swi_glu import SWI_GLU
-from still_graphs.patterns import Fusion, Match, Op, Pattern, Val, fuse, fused
+from still_graphs.patterns import Fusion, Match, Op, Pattern, Val, fusing
 
 RESIDUAL = DENSE_MATMUL.input_names().index("residual")
 WIDTH = SWI_GLU.attributes[0].name
-
-
-def fuse_gates(model: ir.Model) -> int:
-    """Rewrite the main graph, in place; results keep their names.
-
-    Returns:
-        Number of gates that were fused.
-    """
-    return fuse(model, OF_LOW_BITS)
-
-
-def fuse_all_gates(model: ir.Model) -> int:
-    """The same whatever the product is."""
-    return fuse(model, GATES)
 
 
 def gated(whole: Pattern) -> tuple[Op, Op]:
@@ -76,4 +62,5 @@ def _replace(match: Match) -> Sequence[ir.Value]:
 
 GATES = Fusion((GATED,), _replace, _fits)
 OF_LOW_BITS = replace(GATES, where=lambda match: _fits(match) and is_low_bit(match.value(WHOLE)))
-low_bit_gates_fused, all_gates_fused = fused(OF_LOW_BITS), fused(GATES)
+fuse_gates, low_bit_gates_fused = fusing("fuse_gates", OF_LOW_BITS)
+fuse_all_gates, all_gates_fused = fusing("fuse_all_gates", GATES)

@@ -18,20 +18,11 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.passes.fuse_gates import gated, halved
-from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
+from still_graphs.patterns import Fusion, Match, Op, Val, fusing
 
 NAMES = DENSE_MATMUL.input_names()
 EPSILON = DENSE_MATMUL.attributes[0].name
 NORM, RESIDUAL = NAMES.index("norm_weight"), NAMES.index("residual")
-
-
-def fuse_linear_layers(model: ir.Model) -> int:
-    """Rewrite the main graph, in place.
-
-    Returns:
-        Number of norms, residuals and feed-forward layers that were fused.
-    """
-    return fuse(model, *FUSIONS)
 
 
 X, SCALE, OTHER = Val(), Val(is_weight), Val(lambda value: not is_weight(value))
@@ -95,4 +86,4 @@ FUSIONS = (
     Fusion((TOTAL,), _with_residual, _takes_residual),
     Fusion((LAYER,), _layer, lambda match: halved(match.node(SPLIT))),
 )
-linear_layers_fused = fused(*FUSIONS)
+fuse_linear_layers, linear_layers_fused = fusing("fuse_linear_layers", *FUSIONS)

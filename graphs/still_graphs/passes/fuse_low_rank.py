@@ -17,24 +17,10 @@ from still_graphs.edits import in_half, is_weight, rank
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
+from still_graphs.patterns import Fusion, Match, Op, Val, fusing
 
 RANK = 256
 """Most numbers between both products: of a few rows each program computes all of them."""
-
-
-def fuse_low_rank(model: ir.Model) -> int:
-    """Rewrite the main graph of float16 or bfloat16, in place; results keep their names.
-
-    Returns:
-        Number of pairs that were fused.
-    """
-    return fuse(model, *HALVES)
-
-
-def fuse_low_rank_floats(model: ir.Model) -> int:
-    """The same of float32."""
-    return fuse(model, *FLOATS)
 
 
 def _matrix(value: ir.Value) -> bool:
@@ -74,4 +60,5 @@ def _fusions(typed: Callable[..., bool]) -> tuple[Fusion, Fusion]:
 
 
 HALVES, FLOATS = _fusions(in_half), _fusions(_floats)
-low_rank_fused, low_rank_floats_fused = fused(*HALVES), fused(*FLOATS)
+fuse_low_rank, low_rank_fused = fusing("fuse_low_rank", *HALVES)
+fuse_low_rank_floats, low_rank_floats_fused = fusing("fuse_low_rank_floats", *FLOATS)

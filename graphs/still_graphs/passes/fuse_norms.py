@@ -19,18 +19,9 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
+from still_graphs.patterns import Fusion, Match, Op, Val, fusing
 
 EPSILON = ADD_RMS_NORM.attributes[0].name
-
-
-def fuse_norms(model: ir.Model) -> int:
-    """Rewrite the main graph, in place; results keep their names.
-
-    Returns:
-        Number of norms that were fused.
-    """
-    return fuse(model, *FUSIONS)
 
 
 X = Val()
@@ -99,4 +90,4 @@ def _add(match: Match, norm: ir.Node, terms: list[ir.Value | None]) -> Sequence[
 
 
 FUSIONS = Fusion((NORM, TOTAL), _fuse_sum, _is_sum, at=TOTAL), Fusion((FIRST,), _fuse_first, _is_first)
-norms_fused = fused(*FUSIONS)
+fuse_norms, norms_fused = fusing("fuse_norms", *FUSIONS)

@@ -17,16 +17,7 @@ from still_graphs.edits import in_half, is_weight, known_sizes, on_last, rank, w
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.patterns import Either, Fusion, Match, Op, Result, Val, fuse, fused
-
-
-def fuse_rotary(model: ir.Model) -> int:
-    """Rewrite the main graph, in place; results keep their names.
-
-    Returns:
-        Number of splits that were fused with what follows.
-    """
-    return fuse(model, *FUSIONS)
+from still_graphs.patterns import Either, Fusion, Match, Op, Result, Val, fusing
 
 
 class _Rotation(NamedTuple):
@@ -108,4 +99,4 @@ def _heads(match: Match, rotation: _Rotation, flat: ir.Value) -> ir.Value:
 
 
 FUSIONS = [_fusion(gated, (query, key)) for gated, query, key in product((True, False), repeat=3)]
-rotary_fused = fused(*FUSIONS)
+fuse_rotary, rotary_fused = fusing("fuse_rotary", *FUSIONS)

@@ -17,18 +17,9 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse, fused
+from still_graphs.patterns import Either, Fusion, Match, Op, Val, fusing
 
 PRODUCTS = ("MatMul", MATMUL_NBITS.name, LOW_RANK_MATMUL.name)
-
-
-def fuse_rotary_embeddings(model: ir.Model) -> int:
-    """Rewrite the main graph, in place; results keep their names.
-
-    Returns:
-        Number of splits that were fused with what follows.
-    """
-    return fuse(model, *FUSIONS)
 
 
 WHOLE, COS, SIN = (Val(lambda value: rank(value) == 3) for _ in range(3))
@@ -75,4 +66,4 @@ def _replace(match: Match) -> Sequence[ir.Value]:
 
 
 FUSIONS = Fusion((*PARTS, GATE), _replace, _gated), Fusion(PARTS, _replace, _fits)
-rotary_embeddings_fused = fused(*FUSIONS)
+fuse_rotary_embeddings, rotary_embeddings_fused = fusing("fuse_rotary_embeddings", *FUSIONS)

@@ -14,18 +14,9 @@ from still_graphs.edits import in_half, rank, width
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-from still_graphs.patterns import Either, Fusion, Match, Op, Val, fuse, fused
+from still_graphs.patterns import Either, Fusion, Match, Op, Val, fusing
 
 NAMES = ROUND_KEY_VALUE.input_names()
-
-
-def fuse_rounding(model: ir.Model) -> int:
-    """Rewrite the main graph, in place; results keep their names.
-
-    Returns:
-        Number of pairs of keys and values.
-    """
-    return fuse(model, PAIR)
 
 
 def _is_steps(value: ir.Value) -> bool:
@@ -71,4 +62,4 @@ def _replace(match: Match) -> Sequence[ir.Value]:
 
 
 PAIR = Fusion((ROUNDED[0], ROUNDED[1]), _replace, _is_pair, alone=False)
-rounding_fused = fused(PAIR)
+fuse_rounding, rounding_fused = fusing("fuse_rounding", PAIR)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,6 @@ from still_kernels.attention.inputs import Inputs
 from still_kernels.attention.state import AttentionState
 from still_kernels.attention.tiles import tile_table
 from still_kernels.attention.variants import KERNELS
-from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
 
@@ -20,34 +21,14 @@ def device_table(head_dim: int, device: torch.device, wide: bool) -> TileTable:
     return tile_table(launcher.arch_of(device), head_dim, wide)
 
 
-@launcher.kept
-def _prepared(
-    arch: int,
-    table: TileTable | None,
-    dtype: torch.dtype,
-    heads: tuple[int, int, int],
-    batch: int,
-    tokens: int,
-    rows: int,
-    cache: str,
-) -> launcher.Prepared:
-    """The launches of a kind of call.
+_prepared = launcher.kept(KERNELS)
 
-    Args:
-        table: Block sizes; None: those of the architecture.
-        heads: H, HK, D.
-        rows: N.
-        cache: The op's attribute.
-    """
-    sizes = dict(zip(("H", "HK", "D"), heads, strict=True)) | {"B": batch, "T": tokens, "N": rows}
-    seen = Call(
-        sizes,
-        {CACHE.name: cache},
-        dtype=str(dtype).removeprefix("torch."),
-        count_dtype="int64",  # Triton looks at the counts itself
-        present=frozenset({"key_scale", "value_scale"} if cache == "int8" else ()),
-    )
-    return launcher.prepare_call(KERNELS, seen, arch, table)
+
+def _kind(query: Tensor, state: AttentionState) -> tuple[Any, ...]:
+    """What the launches of a call follow from."""
+    sizes = (*zip("BTHD", query.shape, strict=True), ("HK", state.key.shape[1]), ("N", state.rows))
+    scales = ("key_scale", "value_scale") if state.cache == "int8" else ()
+    return query.dtype, sizes, ((CACHE.name, state.cache),), scales
 
 
 def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, table: TileTable | None = None) -> None:
@@ -61,9 +42,8 @@ def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, tabl
     Raises:
         UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
-    query, heads = inputs.query, (inputs.query.shape[-2], inputs.key.shape[-2], inputs.query.shape[-1])
-    batch, tokens = query.shape[:2]
-    prepared = _prepared(query.device, table, query.dtype, heads, batch, tokens, state.rows, state.cache)
+    query = inputs.query
+    prepared = _prepared(query.device, table, *_kind(query, state))
     tensors = {**vars(inputs), **_states(state), "output": output, "past_length": state.length}
     launcher.Launcher().run(prepared, tensors, query)
 
@@ -71,9 +51,7 @@ def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, tabl
 def bind_decode(query: Tensor, state: AttentionState) -> launcher.Bound:
     """Decode steps with such a query [B, 1, H, D] on `state`, in place: output, query, key, value, new_tokens and past_length are those
     of each call."""
-    batch, rows = query.shape[0], state.rows
-    heads = (query.shape[2], state.key.shape[1], query.shape[3])
-    prepared = _prepared(query.device, None, query.dtype, heads, batch, 1, rows, state.cache)
+    prepared = _prepared(query.device, None, *_kind(query, state))
     names = ("output", "query", "key", "value", "new_tokens", "past_length")
     return launcher.Bound(prepared, query.dtype, _states(state), names)
 

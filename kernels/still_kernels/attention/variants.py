@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from still_graphs.ops.spec import CACHE
 from still_kernels.attention.plan import PLAN
 from still_kernels.attention.tiles import MAX_HEAD_DIM, tile_table
-from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
 
@@ -26,14 +25,6 @@ class Variant:
 
     def __post_init__(self) -> None:
         check_known(self, cache=CACHE.choices)
-
-
-def default_variants() -> list[Variant]:
-    """Both 16-bit types, head sizes 64 and 128, both count types."""
-    return [
-        Variant(dtype=dtype, head_dim=dim, count_dtype=count)
-        for dtype, dim, count in itertools.product(("bfloat16", "float16"), (64, 128), ("int64", "int32"))
-    ]
 
 
 @lru_cache
@@ -71,7 +62,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
-    default_variants=default_variants,
+    default_variants=combinations(Variant, head_dim=(64, 128)),
     build=build,
     functions=imported("still_kernels.attention.functions", "FUNCTIONS"),
     covered=(

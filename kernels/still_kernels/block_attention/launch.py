@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.attention import AttentionState
 from still_kernels.block_attention.naive import Inputs
 from still_kernels.block_attention.variants import KERNELS
-from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
-
-@launcher.kept
-def _prepared(
-    arch: int, table: TileTable | None, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...], block: int
-) -> launcher.Prepared:
-    """The launches of a kind of call; `table`: block sizes, None: those of the architecture."""
-    kind = str(dtype).removeprefix("torch.")
-    return launcher.prepare_call(
-        KERNELS, Call(dict(sizes), {"block_size": block}, dtype=kind, count_dtype="int64"), arch, table
-    )
+_prepared = launcher.kept(KERNELS)
 
 
 def launch_block_attention(
@@ -40,7 +29,7 @@ def launch_block_attention(
     assert blocks is not None
     shape = zip("BTHD", query.shape, strict=True)
     sizes = (*shape, ("HK", inputs.key.shape[2]), ("N", state.rows), ("S", blocks.shape[3]))
-    prepared = _prepared(query.device, table, query.dtype, sizes, inputs.block_size)
+    prepared = _prepared(query.device, table, query.dtype, sizes, (("block_size", inputs.block_size),))
     tensors = {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor)}
     states = {"present_key": state.key, "present_value": state.value, "past_length": state.length}
     launcher.Launcher().run(prepared, {**tensors, **states, "output": output}, query)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from still_kernels.block_attention.plan import PLAN
 from still_kernels.block_attention.tiles import MAX_HEAD_DIM, tile_table
-from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
 
@@ -30,14 +29,6 @@ class Variant:
 
     def __post_init__(self) -> None:
         check_known(self)
-
-
-def default_variants() -> list[Variant]:
-    """MiniCPM-SALA's in both 16-bit types and both count types."""
-    return [
-        Variant(dtype=dtype, count_dtype=count)
-        for dtype, count in itertools.product(("bfloat16", "float16"), ("int64", "int32"))
-    ]
 
 
 @lru_cache
@@ -72,7 +63,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
-    default_variants=default_variants,
+    default_variants=combinations(Variant),
     build=build,
     functions=imported("still_kernels.block_attention.triton_blocks", "FUNCTIONS"),
     covered=(

@@ -8,34 +8,9 @@ from torch import Tensor
 from still_kernels import launcher
 from still_kernels.causal_conv.inputs import Inputs
 from still_kernels.causal_conv.variants import KERNELS
-from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
-
-@launcher.kept
-def _prepared(
-    arch: int,
-    table: TileTable | None,
-    sizes: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    activation: str,
-    bias: bool,
-) -> launcher.Prepared:
-    """The launches of a kind of call.
-
-    Args:
-        table: Block sizes; None: those of the architecture.
-        sizes: B, T, C, K.
-    """
-    batch, tokens, channels, taps = sizes
-    seen = Call(
-        {"B": batch, "T": tokens, "C": channels, "K": taps, "P": taps - 1},
-        {"activation": activation},
-        dtype=str(dtype).removeprefix("torch."),
-        count_dtype="int64",  # Triton looks at the counts itself
-        present=frozenset({"bias"} if bias else ()),
-    )
-    return launcher.prepare_call(KERNELS, seen, arch, table)
+_prepared = launcher.kept(KERNELS)
 
 
 def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: TileTable | None = None) -> None:
@@ -50,9 +25,10 @@ def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: Til
         UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     tokens_of = inputs.input
-    sizes = (*tokens_of.shape, inputs.weight.shape[2])
-    call = (sizes, tokens_of.dtype, inputs.activation, inputs.bias is not None)
-    prepared = _prepared(tokens_of.device, table, *call)
+    taps = inputs.weight.shape[2]
+    sizes = (*zip("BTC", tokens_of.shape, strict=True), ("K", taps), ("P", taps - 1))
+    bias = () if inputs.bias is None else ("bias",)
+    prepared = _prepared(tokens_of.device, table, tokens_of.dtype, sizes, (("activation", inputs.activation),), bias)
     tensors = {
         **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
         "conv_state": state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_kernels.causal_conv.plan import PLAN
 from still_kernels.causal_conv.tiles import MAX_TAPS, tile_table
-from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable
 
@@ -35,14 +34,6 @@ class Variant:
 
     def __post_init__(self) -> None:
         check_known(self, activation=ACTIVATIONS)
-
-
-def default_variants() -> list[Variant]:
-    """Four taps and silu in both 16-bit types, both count types, with and without bias."""
-    return [
-        Variant(dtype=dtype, bias=bias, count_dtype=count)
-        for dtype, bias, count in itertools.product(("bfloat16", "float16"), (0, 1), ("int64", "int32"))
-    ]
 
 
 @lru_cache
@@ -84,7 +75,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
-    default_variants=default_variants,
+    default_variants=combinations(Variant, bias=(0, 1)),
     build=build,
     functions=imported("still_kernels.causal_conv.functions", "FUNCTIONS"),
     covered=(

@@ -20,7 +20,7 @@ from still_kernels.hybrid_attention.reference.whole import covers_whole, whole_h
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.hybrid_attention.variants import refusals as layer_refusals
 from still_kernels.launcher import Bound
-from still_kernels.recompute import recompute
+from still_kernels.recompute import fused, recompute
 
 Result = tuple[Tensor, HybridAttentionState]
 
@@ -230,17 +230,10 @@ class _RecomputeWhole(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         def call(*tensors: Tensor) -> Tensor:
-            return _whole_on(grad.device)(Inputs(*tensors), ctx.config)
+            output: Tensor = fused(whole_hybrid_attention, grad.device)(Inputs(*tensors), ctx.config)
+            return output
 
         return None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
-
-
-@functools.cache
-def _whole_on(device: torch.device) -> Callable[[Inputs, HybridAttentionConfig], Tensor]:
-    """What differentiates whole sequences on a device: on CUDA, elementwise work costs more than the products unless it is fused."""
-    if device.type == "cpu":
-        return whole_hybrid_attention
-    return torch.compile(whole_hybrid_attention, dynamic=False)
 
 
 def _from_empty(kernel: Callable[..., Result], inputs: Inputs, config: HybridAttentionConfig) -> Tensor:

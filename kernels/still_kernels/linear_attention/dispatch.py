@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,7 +9,7 @@ from still_kernels.forms import has_kernels
 from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.inputs import Inputs, empty_state
 from still_kernels.linear_attention.whole import whole_linear_attention
-from still_kernels.recompute import recompute
+from still_kernels.recompute import fused, recompute
 
 
 def linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
@@ -64,15 +61,11 @@ class _RecomputeWhole(torch.autograd.Function):
         rule, scale = ctx.rule
 
         def call(query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None) -> Tensor:
-            return _whole_on(grad.device)(Inputs(query, key, value, decay, beta, None, rule, scale))
+            inputs = Inputs(query, key, value, decay, beta, None, rule, scale)
+            output: Tensor = fused(whole_linear_attention, grad.device)(inputs)
+            return output
 
         return None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
-
-
-@functools.cache
-def _whole_on(device: torch.device) -> Callable[[Inputs], Tensor]:
-    """What differentiates whole sequences on a device: on CUDA, elementwise work costs more than the GEMMs unless it is fused."""
-    return whole_linear_attention if device.type == "cpu" else torch.compile(whole_linear_attention, dynamic=False)
 
 
 def _from_empty(inputs: Inputs) -> Tensor:

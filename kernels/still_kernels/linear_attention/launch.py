@@ -10,41 +10,9 @@ from still_kernels.linear_attention.inputs import Inputs
 from still_kernels.linear_attention.pages import Pages
 from still_kernels.linear_attention.variants import KERNELS
 from still_kernels.packing import Packing, size_of_call
-from still_kernels.plan import Call
 from still_kernels.tile import TileTable
 
-
-@launcher.kept
-def _prepared(
-    arch: int,
-    table: TileTable | None,
-    sizes: tuple[tuple[str, int], ...],
-    dtype: torch.dtype,
-    rule: str,
-    scale: float,
-    packed: tuple[int, int] | None,
-    page: int,
-) -> launcher.Prepared:
-    """The launches of a kind of call.
-
-    Args:
-        table: Block sizes; None: those of the architecture.
-        sizes: By symbol of the OpSpec; E and W where there are decay and beta.
-        packed: Tokens of all sequences and rows of the state, where they are packed.
-        page: As the kernels have it, `triton_common.state_of_head`.
-    """
-    known = dict(sizes)
-    seen = Call(
-        known,
-        {"update_rule": rule, "scale": scale},
-        dtype=str(dtype).removeprefix("torch."),
-        count_dtype="int64",  # Triton looks at the counts itself
-        present=frozenset(name for name, size in (("decay", "E"), ("beta", "W")) if size in known),
-        tokens=None if packed is None else packed[0],
-        rows=None if packed is None else packed[1],
-    )
-    pages = {"RAGGED": 1, "PAGE": page} if page else {}
-    return launcher.prepare_call(KERNELS, seen, arch, table, **pages)
+_prepared = launcher.kept(KERNELS)
 
 
 def launch_linear_attention(
@@ -73,12 +41,13 @@ def launch_linear_attention(
     sizes |= {"HK": inputs.key.shape[-2], "H": inputs.value.shape[-2], "V": inputs.value.shape[-1]}
     sizes |= {} if inputs.decay is None else {"E": inputs.decay.shape[-1]}
     sizes |= {} if inputs.beta is None else {"W": inputs.beta.shape[-1]}
-    page = 0
+    present = tuple(name for name in ("decay", "beta") if getattr(inputs, name) is not None)
+    attributes = (("update_rule", inputs.update_rule), ("scale", inputs.scale))
+    own: tuple[tuple[str, int], ...] = ()
     if packing is not None and packing.pages is not None:
         assert isinstance(packing.pages, Pages) and past_length is not None
-        page = packing.pages.size_bytes // 4
-    call = (tuple(sizes.items()), query.dtype, inputs.update_rule, inputs.scale, packed, page)
-    prepared = _prepared(query.device, table, *call)
+        own = (("RAGGED", 1), ("PAGE", packing.pages.size_bytes // 4))  # `triton_common.state_of_head`
+    prepared = _prepared(query.device, table, query.dtype, tuple(sizes.items()), attributes, present, packed, own)
     tensors = {
         **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
         "recurrent_state": state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +10,7 @@ from still_graphs.errors import ConfigError
 from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 from still_kernels.linear_attention.plan import PLAN
 from still_kernels.linear_attention.tiles import MAX_HEAD_DIM, MAX_SHARED, tile_table
-from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Check
 from still_kernels.tile import TileTable, pow2
 
@@ -49,14 +48,6 @@ class Variant:
         """Block sizes on an architecture."""
         delta = self.update_rule in DELTA
         return tile_table(arch, self.head_dim, self.value_dim, self.shared, delta, bool(self.per_key), self.dtype)
-
-
-def default_variants() -> list[Variant]:
-    """The gated delta rule in both 16-bit types, heads of 128, both count types."""
-    return [
-        Variant(dtype=dtype, count_dtype=count)
-        for dtype, count in itertools.product(("bfloat16", "float16"), ("int64", "int32"))
-    ]
 
 
 @lru_cache
@@ -115,7 +106,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
-    default_variants=default_variants,
+    default_variants=combinations(Variant),
     build=build,
     functions=imported("still_kernels.linear_attention.functions", "FUNCTIONS"),
     covered=(

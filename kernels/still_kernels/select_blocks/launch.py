@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
 from still_kernels import launcher
-from still_kernels.plan import Call
 from still_kernels.select_blocks.naive import Inputs
 from still_kernels.select_blocks.variants import KERNELS
 from still_kernels.tile import TileTable
 
-
-@launcher.kept
-def _prepared(
-    arch: int,
-    table: TileTable | None,
-    dtype: torch.dtype,
-    sizes: tuple[tuple[str, int], ...],
-    attributes: tuple[tuple[str, int], ...],
-) -> launcher.Prepared:
-    """The launches of a kind of call; `table`: block sizes, None: those of the architecture."""
-    seen = Call(dict(sizes), dict(attributes), dtype=str(dtype).removeprefix("torch."), count_dtype="int64")
-    return launcher.prepare_call(KERNELS, seen, arch, table)
+_prepared = launcher.kept(KERNELS)
 
 
 def launch_select_blocks(inputs: Inputs, sums: Tensor, blocks: Tensor, table: TileTable | None = None) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, imported
+from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Check
 from still_kernels.select_blocks.plan import PLAN
 from still_kernels.select_blocks.tiles import MAX_HEAD_DIM, MOST_PARTS, tile_table
@@ -43,14 +42,6 @@ class Variant:
         check_known(self)
 
 
-def default_variants() -> list[Variant]:
-    """MiniCPM-SALA's in both 16-bit types and both count types."""
-    return [
-        Variant(dtype=dtype, count_dtype=count)
-        for dtype, count in itertools.product(("bfloat16", "float16"), ("int64", "int32"))
-    ]
-
-
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
     v, wide = variant, variant.dtype == "float32"
@@ -81,7 +72,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
 KERNELS = OpKernels(
     plan=PLAN,
     variant=Variant,
-    default_variants=default_variants,
+    default_variants=combinations(Variant),
     build=build,
     functions=imported("still_kernels.select_blocks.triton_select", "FUNCTIONS"),
     covered=(

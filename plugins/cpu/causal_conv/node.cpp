@@ -3,8 +3,6 @@
 #include "../common/kernel.h"
 #include "causal_conv.h"
 
-#include <limits>
-
 namespace still_cpu
 {
 namespace
@@ -22,28 +20,19 @@ enum Input
     kPastState
 };
 
-struct Sizes
-{
-    Layer layer;
-    int batch;
-    int64_t tokens;
-    still::Tensor output;
-};
-
-class Node : public Kernel
+class Node : public StateKernel<Layer>
 {
 public:
-    Node(still::Op const& op, bool half) : op_(op), half_(half), silu_(choice(op, "activation") == 1)
+    Node(still::Op const& op, bool half)
+        : StateKernel(op, half, {"input", "weight", "bias", "new_tokens", "past_conv_state"}), silu_(choice(op, "activation") == 1)
     {
-        expect_inputs(op.spec(), {"input", "weight", "bias", "new_tokens", "past_conv_state"});
     }
 
     void compute(HostCall& call) override
     {
-        Sizes const sizes = sizes_.of(op_, call.tensors, [&](still::Call const& bound) { return read_sizes(bound); });
+        StateSizes<Layer> const sizes = this->sizes(call);
         int64_t const* const brought = call.counts(kNewTokens);
-        for (int row = 0; row < sizes.batch; ++row)
-            check_counts(op_.spec(), row, 0, brought[row], sizes.tokens);
+        check_rows(op_.spec(), sizes.batch, nullptr, brought, sizes.tokens);
         convolution::Tensors x{};
         x.input = call.input(kInput), x.weight = call.input(kWeight), x.bias = call.input(kBias);
         x.output = call.output(0, sizes.output);
@@ -56,29 +45,25 @@ public:
     }
 
 private:
-    Sizes read_sizes(still::Call const& call) const
+    Layer read_layer(still::Call const& call) const override
     {
-        constexpr int64_t most = std::numeric_limits<int32_t>::max();
         Layer const layer{dimension(call, "C", 1, 1 << 24), dimension(call, "K", 2, 256), silu_, half_};
         if (call.size("P") != layer.taps - 1)
             still::fail("CausalConv: ", layer.taps, " taps with ", call.size("P"), " columns of state; expected one less.");
         // Weights of other ops may have a dimension of 1 for all heads; each channel here has taps of its own.
         if (int64_t const own = call.tensor("weight").dims[0]; own != layer.channels)
             still::fail("CausalConv: weight has taps of ", own, " channels; expected ", layer.channels, ".");
-        return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("output")};
+        return layer;
     }
 
-    still::Op const& op_;
-    bool half_;
     bool silu_;
-    Remembered<Sizes> sizes_;
 };
 
 } // namespace
 
 Entry causal_conv_entry()
 {
-    return {"CausalConv", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("CausalConv");
 }
 
 } // namespace still_cpu

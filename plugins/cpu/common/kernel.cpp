@@ -77,4 +77,16 @@ void check_counts(still::OpSpec const& spec, int row, int64_t past, int64_t brou
             ", and new_tokens at most ", tokens, ".");
 }
 
+void check_rows(still::OpSpec const& spec, int batch, int64_t const* past, int64_t const* brought, int64_t tokens, int64_t room)
+{
+    for (int row = 0; row < batch; ++row)
+    {
+        int64_t const before = past ? past[row] : 0;
+        check_counts(spec, row, before, brought[row], tokens);
+        if (before + brought[row] > room)
+            fail(spec.name, ": sequence ", row, " grows to ", before + brought[row], " tokens; the state has room for ", room,
+                ". Give a larger state.");
+    }
+}
+
 } // namespace still_cpu

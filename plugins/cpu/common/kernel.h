@@ -2,6 +2,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -98,5 +99,55 @@ void check_heads(still::Call const& call);
 
 // Throws still::Error for a row whose counts are outside their range; afterwards their sum fits.
 void check_counts(still::OpSpec const& spec, int row, int64_t past, int64_t brought, int64_t tokens);
+// The same for all rows, and for those that outgrow the `room` of their state. `past` is null for an op that does not read it.
+void check_rows(still::OpSpec const& spec, int batch, int64_t const* past, int64_t const* brought, int64_t tokens,
+    int64_t room = std::numeric_limits<int64_t>::max());
+
+// What follows from the shapes of a call of an op with states.
+template <typename Layer>
+struct StateSizes
+{
+    Layer layer;
+    int batch;
+    int64_t tokens;
+    still::Tensor output;
+};
+
+// The kernel of an op with states and one output, whose calls are computed by a `Layer`.
+template <typename Layer>
+class StateKernel : public Kernel
+{
+protected:
+    StateKernel(still::Op const& op, bool half, std::initializer_list<char const*> inputs) : op_(op), half_(half)
+    {
+        expect_inputs(op.spec(), inputs);
+    }
+
+    // The layer of a call; throws still::Error where there is no kernel for it.
+    virtual Layer read_layer(still::Call const& call) const = 0;
+
+    StateSizes<Layer> sizes(HostCall const& call)
+    {
+        auto const read = [&](still::Call const& bound) -> StateSizes<Layer>
+        {
+            Layer const layer = read_layer(bound);
+            int const batch = dimension(bound, "B", 0, std::numeric_limits<int32_t>::max());
+            return {layer, batch, bound.size("T"), bound.tensor(op_.spec().outputs[0].name.c_str())};
+        };
+        return sizes_.of(op_, call.tensors, read);
+    }
+
+    still::Op const& op_;
+    bool half_;
+
+private:
+    Remembered<StateSizes<Layer>> sizes_;
+};
+
+template <typename Node>
+Entry entry_of(char const* op)
+{
+    return {op, [](still::Op const& made, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(made, half); }};
+}
 
 } // namespace still_cpu

@@ -32,7 +32,7 @@ private:
 
 Entry experts_entry()
 {
-    return {"Experts", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("Experts");
 }
 
 } // namespace still_cpu

@@ -64,7 +64,7 @@ private:
 
 Entry experts_nbits_entry()
 {
-    return {"ExpertsNBits", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("ExpertsNBits");
 }
 
 } // namespace still_cpu

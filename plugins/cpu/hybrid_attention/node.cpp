@@ -60,16 +60,8 @@ Layer read_attributes(still::Op const& op, bool half)
     return l;
 }
 
-struct Sizes
-{
-    Layer layer;
-    int batch;
-    int64_t tokens;
-    still::Tensor output;
-};
-
 // Completes the layer by the shapes; throws where they contradict the attributes.
-Sizes read_sizes(Layer layer, still::Call const& call)
+Layer read_shapes(Layer layer, still::Call const& call)
 {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     check_heads(call);
@@ -92,11 +84,11 @@ Sizes read_sizes(Layer layer, still::Call const& call)
     demand("past_kv_state", "F", layer.features);
     if ((layer.overflow == Overflow::kFoldMinScore) != call.has("past_salient_score"))
         fail("HybridAttention: past_salient_score goes with overflow=\"fold_min_score\", and only with it.");
-    return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("output")};
+    return layer;
 }
 
 // Throws for counts outside their range and for sequences that outgrow the salient cache.
-void check_rows(still::OpSpec const& spec, Sizes const& sizes, int64_t const* past, int64_t const* brought)
+void check_slots(still::OpSpec const& spec, StateSizes<Layer> const& sizes, int64_t const* past, int64_t const* brought)
 {
     Layer const& l = sizes.layer;
     for (int row = 0; row < sizes.batch; ++row)
@@ -110,23 +102,24 @@ void check_rows(still::OpSpec const& spec, Sizes const& sizes, int64_t const* pa
     }
 }
 
-class Node : public Kernel
+class Node : public StateKernel<Layer>
 {
 public:
-    Node(still::Op const& op, bool half) : op_(op), layer_(read_attributes(op, half))
-    {
-        expect_inputs(op.spec(),
+    Node(still::Op const& op, bool half)
+        : StateKernel(op, half,
             {"query", "key", "value", "gate", "feature_q_weight", "feature_k_weight", "window_factor", "new_tokens", "past_length",
                 "past_window_key", "past_window_value", "past_window_score", "past_salient_key", "past_salient_value",
                 "past_salient_score", "past_kv_state", "past_z_state", "past_window_key_scale", "past_window_value_scale",
-                "past_salient_key_scale", "past_salient_value_scale"});
+                "past_salient_key_scale", "past_salient_value_scale"}),
+          layer_(read_attributes(op, half))
+    {
     }
 
     void compute(HostCall& call) override
     {
-        Sizes const sizes = sizes_.of(op_, call.tensors, [&](still::Call const& bound) { return read_sizes(layer_, bound); });
+        StateSizes<Layer> const sizes = this->sizes(call);
         int64_t const *const past = call.counts(kPastLength), *const brought = call.counts(kNewTokens);
-        check_rows(op_.spec(), sizes, past, brought);
+        check_slots(op_.spec(), sizes, past, brought);
         Tensors x{};
         x.query = call.input(kQuery), x.key = call.input(kKey), x.value = call.input(kValue), x.gate = call.input(kGate);
         x.feature_q_weight = call.input(kFeatureQWeight), x.feature_k_weight = call.input(kFeatureKWeight);
@@ -147,16 +140,16 @@ public:
     }
 
 private:
-    still::Op const& op_;
+    Layer read_layer(still::Call const& call) const override { return read_shapes(layer_, call); }
+
     Layer layer_;
-    Remembered<Sizes> sizes_;
 };
 
 } // namespace
 
 Entry hybrid_attention_entry()
 {
-    return {"HybridAttention", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("HybridAttention");
 }
 
 } // namespace still_cpu

@@ -4,7 +4,6 @@
 #include "linear_attention.h"
 
 #include <cmath>
-#include <limits>
 
 namespace still_cpu
 {
@@ -25,14 +24,6 @@ enum Input
     kPastState
 };
 
-struct Sizes
-{
-    Layer layer;
-    int batch;
-    int64_t tokens;
-    still::Tensor output;
-};
-
 // The rules, as the OpSpec lists them.
 enum Rule
 {
@@ -42,21 +33,20 @@ enum Rule
     kGatedDelta
 };
 
-class Node : public Kernel
+class Node : public StateKernel<Layer>
 {
 public:
     Node(still::Op const& op, bool half)
-        : op_(op), half_(half), rule_(choice(op, "update_rule")), scale_(static_cast<float>(op.attributes().at("scale").real))
+        : StateKernel(op, half, {"query", "key", "value", "decay", "beta", "new_tokens", "past_recurrent_state"}),
+          rule_(choice(op, "update_rule")), scale_(static_cast<float>(op.attributes().at("scale").real))
     {
-        expect_inputs(op.spec(), {"query", "key", "value", "decay", "beta", "new_tokens", "past_recurrent_state"});
     }
 
     void compute(HostCall& call) override
     {
-        Sizes const sizes = sizes_.of(op_, call.tensors, [&](still::Call const& bound) { return read_sizes(bound); });
+        StateSizes<Layer> const sizes = this->sizes(call);
         int64_t const* const brought = call.counts(kNewTokens);
-        for (int row = 0; row < sizes.batch; ++row)
-            check_counts(op_.spec(), row, 0, brought[row], sizes.tokens);
+        check_rows(op_.spec(), sizes.batch, nullptr, brought, sizes.tokens);
         linear::Tensors x{};
         x.query = call.input(kQuery), x.key = call.input(kKey), x.value = call.input(kValue);
         x.decay = static_cast<float const*>(call.input(kGate)), x.beta = static_cast<float const*>(call.input(kBeta));
@@ -72,9 +62,8 @@ public:
     }
 
 private:
-    Sizes read_sizes(still::Call const& call) const
+    Layer read_layer(still::Call const& call) const override
     {
-        constexpr int64_t most = std::numeric_limits<int32_t>::max();
         Layer layer{dimension(call, "HQ"), dimension(call, "G"), dimension(call, "HK"), dimension(call, "D"), dimension(call, "H"),
             dimension(call, "V"), 0, 0, scale_, half_};
         for (char const* heads : {"HQ", "HK"})
@@ -86,7 +75,7 @@ private:
             layer.betas = width(call, "W", "H");
         if (layer.scale == 0)
             layer.scale = 1 / std::sqrt(static_cast<float>(layer.dim));
-        return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("output")};
+        return layer;
     }
 
     // 1, or the size of `full`.
@@ -100,18 +89,15 @@ private:
         return found;
     }
 
-    still::Op const& op_;
-    bool half_;
     int rule_;
     float scale_;
-    Remembered<Sizes> sizes_;
 };
 
 } // namespace
 
 Entry linear_attention_entry()
 {
-    return {"LinearAttention", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("LinearAttention");
 }
 
 } // namespace still_cpu

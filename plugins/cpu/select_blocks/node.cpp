@@ -23,24 +23,15 @@ enum Input
     kPastKeySum
 };
 
-struct Sizes
-{
-    Layer layer;
-    int batch;
-    int64_t tokens;
-    still::Tensor blocks;
-};
-
-class Node : public Kernel
+class Node : public StateKernel<Layer>
 {
 public:
     Node(still::Op const& op, bool half)
-        : op_(op), layer_{0, 0, 0, 0, half, integer(op, "block_size", 1), integer(op, "mean_stride", 1), integer(op, "mean_length", 1),
-                       integer(op, "lse_stride", 1), integer(op, "lse_length", 1), integer(op, "top_blocks", 1),
-                       integer(op, "init_blocks", 0), integer(op, "local_blocks", 0), integer(op, "dense_length", 1),
-                       integer(op, "block_slots", 1)}
+        : StateKernel(op, half, {"query", "key", "new_tokens", "past_length", "past_key_sum"}),
+          layer_{0, 0, 0, 0, half, integer(op, "block_size", 1), integer(op, "mean_stride", 1), integer(op, "mean_length", 1),
+              integer(op, "lse_stride", 1), integer(op, "lse_length", 1), integer(op, "top_blocks", 1), integer(op, "init_blocks", 0),
+              integer(op, "local_blocks", 0), integer(op, "dense_length", 1), integer(op, "block_slots", 1)}
     {
-        expect_inputs(op.spec(), {"query", "key", "new_tokens", "past_length", "past_key_sum"});
         Layer const& l = layer_; // as `fault_of` of the OpSpec, which exports ask
         if (l.block % l.stride || l.length % l.stride || l.lse_stride % l.stride || l.lse_length % l.lse_stride
             || l.top < l.first + l.local + 1 || l.dense < l.lse_length || l.slots < std::max(l.top, (l.dense - 2) / l.block + 1))
@@ -49,18 +40,12 @@ public:
 
     void compute(HostCall& call) override
     {
-        Sizes const sizes = sizes_.of(op_, call.tensors, [&](still::Call const& bound) { return read_sizes(bound); });
+        StateSizes<Layer> const sizes = this->sizes(call);
         int64_t const *const past = call.counts(kPastLength), *const brought = call.counts(kNewTokens);
-        for (int row = 0; row < sizes.batch; ++row)
-        {
-            check_counts(op_.spec(), row, past[row], brought[row], sizes.tokens);
-            if (past[row] + brought[row] > sizes.layer.rows * layer_.stride)
-                still::fail("SelectBlocks: sequence ", row, " grows to ", past[row] + brought[row], " tokens; the state has room for ",
-                    sizes.layer.rows * layer_.stride, ". Give a larger state.");
-        }
+        check_rows(op_.spec(), sizes.batch, past, brought, sizes.tokens, sizes.layer.rows * layer_.stride);
         select::Tensors x{};
         x.query = call.input(kQuery), x.key = call.input(kKey);
-        x.blocks = static_cast<int32_t*>(call.output(0, sizes.blocks));
+        x.blocks = static_cast<int32_t*>(call.output(0, sizes.output));
         x.sums = static_cast<float*>(call.state(kPastKeySum));
         x.tokens = sizes.tokens;
         if (sizes.batch == 0)
@@ -70,26 +55,23 @@ public:
     }
 
 private:
-    Sizes read_sizes(still::Call const& call) const
+    Layer read_layer(still::Call const& call) const override
     {
-        constexpr int64_t most = std::numeric_limits<int32_t>::max();
         check_heads(call);
         Layer layer = layer_;
         layer.heads = dimension(call, "H"), layer.kv_heads = dimension(call, "HK"), layer.dim = dimension(call, "D");
-        layer.rows = dimension(call, "N", 0, most);
-        return {layer, dimension(call, "B", 0, most), call.size("T"), call.tensor("blocks")};
+        layer.rows = dimension(call, "N", 0, std::numeric_limits<int32_t>::max());
+        return layer;
     }
 
-    still::Op const& op_;
     Layer const layer_;
-    Remembered<Sizes> sizes_;
 };
 
 } // namespace
 
 Entry select_blocks_entry()
 {
-    return {"SelectBlocks", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("SelectBlocks");
 }
 
 } // namespace still_cpu

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from still_export.errors import UnsupportedError
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.base import part_of
+from still_export.mixers.base import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_export.mixers.torch_ops import Given, call, register
@@ -65,12 +64,7 @@ class KeyedAttention(ProjectedAttention):
     ) -> Tensor:
         """What `attend` gives of `kind`, made of query, key, value and `more`; `cache` takes the keys and values in."""
         query, key, value = heads[0], *(rounded(x, self.cache) for x in heads[1:])
-        layer = part_of(cache, self.layer_idx, AttentionLayer)
-        if cache is not None and (layer is None or layer.new_tokens is None):
-            raise UnsupportedError(
-                f"layer {self.layer_idx} keeps keys and got a {type(cache).__name__}; "
-                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
-            )
+        layer = layer_of(cache, self.layer_idx, AttentionLayer, "keeps keys")
         if layer is None:
             batch, tokens = query.shape[:2]
             counts = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)

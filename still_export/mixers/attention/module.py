@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from still_export.errors import UnsupportedError
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.op import attention, attention_
-from still_export.mixers.base import part_of
+from still_export.mixers.base import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_kernels.attention import AttentionState, Inputs
@@ -31,12 +30,8 @@ class SoftmaxAttention(ProjectedAttention):
         if past_key_values is None:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-        layer = part_of(past_key_values, self.layer_idx, AttentionLayer)
-        if layer is None or layer.new_tokens is None:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} is softmax attention and got a {type(past_key_values).__name__}; "
-                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
-            )
+        layer = layer_of(past_key_values, self.layer_idx, AttentionLayer, "is softmax attention")
+        assert layer is not None and layer.new_tokens is not None
         if layer.fixed and torch.compiler.is_compiling():
             return attention_(query, key, value, layer.new_tokens, layer.length, layer.state)
         return self._update(Inputs(query, key, value, layer.new_tokens), layer)

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.errors import UnsupportedModelError
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.attention.mixer import KeysMixer, sizes
+from still_export.mixers.base import LayerOp
 from still_export.mixers.block_attention.cache import BlockLayer
 from still_export.mixers.block_attention.module import (
     BlockSelected,
@@ -29,34 +30,22 @@ def choice_of(config: Any) -> dict[str, int]:
     return choice
 
 
-class BlockAttentionMixer(Mixer):
+class BlockAttentionMixer(KeysMixer):
     """Layers of type "block_attention", of families that choose blocks from the start."""
 
     name = "block_attention"
     of_families = True
+    as_numbers = "reads chosen blocks, whose keys and values are kept as numbers"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        sizes = {"H": config.num_attention_heads, "HK": config.num_key_value_heads, "D": head_size(config)}
-        choice = choice_of(config)
-        return LayerOp(SELECT_BLOCKS, choice, sizes), LayerOp(
-            BLOCK_ATTENTION, {"block_size": choice["block_size"]}, sizes
-        )
+        choice, own = choice_of(config), sizes(config)
+        return LayerOp(SELECT_BLOCKS, choice, own), LayerOp(BLOCK_ATTENTION, {"block_size": choice["block_size"]}, own)
 
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         stride = choice_of(config)["mean_stride"]
         return BlockLayer(config.num_key_value_heads, head_size(config), stride, config.still.deployment.cache)
 
-    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        if config.still.deployment.cache == "int8":
-            raise ConfigError(
-                f"cache='int8': layer {index} reads chosen blocks, whose keys and values are kept as numbers; choose float16 or none."
-            )
-        module = self.made(base, config, index)
-        module.cache = config.still.deployment.cache
-        return module
-
     def made(self, base: nn.Module, config: Any, index: int) -> BlockSelected:
-        """The module of layer `index`, which takes over what `base` has."""
         kind = SalaSparse if type(base).__name__ == "SalaSparseMixer" else BlockSelected
         return kind(base, head_size(config), choice_of(config))
 
@@ -74,7 +63,7 @@ class SelectedBlocksMixer(BlockAttentionMixer):
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         if config.still.source_of(index) == index:
             return super().cache_layer(config, index)
-        return AttentionLayer(config.num_key_value_heads, head_size(config), config.still.deployment.cache)
+        return KeysMixer.cache_layer(self, config, index)
 
     def made(self, base: nn.Module, config: Any, index: int) -> BlockSelected:
         source = config.still.source_of(index)

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from still_export.errors import UnsupportedError
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.module import SoftmaxAttention
-from still_export.mixers.base import part_of
+from still_export.mixers.base import layer_of
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
 from still_export.mixers.block_attention.op import block_attention, select_blocks
 from still_export.mixers.kept import rounded
@@ -45,12 +44,7 @@ class BlockSelected(SoftmaxAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         key, value = rounded(key, self.cache), rounded(value, self.cache)
-        layer = part_of(past_key_values, self.layer_idx, AttentionLayer)
-        if past_key_values is not None and (layer is None or layer.new_tokens is None):
-            raise UnsupportedError(
-                f"layer {self.layer_idx} reads chosen blocks and got a {type(past_key_values).__name__}; "
-                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
-            )
+        layer = layer_of(past_key_values, self.layer_idx, AttentionLayer, "reads chosen blocks")
         if layer is None:
             batch, tokens = query.shape[:2]
             new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)

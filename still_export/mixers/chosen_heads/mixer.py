@@ -21,7 +21,5 @@ class ChosenHeadsMixer(AttentionMixer):
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
         Mixer.paged(self, config, index, ranks, rank)  # refuses: an engine's own attention takes all heads
 
-    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        module = ChosenHeads(base, head_size(config), config.shared_heads, config.routed_heads)
-        module.cache = config.still.deployment.cache
-        return module
+    def made(self, base: nn.Module, config: Any, index: int) -> ChosenHeads:
+        return ChosenHeads(base, head_size(config), config.shared_heads, config.routed_heads)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates, class_for
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.gated_delta_net.module import MODULES
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
 
-class GatedDeltaNetMixer(Mixer):
+class GatedDeltaNetMixer(FixedStatesMixer):
     """Layers of type "gated_delta_net"."""
 
     name = "gated_delta_net"
-    of_families = True
+    modules, what = MODULES, "gated delta rule"
     rule = "gated_delta"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
@@ -28,12 +26,6 @@ class GatedDeltaNetMixer(Mixer):
             LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": channels, "P": config.linear_conv_kernel_dim - 1}),
             LayerOp(LINEAR_ATTENTION, {"update_rule": self.rule, "scale": 0.0}, {"H": heads, "D": dim, "V": size}),
         )
-
-    def cache_layer(self, config: Any, index: int) -> FixedStates:
-        return FixedStates(self.ops(config, index))
-
-    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        return class_for(base, MODULES, "gated delta rule")(base, self.ops(config, index))
 
 
 class DeltaNetMixer(GatedDeltaNetMixer):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
-from still_export.mixers.fixed import FixedStateModule
+from still_export.mixers.fixed import FixedStateModule, demand_silu
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import unit_length
 from still_export.mixers.roles import GATE, NORM, PROJECTION
@@ -42,11 +41,7 @@ class GatedDeltaNet(FixedStateModule):
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
-        if base.activation != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
-                "only silu is covered."
-            )
+        demand_silu(base)
         self.heads, self.key_heads, self.dim, self.size = self.sizes(base)
 
     def sizes(self, base: Any) -> tuple[int, int, int, int]:

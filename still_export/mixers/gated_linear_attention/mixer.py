@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates, class_for
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.gated_linear_attention.module import MODULES
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
 
-class GatedLinearAttentionMixer(Mixer):
+class GatedLinearAttentionMixer(FixedStatesMixer):
     """Layers of type "gated_linear_attention"."""
 
     name = "gated_linear_attention"
-    of_families = True
+    modules, what = MODULES, "gated rule"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         heads, taps = config.linear_num_value_heads, config.linear_conv_kernel_dim
@@ -28,9 +26,3 @@ class GatedLinearAttentionMixer(Mixer):
         channels = (config.linear_num_query_heads + heads) * dim + heads * size
         activation = config.linear_conv_activation
         return LayerOp(CAUSAL_CONV, {"activation": activation}, {"C": channels, "P": taps - 1}), rule
-
-    def cache_layer(self, config: Any, index: int) -> FixedStates:
-        return FixedStates(self.ops(config, index))
-
-    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        return class_for(base, MODULES, "gated rule")(base, self.ops(config, index))

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from still_export.mixers.hybrid_attention.module import StillAttention
-from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, fused, relative_error, softmax_attention
+from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, relative_error, softmax_attention
 from still_kernels.hybrid_attention import Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
 from still_kernels.hybrid_attention.reference.selection import group_scores
+from still_kernels.recompute import fused
 
 FACTOR_SPEED = 5.0
 """Logarithm of a window factor per unit of its trained exponent. Factors differ by orders of magnitude between heads, and AdamW

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from still_export.errors import UnsupportedError
-from still_export.mixers.base import part_of
+from still_export.mixers.base import layer_of
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.op import hybrid_attention, hybrid_attention_
 from still_export.mixers.kept import rounded
@@ -55,12 +54,8 @@ class HybridOpModule(ProjectedAttention):
             state = HybridAttentionState.empty(self.still, batch, query.dtype, query.device, slots=slots)
             new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
             return self._call(Inputs(*tensors, new_tokens), state, False)[0]  # type: ignore[arg-type, call-arg]
-        layer = part_of(past_key_values, self.layer_idx, HybridLayer)
-        if layer is None or layer.new_tokens is None:
-            raise UnsupportedError(
-                f"layer {self.layer_idx} is hybrid attention and got a {type(past_key_values).__name__}; "
-                "pass past_key_values=StillCache.empty(model.config), or none, to the model's forward."
-            )
+        layer = layer_of(past_key_values, self.layer_idx, HybridLayer, "is hybrid attention")
+        assert layer is not None and layer.new_tokens is not None
         if layer.fixed and torch.compiler.is_compiling():
             return hybrid_attention_((*tensors, layer.factor), layer.new_tokens, layer.length, layer.state, self.still)
         return self._update(Inputs(*tensors, layer.new_tokens), layer)  # type: ignore[arg-type, call-arg]

@@ -7,14 +7,14 @@ from typing import Any
 from torch import nn
 
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.attention.mixer import attributes
-from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.attention.mixer import KeysMixer, attributes
+from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import class_for
-from still_export.mixers.latent_attention.module import MODULES
+from still_export.mixers.latent_attention.module import MODULES, LatentAttention
 from still_graphs.ops.attention import ATTENTION
 
 
-class LatentAttentionMixer(Mixer):
+class LatentAttentionMixer(KeysMixer):
     """Layers of type "latent_attention": to the op one head of keys, as wide as the latent and the shared part of the keys."""
 
     name = "latent_attention"
@@ -27,10 +27,8 @@ class LatentAttentionMixer(Mixer):
     def cache_layer(self, config: Any, index: int) -> AttentionLayer:
         return AttentionLayer(1, _width(config), config.still.deployment.cache)
 
-    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        module = class_for(base, MODULES, "latent attention")(base)
-        module.cache = config.still.deployment.cache
-        return module
+    def made(self, base: nn.Module, config: Any, index: int) -> LatentAttention:
+        return class_for(base, MODULES, "latent attention")(base)
 
 
 def _width(config: Any) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.layers import head_size
 from still_export.mixers.linearized.module import (
     LinearizedAttention,
@@ -21,10 +21,11 @@ from still_export.mixers.trainable import Trainable
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
 
-class LinearizedGLAMixer(Mixer):
+class LinearizedGLAMixer(FixedStatesMixer):
     """Layers of type "linearized_gla"."""
 
     name = "linearized_gla"
+    of_families = False
     kind: type[LinearizedAttention] = LinearizedGLA
     trained: type[Any] = TrainableGLA
 
@@ -32,9 +33,6 @@ class LinearizedGLAMixer(Mixer):
         dim = head_size(config)
         sizes = {"H": config.num_attention_heads, "D": dim, "V": dim}
         return (LayerOp(LINEAR_ATTENTION, {"update_rule": self.kind.rule, "scale": 0.0}, sizes),)
-
-    def cache_layer(self, config: Any, index: int) -> FixedStates:
-        return FixedStates(self.ops(config, index))
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         heads = config.num_attention_heads

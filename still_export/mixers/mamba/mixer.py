@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates, class_for
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.mamba.module import MODULES
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 
 
-class MambaMixer(Mixer):
+class MambaMixer(FixedStatesMixer):
     """Layers of type "mamba"."""
 
     name = "mamba"
-    of_families = True
+    modules, what = MODULES, "Mamba"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         if hasattr(config, "mamba_expand"):  # Jamba
@@ -28,9 +26,3 @@ class MambaMixer(Mixer):
             LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": channels, "P": taps - 1}),
             LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": channels, "D": dim, "V": 1}),
         )
-
-    def cache_layer(self, config: Any, index: int) -> FixedStates:
-        return FixedStates(self.ops(config, index))
-
-    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        return class_for(base, MODULES, "Mamba")(base, self.ops(config, index))

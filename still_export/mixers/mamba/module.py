@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
-from still_export.mixers.fixed import FixedStateModule
+from still_export.mixers.fixed import FixedStateModule, demand_silu
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_kernels.causal_conv import Inputs as ConvInputs
@@ -39,11 +38,7 @@ class Mamba(FixedStateModule):
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
-        if base.activation != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
-                "only silu is covered."
-            )
+        demand_silu(base)
         self.sizes: tuple[int, int, int] = (base.time_step_rank, base.ssm_state_size, base.ssm_state_size)
         self.norms = ("dt_layernorm", "b_layernorm", "c_layernorm") if hasattr(base, "dt_layernorm") else ()
         for name in self.norms:

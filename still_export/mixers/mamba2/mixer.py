@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from still_export.mixers.base import LayerOp, Mixer
-from still_export.mixers.fixed import FixedStates, class_for
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import FixedStatesMixer, class_for
 from still_export.mixers.mamba2.module import MODULES
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
@@ -22,11 +22,10 @@ _NAMES = {
 """What hybrid families, Nemotron-H and Mamba-2 itself call the sizes."""
 
 
-class Mamba2Mixer(Mixer):
+class Mamba2Mixer(FixedStatesMixer):
     """Layers of type "mamba2"."""
 
     name = "mamba2"
-    of_families = True
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         sizes = {
@@ -39,9 +38,6 @@ class Mamba2Mixer(Mixer):
             LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": channels, "P": sizes["taps"] - 1}),
             LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": heads, "D": dim, "V": size}),
         )
-
-    def cache_layer(self, config: Any, index: int) -> FixedStates:
-        return FixedStates(self.ops(config, index))
 
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         return class_for(base, MODULES, "Mamba-2")(base, self.ops(config, index), config)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
-from still_export.mixers.fixed import FixedStateModule
+from still_export.mixers.fixed import FixedStateModule, demand_silu
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.roles import NORM, PROJECTION
 from still_kernels.causal_conv import Inputs as ConvInputs
@@ -41,11 +40,7 @@ class Mamba2(FixedStateModule):
 
     def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
         super().__init__(base, ops)
-        if base.activation != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act={base.activation!r} in config.json is the activation of the convolutions of {type(base).__name__}; "
-                "only silu is covered."
-            )
+        demand_silu(base)
         self.heads, self.groups = base.num_heads, base.n_groups
         self.dim, self.size = base.ssm_state_size, base.head_dim
         self.limits: tuple[float, float] = tuple(base.time_step_limit)

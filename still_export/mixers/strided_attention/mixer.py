@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from still_export.errors import ConfigError
-from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.attention.mixer import KeysMixer
+from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import class_for
 from still_export.mixers.layers import head_size
 from still_export.mixers.strided_attention.cache import StridedLayer
@@ -16,11 +16,12 @@ from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.strided_attention import STRIDED_ATTENTION
 
 
-class StridedAttentionMixer(Mixer):
+class StridedAttentionMixer(KeysMixer):
     """Layers of type "strided_attention"; a family's configuration has `row_tokens`."""
 
     name = "strided_attention"
     of_families = True
+    as_numbers = "keeps chunks' ends, which are kept as numbers"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         heads, dim = config.num_attention_heads, head_size(config)
@@ -34,12 +35,6 @@ class StridedAttentionMixer(Mixer):
             (scan,), config.row_tokens, config.num_attention_heads, head_size(config), config.still.deployment.cache
         )
 
-    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
-        if config.still.deployment.cache == "int8":
-            raise ConfigError(
-                f"cache='int8': layer {index} keeps chunks' ends, which are kept as numbers; choose float16 or none."
-            )
+    def made(self, base: nn.Module, config: Any, index: int) -> Rat:
         kind = class_for(base, {"RatMixer": Rat}, "strided attention")
-        module = kind(base, self.ops(config, index)[:1], config.row_tokens)
-        module.cache = config.still.deployment.cache
-        return module
+        return kind(base, self.ops(config, index)[:1], config.row_tokens)

@@ -36,10 +36,6 @@ class Call:
     longest: str
     dtype: int
 
-    def wide(self, b: Scope, x: str) -> str:
-        """`x` as float32."""
-        return x if self.dtype == FLOAT else b.cast(x, FLOAT)
-
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`."""
@@ -83,20 +79,19 @@ def cached_body(
     mask = b.unsqueeze(b("Where", b("LessOrEqual", b("Range", 0, filled, 1), position), 0.0, MASKED), 1)
     real = b.unsqueeze(b("Less", step, new), 2, 3)
 
-    def wide(x: str) -> str:
-        return x if dtype == FLOAT else b.cast(x, FLOAT)
-
     cache = {}
     for name in ("key", "value"):
         fresh = b("GatherND", name, token, batch_dims=1)  # [B, M, HK, D]
         # Through float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
-        chosen = b("Where", brings, wide(fresh), wide(b("GatherND", f"past_{name}", index)))
+        chosen = b("Where", brings, b.wide(fresh, dtype), b.wide(b("GatherND", f"past_{name}", index), dtype))
         fresh = chosen if dtype == FLOAT else b.cast(chosen, dtype)
         present = b("ScatterND", f"past_{name}", index, fresh, out=f"present_{name}")
         if attend is None:
-            cache[name] = wide(b("Slice", present, [0], b.unsqueeze(filled, 0), [2]))
+            cache[name] = b.wide(b("Slice", present, [0], b.unsqueeze(filled, 0), [2]), dtype)
 
-    scaled = b("Mul", wide(b("GatherND", "query", token, batch_dims=1)), b.constant([dim**-0.5] * dim, "float32"))
+    scaled = b(
+        "Mul", b.wide(b("GatherND", "query", token, batch_dims=1), dtype), b.constant([dim**-0.5] * dim, "float32")
+    )
     if attend is None:
         grouped = b.reshape(b("Transpose", scaled, perm=[0, 2, 1, 3]), 0, kv_heads, -1, dim)  # [B, HK, G * M, D]
         logits = b("MatMul", grouped, b("Transpose", cache["key"], perm=[0, 1, 3, 2]))
@@ -108,9 +103,7 @@ def cached_body(
         mixed = attend(b, Call(scaled, token, position, mask, filled, longest, dtype))
     padding = b("Sub", b.dim("query", 1), b.unsqueeze(longest, 0))
     pads = b("Concat", [0, 0, 0, 0, 0], padding, [0, 0], axis=0)
-    padded = b("Pad", b("Where", real, mixed, 0.0), pads, 0.0, out="output" if dtype == FLOAT else None)
-    if dtype != FLOAT:
-        b.cast(padded, dtype, out="output")
+    b.narrow(dtype, "output", "Pad", b("Where", real, mixed, 0.0), pads, 0.0)
     return b.function(spec, node, {"": opset})
 
 

@@ -49,7 +49,8 @@ def _gathered(b: Scope, call: Call, query: str, chosen: str, block: int, kv_head
     first = b.reshape(b("Mul", b.arange(heads), b.dim("present_key", 2)), -1, kv_heads, 1)
     place = b("Add", b("Where", wrong, 0, taken), first)
     key, value = (
-        call.wide(b, b("Gather", b.reshape(f"present_{name}", -1, dim), place, axis=0)) for name in ("key", "value")
+        b.wide(b("Gather", b.reshape(f"present_{name}", -1, dim), place, axis=0), call.dtype)
+        for name in ("key", "value")
     )
     mask = b.unsqueeze(b("Where", wrong, MASKED, 0.0), 2)
     logits = b("Add", b("MatMul", query, b("Transpose", key, perm=[0, 1, 3, 2])), mask)
@@ -59,7 +60,7 @@ def _gathered(b: Scope, call: Call, query: str, chosen: str, block: int, kv_head
 def _masked(b: Scope, call: Call, query: str, chosen: str, block: int, kv_heads: int, dim: int) -> str:
     """Of any call: every row up to the longest sequence's end, with a mask."""
     filled = b.unsqueeze(call.filled, 0)
-    key, value = (call.wide(b, b("Slice", f"present_{name}", [0], filled, [2])) for name in ("key", "value"))
+    key, value = (b.wide(b("Slice", f"present_{name}", [0], filled, [2]), call.dtype) for name in ("key", "value"))
     count = b("Div", b("Add", call.filled, block - 1), block)
     nowhere = b("Or", b("Less", chosen, 0), b("Greater", chosen, count))
     place = b("Where", nowhere, count, chosen)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Body, Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.functions.causal_conv.fused import fused_body
 from still_graphs.functions.causal_conv.layer import Layer
 from still_graphs.functions.counts import checked_new_tokens
@@ -18,14 +18,11 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     layer = Layer.of(node, dims)
     b = Scope()
 
-    def wide(x: str) -> str:
-        return x if dtype == FLOAT else b.cast(x, FLOAT)
-
     tokens = b.dim("input", 1)
     new = checked_new_tokens(b, tokens)  # [B, 1]
-    known = layer.known(b, wide("past_conv_state"), wide("input"))
-    weight = b("Transpose", wide("weight"), perm=[1, 2, 0])  # [1, K, C]
-    total = wide("bias") if layer.bias else None
+    known = layer.known(b, b.wide("past_conv_state", dtype), b.wide("input", dtype))
+    weight = b("Transpose", b.wide("weight", dtype), perm=[1, 2, 0])  # [1, K, C]
+    total = b.wide("bias", dtype) if layer.bias else None
     for tap in range(layer.taps):
         shifted = b("Slice", known, [tap], b("Add", tokens, [tap]), [1])
         term = b("Mul", shifted, b("Slice", weight, [tap], [tap + 1], [1]))
@@ -34,9 +31,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     if layer.activation == "silu":
         total = b("Mul", total, b("Sigmoid", total))
     real = b.unsqueeze(b("Less", b.arange(tokens), new), 2)  # [B, T, 1]
-    masked = b("Where", real, total, 0.0, out="output" if dtype == FLOAT else None)
-    if dtype != FLOAT:
-        b.cast(masked, dtype, out="output")
+    b.narrow(dtype, "output", "Where", real, total, 0.0)
     b.cast(layer.latest(b, known, new), dtype, out="present_conv_state")
     return b.function(CAUSAL_CONV, node, {"": opset})
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import Scope
 from still_graphs.functions.causal_conv.layer import Layer
 from still_graphs.functions.counts import checked_new_tokens
 from still_graphs.ops.causal_conv import CAUSAL_CONV
@@ -22,17 +22,14 @@ def fused_body(
     layer = Layer.of(node, dims)
     b = Scope()
 
-    def wide(x: str) -> str:
-        return x if dtype == FLOAT else b.cast(x, FLOAT)
-
     tokens = b.dim("input", 1)
     new = checked_new_tokens(b, tokens)  # [B, 1]
-    given, past = wide("input"), wide("past_conv_state")
+    given, past = b.wide("input", dtype), b.wide("past_conv_state", dtype)
     output, full = b.multi(
         "CausalConvWithState",
         b("Transpose", given, perm=[0, 2, 1]),
-        wide("weight"),
-        wide("bias") if layer.bias else None,
+        b.wide("weight", dtype),
+        b.wide("bias", dtype) if layer.bias else None,
         past,
         out=[b.fresh("convolved"), b.fresh("state")],
         domain=domain,
@@ -40,9 +37,7 @@ def fused_body(
     )
     real = b.unsqueeze(b("Less", b.arange(tokens), new), 2)  # [B, T, 1]
     by_token = b("Transpose", output, perm=[0, 2, 1])
-    masked = b("Where", real, by_token, 0.0, out="output" if dtype == FLOAT else None)
-    if dtype != FLOAT:
-        b.cast(masked, dtype, out="output")
+    b.narrow(dtype, "output", "Where", real, by_token, 0.0)
     # Reading the op's state, too, orders what writes the state behind the op that reads it: they may be one buffer.
     whole = b.unsqueeze(b("Equal", new, tokens), 2)
     state = b("Where", whole, full, layer.latest(b, layer.known(b, past, given), new))

@@ -37,9 +37,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         then_branch=branch(write_step, "step"),
         else_branch=branch(write_chunks, "chunks"),
     )[0]  # [B, T, H, G, V]
-    masked = b("Where", b.unsqueeze(real, 2, 3, 4), wide, 0.0, out="output" if dtype == FLOAT else None)
-    if dtype != FLOAT:
-        b.cast(masked, dtype, out="output")
+    b.narrow(dtype, "output", "Where", b.unsqueeze(real, 2, 3, 4), wide, 0.0)
     return b.function(LINEAR_ATTENTION, node, {"": opset})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from still_graphs.functions.builder import FLOAT, Scope
+from still_graphs.functions.builder import Scope
 from still_graphs.functions.counts import checked_new_tokens
 from still_graphs.functions.linear_attention.layer import Layer
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
@@ -24,14 +24,11 @@ def fused_body(
     tokens = b.dim("query", 1)
     real = b("Less", b.arange(tokens), checked_new_tokens(b, tokens))  # [B, T]
 
-    def wide(name: str) -> str:
-        return name if dtype == FLOAT else b.cast(name, FLOAT)
-
     def masked(value: str, rank: int) -> str:
         """[B, T, ...] as [B, T, channels], 0 at padding."""
         return b.reshape(b("Where", b.unsqueeze(real, *range(2, rank)), value, 0.0), 0, 0, -1)
 
-    query, key = wide("query"), wide("key")
+    query, key = b.wide("query", dtype), b.wide("key", dtype)
     if layer.query_groups < layer.heads:
         shape = b.shape(1, 1, 1, layer.heads // layer.query_groups, 1, 1)
         query = b("Expand", b.unsqueeze(query, 3), shape)
@@ -42,7 +39,7 @@ def fused_body(
         "LinearAttention",
         b.reshape(query, 0, 0, -1),
         masked(key, 4),
-        masked(wide("value"), 4),
+        masked(b.wide("value", dtype), 4),
         "past_recurrent_state",
         masked("decay", 4) if layer.decay else None,
         masked("beta", 3) if layer.beta else None,
@@ -54,7 +51,5 @@ def fused_body(
         scale=layer.factor,
     )[0]
     by_head = b.reshape(output, 0, 0, layer.heads, layer.shared, layer.size)
-    result = b("Where", b.unsqueeze(real, 2, 3, 4), by_head, 0.0, out="output" if dtype == FLOAT else None)
-    if dtype != FLOAT:
-        b.cast(result, dtype, out="output")
+    b.narrow(dtype, "output", "Where", b.unsqueeze(real, 2, 3, 4), by_head, 0.0)
     return b.function(LINEAR_ATTENTION, node, imports)

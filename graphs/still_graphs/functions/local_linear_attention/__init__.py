@@ -25,7 +25,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
     def attend(b: Scope, call: Call) -> str:
         filled = b.unsqueeze(call.filled, 0)
-        key, value = (call.wide(b, b("Slice", f"present_{name}", [0], filled, [2])) for name in ("key", "value"))
+        key, value = (b.wide(b("Slice", f"present_{name}", [0], filled, [2]), call.dtype) for name in ("key", "value"))
         turned = b("Transpose", key, perm=[0, 1, 3, 2])
 
         def grouped(x: str) -> str:
@@ -37,7 +37,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         logits = b("Add", b("Reshape", b("MatMul", query, turned), of_heads), call.mask)  # [B, H, M, F]
         weights = b("Reshape", b("Softmax", logits, axis=-1), b.shape(0, kept, -1, filled))
         if "correction" in given:
-            right = grouped(call.wide(b, b("GatherND", "correction", call.token, batch_dims=1)))
+            right = grouped(b.wide(b("GatherND", "correction", call.token, batch_dims=1), call.dtype))
         else:
             mean = b("MatMul", weights, key)
             total = b("ReduceLogSumExp", logits, [3], keepdims=1)  # [B, H, M, 1]

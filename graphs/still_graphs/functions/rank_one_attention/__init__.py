@@ -40,9 +40,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         then_branch=branches[0],
         else_branch=branches[1],
     )[0]  # [B, T, H, 1, V]
-    masked = b("Where", real, b("Squeeze", wide, [3]), 0.0, out="output" if dtype == FLOAT else None)
-    if dtype != FLOAT:
-        b.cast(masked, dtype, out="output")
+    b.narrow(dtype, "output", "Where", real, b("Squeeze", wide, [3]), 0.0)
     return b.function(RANK_ONE_ATTENTION, node, {"": opset})
 
 

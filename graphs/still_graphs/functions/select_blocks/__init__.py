@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.attention import MASKED
-from still_graphs.functions.builder import FLOAT, Body, Scope
+from still_graphs.functions.builder import Body, Scope
 from still_graphs.functions.counts import checked_counts
 from still_graphs.ops.select_blocks import SELECT_BLOCKS, fault_of
 
@@ -31,12 +31,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     tokens = b.dim("query", 1)
     past, new = checked_counts(b, tokens)  # [B, 1]
 
-    def wide(x: str) -> str:
-        return x if dtype == FLOAT else b.cast(x, FLOAT)
-
-    sums = _sums(b, wide("key"), past, new, tokens, stride, dims)  # [B, HK, F, D]
+    sums = _sums(b, b.wide("key", dtype), past, new, tokens, stride, dims)  # [B, HK, F, D]
     position = b("Add", past, b.arange(tokens))  # [B, T]
-    scaled = b("Mul", wide("query"), b.constant([dim**-0.5] * dim, "float32"))
+    scaled = b("Mul", b.wide("query", dtype), b.constant([dim**-0.5] * dim, "float32"))
     grouped = b.reshape(b("Transpose", scaled, perm=[0, 2, 1, 3]), 0, heads, -1, dim)  # [B, HK, G * T, D]
 
     def logits(step: int, width: int) -> tuple[str, str]:

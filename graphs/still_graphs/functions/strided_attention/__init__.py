@@ -24,9 +24,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     past, new = checked_counts(b, tokens)  # [B, 1]
     end, batch = b("Add", past, new), b.dim("past_length", 0)
 
-    def wide(x: str) -> str:
-        return x if dtype == FLOAT else b.cast(x, FLOAT)
-
     # Rows that T tokens may touch, those behind the last one repeat it; a row without tokens writes what it holds.
     touched = b("Div", b("Add", tokens, 2 * size - 2), size)
     last = b("Div", b("Sub", end, 1), size)
@@ -40,16 +37,16 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     filled = b.unsqueeze(b("Max", b("ReduceMax", b("Div", b("Add", end, size - 1), size), keepdims=0), 1), 0)  # [1]
     rows, own = {}, {}
     for name in ("key", "value"):
-        given = wide(name)
+        given = b.wide(name, dtype)
         # A call of no tokens has one to gather, which enters nothing.
         fresh = b("GatherND", b("Pad", given, [0, 0, 0, 0, 0, 1, 0, 0], 0.0), source, batch_dims=1)  # [B, R, HK, D]
         # Through float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
-        chosen = b("Where", brings, fresh, wide(b("GatherND", f"past_{name}", index)))
+        chosen = b("Where", brings, fresh, b.wide(b("GatherND", f"past_{name}", index), dtype))
         chosen = chosen if dtype == FLOAT else b.cast(chosen, dtype)
         present = b("ScatterND", f"past_{name}", index, chosen, out=f"present_{name}")
-        rows[name] = wide(b("Slice", present, [0], filled, [2]))
+        rows[name] = b.wide(b("Slice", present, [0], filled, [2]), dtype)
         own[name] = b.unsqueeze(b("Transpose", given, perm=[0, 2, 1, 3]), 2)  # [B, HK, 1, T, D]
-    scaled = b("Mul", wide("query"), b.constant([dim**-0.5] * dim, "float32"))
+    scaled = b("Mul", b.wide("query", dtype), b.constant([dim**-0.5] * dim, "float32"))
     grouped = b("Reshape", b("Transpose", scaled, perm=[0, 2, 1, 3]), b.shape(0, kept, heads // kept, -1, dim))
     flat = b.reshape(grouped, 0, 0, -1, dim)  # [B, HK, G * T, D]
     apart = b.shape(0, kept, heads // kept, -1, filled)
@@ -64,9 +61,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     mixed = b("Add", mixed, b("Mul", of_own, own["value"]))
     mixed = b("Transpose", b.reshape(mixed, 0, heads, -1, dim), perm=[0, 2, 1, 3])
     real = b.unsqueeze(b("Less", b.arange(tokens), new), 2, 3)
-    result = b("Where", real, mixed, 0.0, out="output" if dtype == FLOAT else None)
-    if dtype != FLOAT:
-        b.cast(result, dtype, out="output")
+    b.narrow(dtype, "output", "Where", real, mixed, 0.0)
     return b.function(STRIDED_ATTENTION, node, {"": opset})
 
 
