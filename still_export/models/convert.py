@@ -15,6 +15,7 @@ from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.checkpoint import in_range
+from still_export.models.fused import whole_pair
 from still_export.models.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
@@ -211,6 +212,8 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
             shape, dtype = torch.Size((pair["B"].shape[0], pair["A"].shape[1])), pair["B"].dtype
             zero = partial(torch.zeros, shape, dtype=dtype)
             result[target] = Deferred(shape, dtype, zero, adapted=Adapted(None, ()))
+        if target not in result and "B" in pair and (whole := whole_pair(module, pair["B"], result)) is not None:
+            target, pair["B"] = whole
         if set(pair) != {"A", "B"} or target not in result:
             what = (
                 "fits no weight of the model"

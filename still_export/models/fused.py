@@ -18,6 +18,33 @@ from still_export.models.weights import Deferred, Weight, Weights, value_of
 _FUSED = re.compile(r"(model\.layers\.\d{1,6}\.)(self_attn\.qkv|mlp\.gate_up)_proj\.weight")
 
 
+_PART = re.compile(r"(model\.layers\.\d{1,6}\.)(?:self_attn\.([qkv])|mlp\.(gate|up))_proj")
+
+
+def whole_pair(module: str, b: Weight, tensors: Weights) -> tuple[str, Weight] | None:
+    """A LoRA pair of `module` [N, K] as one of the layer that `tensors` hold it in, beside others: that weight's name, and for `b` [N, r] a
+    factor whose other outputs are zero. None where no such layer is there, or has no place for so many outputs."""
+    found = _PART.fullmatch(module)
+    if found is None or b.dim() != 2:
+        return None
+    name = f"{found[1]}{'self_attn.qkv' if found[2] else 'mlp.gate_up'}_proj.weight"
+    if name not in tensors:
+        return None
+    outputs, rows = tensors[name].shape[0], b.shape[0]
+    fits = (
+        2 * rows == outputs
+        if found[3]
+        else rows < outputs and (outputs - rows) % 2 == 0
+        if found[2] == "q"
+        else 2 * rows < outputs
+    )
+    if not fits:
+        return None
+    begin = {"q": 0, "k": outputs - 2 * rows, "v": outputs - rows, "gate": 0, "up": rows}[found[2] or found[3]]
+    shape = torch.Size((outputs, b.shape[1]))
+    return name, Deferred(shape, b.dtype, partial(_padded, b, begin, outputs))
+
+
 def split_linear_layers(tensors: Weights, config: Any, expected: Collection[str]) -> dict[str, Weight]:
     """`tensors` with such layers apart, but for those that the model, whose parameters are `expected`, has as one itself.
 
@@ -48,3 +75,8 @@ def split_linear_layers(tensors: Weights, config: Any, expected: Collection[str]
 
 def _rows(tensor: Weight, begin: int, end: int) -> Tensor:
     return value_of(tensor)[begin:end].clone()
+
+
+def _padded(tensor: Weight, begin: int, outputs: int) -> Tensor:
+    rows = value_of(tensor)
+    return torch.nn.functional.pad(rows, (0, 0, begin, outputs - begin - len(rows)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
@@ -33,7 +35,7 @@ device: cpu
 
 
 def make_stand_ins(folder: Path) -> None:
-    """Write them: MODEL, BASE, texts, a recipe of a few steps, and links to the folders of a clone that commands name."""
+    """Write them: MODEL, BASE, TASK, texts, a recipe of a few steps, and links to the folders of a clone that commands name."""
     sizes = dict(hidden_size=96, intermediate_size=64, head_dim=16)  # blocks of 32 divide them
     make_base(folder / "BASE", max_position_embeddings=CONTEXT, num_hidden_layers=2, **sizes)
     make_text(folder / "corpus.txt", words=13_000)
@@ -45,8 +47,20 @@ def make_stand_ins(folder: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "MODEL")
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    make_adapter(folder / "TASK", weight, model.state_dict()[weight])
     for name in ("tools", "assets", "plugins"):
         (folder / name).symlink_to(ROOT / name)
+
+
+def make_adapter(folder: Path, name: str, weight: torch.Tensor) -> None:
+    """Write TASK as PEFT does: a pair of rank 2 beside one weight."""
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    outputs, inputs = weight.shape
+    pair = {"lora_A": torch.randn(2, inputs) * 0.1, "lora_B": torch.randn(outputs, 2) * 0.1}
+    folder.mkdir()
+    save_file({f"{module}.{part}.weight": x for part, x in pair.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 2}))
 
 
 def make_decoder(folder: Path) -> None:

@@ -96,6 +96,7 @@ ELSEWHERE = {
 
 SLOW = {
     "still-export verify DECODER --model BASE",
+    "still-export verify DECODER --model BASE --lengths 1,65,131",
     "still-export export --config DIR/manifest.json --capacity-tokens 1024 -o SHORTER",
     "still-export BASE --overlay STILL/adapter --to onnx -o OVERLAID",
     "still-export verify DIR --record calls.npz",
