@@ -63,6 +63,9 @@ ELSEWHERE = {
     "still-export linearize BASE --recipe paper --text corpus.txt --sequence-length 2048 --batch-size 16 --precision bf16 -o TRAINED": (
         Elsewhere(TRAINING)
     ),
+    "still-export linearize BASE --mixer gdn --softmax-layers 4 --text corpus.txt -o GDN": Elsewhere(
+        "trains for minutes a base of more layers; tests/still_export/linearization/test_mixers.py"
+    ),
     "still-export MODEL --to onnx --dtype float16 --arch sm_90 -o NATIVE": Elsewhere(
         "compiles a GPU's kernels for minutes; tests/still_export/targets/ort/test_native.py compiles some"
     ),
