@@ -16,8 +16,6 @@ from still_export.mixers.layers import head_size
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 _FUSED = re.compile(r"(model\.layers\.\d{1,6}\.)(self_attn\.qkv|mlp\.gate_up)_proj\.weight")
-
-
 _PART = re.compile(r"(model\.layers\.\d{1,6}\.)(?:self_attn\.([qkv])|mlp\.(gate|up))_proj")
 
 
@@ -30,17 +28,12 @@ def whole_pair(module: str, b: Weight, tensors: Weights) -> tuple[str, Weight] |
     name = f"{found[1]}{'self_attn.qkv' if found[2] else 'mlp.gate_up'}_proj.weight"
     if name not in tensors:
         return None
-    outputs, rows = tensors[name].shape[0], b.shape[0]
-    fits = (
-        2 * rows == outputs
-        if found[3]
-        else rows < outputs and (outputs - rows) % 2 == 0
-        if found[2] == "q"
-        else 2 * rows < outputs
-    )
+    outputs, rows, part = tensors[name].shape[0], b.shape[0], found[2] or found[3]
+    rest = outputs - rows  # of the other parts: keys and values have as many each, gate and up too
+    fits = {"q": rest > 0 and rest % 2 == 0, "gate": rest == rows, "up": rest == rows}.get(part, rest > rows)
     if not fits:
         return None
-    begin = {"q": 0, "k": outputs - 2 * rows, "v": outputs - rows, "gate": 0, "up": rows}[found[2] or found[3]]
+    begin = {"q": 0, "k": rest - rows, "v": rest, "gate": 0, "up": rest}[part]
     shape = torch.Size((outputs, b.shape[1]))
     return name, Deferred(shape, b.dtype, partial(_padded, b, begin, outputs))
 

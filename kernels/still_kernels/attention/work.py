@@ -33,6 +33,13 @@ def layer(sizes: Mapping[str, int], name: str, context: int) -> Layer:
     return Layer(sizes["heads"], sizes["kv_heads"], sizes["head_dim"], context + 1)
 
 
+def kept(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> AttentionState:
+    """A layer's keys and values as the calls of one kind find them."""
+    made = AttentionState.empty(kind.batch, layer.kv_heads, layer.head_dim, layer.rows, dtype, device)
+    made.length.fill_(kind.length)
+    return filled(made, torch.Generator(device).manual_seed(1)) if kind.length else made
+
+
 def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     """Calls of one kind."""
     generator = torch.Generator(device).manual_seed(0)
@@ -45,11 +52,6 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     new = torch.full((kind.batch,), kind.tokens, device=device)
     inputs = Inputs(random(layer.heads), random(layer.kv_heads), random(layer.kv_heads), new)
 
-    def state() -> AttentionState:
-        made = AttentionState.empty(kind.batch, layer.kv_heads, layer.head_dim, layer.rows, dtype, device)
-        made.length.fill_(kind.length)
-        return filled(made, torch.Generator(device).manual_seed(1)) if kind.length else made
-
     def launch(state: AttentionState, output: Tensor, table: TileTable) -> None:
         from still_kernels.attention.launch import launch_attention
 
@@ -59,7 +61,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     cost = decode_cost(*sizes, kind.length, kind.batch) if step else prefill_cost(*sizes, kind.tokens)
     return Work(
         *cost,
-        state=state,
+        state=lambda: kept(layer, kind, dtype, device),
         reference=lambda state: blocked_attention(inputs, state)[0],
         run=lambda state: attention(inputs, state, in_place=True)[0],
         launch=launch,

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.attention.state import AttentionState
-from still_kernels.attention.work import Layer, layer
+from still_kernels.attention.work import Layer, kept, layer
 from still_kernels.block_attention.naive import Inputs, block_attention
 from still_kernels.block_attention.tiles import tile_table
 from still_kernels.forms import has_kernels
 from still_kernels.tile import Setting, TileTable, one, stages
-from still_kernels.work import Kind, OpWork, Work, filled
+from still_kernels.work import Kind, OpWork, Work
 
 SLOTS, BLOCK = 128, 64
 """Blocks that a token reads at most, and tokens of a block: MiniCPM-SALA's."""
@@ -75,11 +75,6 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     blocks = chosen_by_chance(kind, layer.kv_heads, device, generator)
     inputs = Inputs(random(layer.heads), random(layer.kv_heads), random(layer.kv_heads), new, blocks, BLOCK)
 
-    def state() -> AttentionState:
-        made = AttentionState.empty(kind.batch, layer.kv_heads, layer.head_dim, layer.rows, dtype, device)
-        made.length.fill_(kind.length)
-        return filled(made, torch.Generator(device).manual_seed(1)) if kind.length else made
-
     def launch(state: AttentionState, output: Tensor, table: TileTable | None = None) -> None:
         from still_kernels.block_attention.launch import launch_block_attention
 
@@ -94,7 +89,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
 
     return Work(
         *cost(layer, kind),
-        state=state,
+        state=lambda: kept(layer, kind, dtype, device),
         reference=lambda state: block_attention(inputs, state)[0],
         run=run,
         launch=launch,
