@@ -51,7 +51,9 @@ MANY = {
 
 FLOAT8 = {
     "e4m3, few": Case(inputs=208, blocks=1, rows=((1, 1), (3, 5))),
-    "e4m3, few, odd sizes, residual, norm": Case(outputs=37, inputs=80, blocks=1, rows=((2, 8),), normed=True, residual=True),
+    "e4m3, few, odd sizes, residual, norm": Case(
+        outputs=37, inputs=80, blocks=1, rows=((2, 8),), normed=True, residual=True
+    ),
     "e4m3, few, blocks": Case(inputs=384, blocks=3, rows=((1, 1), (2, 8)), residual=True),
     "e4m3, some": Case(inputs=208, blocks=1, rows=((1, 17), (2, 43)), normed=True),
     "e4m3, some, blocks, odd sizes": Case(outputs=37, inputs=256, blocks=2, rows=((1, 66),), residual=True),

@@ -132,7 +132,9 @@ def rounded_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True)
-    scales = most / torch.full_like(most, MOST)  # by a number CUDA multiplies with the reciprocal, which is not the rule
+    scales = most / torch.full_like(
+        most, MOST
+    )  # by a number CUDA multiplies with the reciprocal, which is not the rule
     return (wide / torch.where(scales > 0, scales, 1)).clamp(-MOST, MOST).to(torch.float8_e4m3fn), scales
 
 
@@ -190,7 +192,9 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
     """
     if variant.float8:
         if arch < FLOAT8_ARCH:
-            raise ConfigError(f"sm_{arch} has no matrix instructions for e4m3 (fp8), which sm_{FLOAT8_ARCH} and later have.")
+            raise ConfigError(
+                f"sm_{arch} has no matrix instructions for e4m3 (fp8), which sm_{FLOAT8_ARCH} and later have."
+            )
         tma = blocks.by_tma(variant.aligned, arch) and bool(variant.whole)
         tiles = blocks.float8_tiles(EIGHT, variant.span, arch, tma)
         return TileTable(tiles, {**blocks.host_constants(variant.span, tma), "norm_apart": blocks.NORM_APART})
@@ -238,7 +242,9 @@ OP = stateless_op(
     module="still_kernels.dense_matmul.triton_dense",
     covers="GEMMs with dense weights have",
     also=(
-        Check("not has(codes) or I % 16 == 0", "I={I} inputs; GEMMs with codes in e4m3 have kernels for multiples of 16."),
+        Check(
+            "not has(codes) or I % 16 == 0", "I={I} inputs; GEMMs with codes in e4m3 have kernels for multiples of 16."
+        ),
         Check(
             f"not has(codes) or IS == 1 or IS * {BLOCK} == I",
             f"scales are {{IS}} for I={{I}} inputs; the kernels have one for each output, or for each {BLOCK} inputs of it.",

@@ -151,7 +151,9 @@ def test_unknown_device_is_refused() -> None:
             for v in (Variant(span=3), Variant(span=1))
         ],
         *[
-            pytest.param(arch, Variant(normed=1, residual=1, span=span, float8=1, blocked=blocked), marks=pytest.mark.long)
+            pytest.param(
+                arch, Variant(normed=1, residual=1, span=span, float8=1, blocked=blocked), marks=pytest.mark.long
+            )
             for arch in (89, 90)
             for span, blocked in ((0, 0), (2, 1))
         ],
