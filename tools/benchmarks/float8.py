@@ -138,13 +138,15 @@ def check_sizes() -> None:
 
     half, worst = torch.float16, 0.0
     sizes = [
-        (half, 72, 208, 1),
-        (half, 37, 80, 1),
-        (half, 1536, 1536, 12),
-        (half, 4096, 14336, 112),
-        (half, 9000, 1024, 1),
+        (72, 208, 1),
+        (37, 80, 1),
+        (1536, 1536, 12),
+        (4096, 14336, 112),
+        (9000, 1024, 1),
+        (9216, 1024, 8),
+        (9001, 208, 1),
     ]
-    for dtype, outputs, inputs, blocks in [*sizes, (torch.bfloat16, 2048, 1536, 1)]:
+    for dtype, outputs, inputs, blocks in [*((half, *size) for size in sizes), (torch.bfloat16, 2048, 1536, 1)]:
         codes, scales = float8(drawn(outputs, inputs) / inputs**0.5, blocks)
         for tokens in (1, 16, 17, 64, 300):
             x, residual = drawn(1, tokens, inputs).to(dtype), drawn(1, tokens, outputs).to(dtype)
@@ -213,7 +215,7 @@ def settings(given: Inputs) -> Iterator[tuple[str, Setting, TileTable]]:
     call = Call.of(OP.kernels.spec, shapes, {"norm_epsilon": 1e-5}, "float16", None)
     table = tile_table(OP.kernels.variant_of(call), arch_of(given.input.device))
     rows = given.input.shape[1]
-    used = ["few8"] if rows <= FEW else ["some8"] if rows <= MANY else ["some8", "many8"]
+    used = ["few8"] if rows <= FEW else ["some8"] if rows <= MANY else ["some8", "many8"] if rows <= 2048 else ["many8"]
     for kernel in [*used, "round8"]:
         for setting in TILES[kernel]:
             yield kernel, setting, changed(table, kernel, setting)
