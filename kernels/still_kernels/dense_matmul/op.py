@@ -132,9 +132,7 @@ def rounded_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True)
-    scales = most / torch.full_like(
-        most, MOST
-    )  # by a number CUDA multiplies with the reciprocal, which is not the rule
+    scales = most / torch.full_like(most, MOST)  # by a number CUDA multiplies with the reciprocal
     return (wide / torch.where(scales > 0, scales, 1)).clamp(-MOST, MOST).to(torch.float8_e4m3fn), scales
 
 
