@@ -50,7 +50,9 @@ def signature_of(
     for argument in function.arg_names:
         plain = argument.removeprefix("p_").removeprefix("d_")
         if argument.startswith("d_") and plain not in absent:
-            signature[argument] = descriptor_type(function, TRITON_TYPES[elements[plain]], tile.block(plain))
+            element = TRITON_TYPES[elements[plain]]
+            element = "fp8e4nv" if element.startswith("i") else element  # integers hold numbers in e4m3
+            signature[argument] = descriptor_type(function, element, tile.block(plain))
         elif plain != argument:
             if plain in absent or plain not in elements:
                 signature[argument], values[argument] = "constexpr", None

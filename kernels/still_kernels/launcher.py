@@ -306,10 +306,12 @@ def descriptor(
 ) -> Any:
     """A contiguous tensor as `shape` rows and columns, for a kernel that copies blocks of it; None where there is none.
 
-    Of a tensor without elements nothing is copied, and its place is taken by `like`.
+    Of a tensor without elements nothing is copied, and its place is taken by `like`. One of integers holds numbers in e4m3.
     """
     if tensor is None:
         return None
+    if not tensor.is_floating_point():
+        tensor = tensor.view(torch.float8_e4m3fn)
     place = (tensor if tensor.numel() else like, [max(shape[0], 1), shape[1]], [shape[1], 1], list(block))
     if not getattr(function, "is_gluon", bool)():  # what the interpreter runs does not say
         from triton.tools.tensor_descriptor import TensorDescriptor

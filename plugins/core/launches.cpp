@@ -19,7 +19,8 @@ constexpr int kNoBinary = 209;
 constexpr int kNewerCompiler = 222;
 constexpr int64_t kMaxGridX = 2147483647;
 constexpr int64_t kMaxGrid = 65535; // of y and z
-constexpr int kTensorMapFloat16 = 6; // CUtensorMapDataType
+constexpr int kTensorMapUInt8 = 0; // CUtensorMapDataType
+constexpr int kTensorMapFloat16 = 6;
 constexpr int kTensorMapBFloat16 = 9;
 constexpr int kPromoteTo128Bytes = 2; // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
@@ -65,6 +66,11 @@ Descriptor describe(Kernel const& kernel, KernelArgument const& argument, Matrix
         made.element = kTensorMapFloat16;
     else if (argument.element == "bf16")
         made.element = kTensorMapBFloat16;
+    else if (argument.element == "fp8e4nv")
+    {
+        made.element = kTensorMapUInt8;
+        made.element_bytes = 1;
+    }
     else
         fail(kernel.name, ": the descriptor ", argument.name, " has elements of the unknown type ", argument.element, ".");
     for (size_t i = 0; i < 2; ++i)

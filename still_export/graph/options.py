@@ -65,7 +65,7 @@ class ExportOptions:
     )
     revision: str | None = option(None, "Revision of a hub id.", panel=MODEL)
     still: dict[str, Any] = field(default_factory=dict)
-    quantize: str | None = option(None, "Weights in int8 or int4, by a policy.", shown="no")
+    quantize: str | None = option(None, "Weights in int8, int4 or fp8, by a policy.", shown="no")
     quantize_method: str | None = option(
         None, "Who rounds to 4 bits: rtn, k_quant, hqq, or gptq, which reads text.", shown=DEFAULT_METHOD, panel=BITS
     )

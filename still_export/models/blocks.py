@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from still_graphs.functions.dense_matmul import NUMBERS
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,21 @@ class BlockWeight:
             zero = pack(np.repeat(unpack(zero, self.bits)[:, :blocks], times, axis=1), self.bits)
         offsets = None if self.offsets is None else np.repeat(self.offsets, times, axis=1)
         packed = self.packed.reshape(outputs, blocks * times, -1)
-        return BlockWeight(packed, np.repeat(self.scales, times, axis=1), zero, self.bits, offsets)
+        scales = np.repeat(self.scales, times, axis=1)
+        return replace(self, packed=packed, scales=scales, zero_points=zero, offsets=offsets)
 
     def rows(self, order: np.ndarray | slice) -> BlockWeight:
         """The same weight with its outputs in another order, or some of them."""
         zero, offsets = (None if x is None else x[order] for x in (self.zero_points, self.offsets))
-        return BlockWeight(self.packed[order], self.scales[order], zero, self.bits, offsets)
+        return replace(self, packed=self.packed[order], scales=self.scales[order], zero_points=zero, offsets=offsets)
+
+
+class Float8Weight(BlockWeight):
+    """The same of codes in e4m3: w = scale * number."""
+
+    def dequantized(self) -> np.ndarray:
+        values = np.array(NUMBERS, np.float32)[self.packed] * self.scales[:, :, None].astype(np.float32)
+        return values.reshape(len(values), -1)
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:

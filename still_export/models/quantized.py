@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models.blocks import BlockWeight, pack
+from still_export.models.blocks import BlockWeight, Float8Weight, pack
 from still_export.models.weights import Deferred, SourceBlocks
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
@@ -299,7 +299,15 @@ def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
         codes = lambda: (weight.short() + 128).to(torch.uint8)  # noqa: E731
         return _grouped(Grouped((outputs, inputs), 8, -(-inputs // wide), codes, lambda: spread(scale), zero))
     values = lambda: weight.float() * spread(_numbers(scale)).repeat_interleave(wide, 1)[:, :inputs]  # noqa: E731
-    return _deferred((outputs, inputs), values, 8)
+    if inputs % wide or weight.dtype != torch.float8_e4m3fn:
+        return _deferred((outputs, inputs), values, 8)
+
+    def blocks() -> BlockWeight:
+        codes = weight.contiguous().view(torch.uint8).reshape(outputs, -1, wide).numpy()
+        return Float8Weight(codes, spread(_numbers(scale)).numpy(), None, 8)
+
+    held = SourceBlocks(8, False, False, blocks, wide, float8=True)
+    return Deferred(torch.Size((outputs, inputs)), torch.float32, values, held, 8)
 
 
 def _block(scale: Tensor, outputs: int, inputs: int, config: Mapping[str, Any]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ TOGETHER = "|"
 class SourceBlocks:
     """Blocks of `size` inputs in a source: their bits, whether they have offsets or zero points, whether their scales are half precision;
     `read` gets them, of a stack those of the expert whose number it is given. `order`: the inputs as the blocks have them [K], where that
-    is another order than the weight's; `positive`: all scales are known to be."""
+    is another order than the weight's; `positive`: all scales are known to be; `float8`: codes are in e4m3."""
 
     bits: int
     offsets: bool
@@ -33,6 +33,7 @@ class SourceBlocks:
     zero_points: bool = False
     order: np.ndarray | None = None
     positive: bool = False
+    float8: bool = False
 
 
 @dataclass(frozen=True)

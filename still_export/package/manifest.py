@@ -133,7 +133,7 @@ class Calibration(Record):
 class Quantization(Record):
     """Low-bit weights; `block_size` null: a scale for each output. `nodes`: what computes with them (quantization/policy.py)."""
 
-    scheme: Literal["int8", "int4"]
+    scheme: Literal["int8", "int4", "fp8"]
     nodes: str | None = None
     block_size: Annotated[int, Field(ge=16, le=256)] | None
     lora: Literal["apart", "merged"]

@@ -233,7 +233,8 @@ def _torch_cases(
         ) from error
 
     def round_inputs(model: Any) -> None:
-        round_activations(model, held_names(package.path), manifest["quantization"]["block_size"])
+        quantization = manifest["quantization"]
+        round_activations(model, held_names(package.path), quantization["block_size"], quantization["scheme"])
 
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)

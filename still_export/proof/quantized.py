@@ -73,7 +73,8 @@ def quantization_loss_of(
     held = with_held_weights(source, folder, manifest)
 
     def round_inputs(model: Any) -> None:
-        round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
+        quantization = manifest["quantization"]
+        round_activations(model, held_names(folder), quantization["block_size"], quantization["scheme"])
 
     original, weights = _log_probabilities(source, tokens), _log_probabilities(held, tokens)
     bits = [None if text is None else _bits(p, tokens) / size for p in (weights, original)]

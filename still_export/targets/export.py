@@ -128,7 +128,7 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
     options = meant.options.from_manifest(recorded, **chosen)
     target = target_of(name, options)
     # A refusal comes before anything is read; the layout of the type that is asked for, or of the least demanding one.
-    asked.quantization(target.layout, target.to)
+    asked.quantization(target.layout_for(asked.dtype, options), target.to)
     demand(target, asked, options)
     return Job(asked, name, options)
 

@@ -50,6 +50,9 @@ def made(*shape: int) -> torch.Tensor:
         (3, 21, 4096, 72, 2, ("weight", "norm_weight")),
         (1, 65, 1544, 288, 1, ("turned_weight", "norm_weight", "residual")),
         (2, 300, 12288, 4096, 3, ("weight",)),
+        (3, 5, 4096, 4096, 2, ("codes", "scales", "residual")),
+        (1, 17, 72, 208, 0, ("codes", "scales")),
+        (2, 300, 12288, 4096, 3, ("codes", "scales", "norm_weight")),
     ],
     ids=str,
 )
@@ -61,6 +64,8 @@ def test_dense_matmul(
         "turned_weight": made(outputs, inputs),
         "norm_weight": made(inputs),
         "residual": made(batch, count, outputs),
+        "codes": torch.empty((outputs, inputs // 4), dtype=torch.int32, device="meta"),
+        "scales": torch.empty((inputs // 128 if outputs == 4096 else 1, outputs), device="meta"),
     }
     tensors = {"input": made(batch, count, inputs), **{name: given[name] for name in beside}}
     call = dense_matmul.Inputs(**tensors, norm_epsilon=2e-6)
@@ -68,8 +73,10 @@ def test_dense_matmul(
         "float16",
         *(int(name in beside) for name in ("turned_weight", "norm_weight", "residual")),
         aligned=int(outputs % 8 == 0 and inputs % 8 == 0),
-        whole=int(inputs % 64 == 0),
+        whole=int(inputs % (128 if "codes" in beside else 64) == 0),
         span=span,
+        float8=int("codes" in beside),
+        blocked=int("codes" in beside and outputs == 4096),
     )
     mirror(DENSE_MATMUL, tensors, lambda output: dense_matmul.OP.launch(call, output), variant, {"norm_epsilon": 2e-6})
 

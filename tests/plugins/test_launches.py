@@ -27,7 +27,7 @@ from tests.plugins.core_abi import Core, Recorder, Tensor
 launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
 
 TYPES = {"ptr": "p", "i32": "i", "f32": "f", "descriptor": "diill"}
-ELEMENT_CODES = {"fp16": 6, "bf16": 9}  # of the driver
+ELEMENT_CODES = {"fp16": 6, "bf16": 9, "fp8e4nv": 0}  # of the driver
 NAMES = {torch.float16: "float16", torch.float32: "float32", torch.int32: "int32", torch.bfloat16: "bfloat16"}
 CASES = [
     # batch, tokens, capacity tokens, select_scope, overflow, gate, dtype, cache
@@ -66,9 +66,9 @@ def fake_compiler() -> Any:
             global_scratch_size=0,
             profile_scratch_size=0,
             tensordesc_meta=[
-                {"swizzle": 3, "block_size": [int(rows), min(int(columns), 64)]}
+                {"swizzle": 3, "block_size": [int(rows), min(int(columns), 128 if element == "fp8e4nv" else 64)]}
                 for kind in source.signature.values()
-                for rows, columns in re.findall(r"^tensordesc<\w+\[(\d+), (\d+)\]", kind)
+                for element, rows, columns in re.findall(r"^tensordesc<(\w+)\[(\d+), (\d+)\]", kind)
             ],
         )
         return types.SimpleNamespace(metadata=metadata, asm={"cubin": f"cubin {next(counter):06} ".ljust(64).encode()})
@@ -122,7 +122,7 @@ def labels_of(argument: dict[str, Any]) -> list[str]:
     return [name, *(f"{name}.{part}" for part in more)]
 
 
-def check_descriptor(got: list[str], argument: dict[str, Any], wanted: Any, known: dict[int, int]) -> None:
+def check_descriptor(got: list[str], argument: dict[str, Any], wanted: Any, expected: int) -> None:
     """A descriptor of the core against what Python hands to Triton; of a tensor without elements it is never read."""
     if got[1] == "0":
         assert got[0] == "/".join("0" * 8)
@@ -130,9 +130,11 @@ def check_descriptor(got: list[str], argument: dict[str, Any], wanted: Any, know
     rows, columns = wanted.shape
     assert wanted.strides == [columns, 1] and list(map(int, got[1:])) == [rows, columns, columns, 1]
     element, address, *sizes, swizzle = map(int, got[0].split("/"))
-    assert (element, address) == (ELEMENT_CODES[argument["element"]], known[id(wanted.base)])
-    assert sizes == [columns, rows, 2 * columns, min(wanted.block_shape[1], 64), wanted.block_shape[0]]
-    assert swizzle == 3 and NAMES[wanted.base.dtype] == {"fp16": "float16", "bf16": "bfloat16"}[argument["element"]]
+    assert (element, address) == (ELEMENT_CODES[argument["element"]], expected)
+    size = wanted.base.itemsize
+    assert sizes == [columns, rows, size * columns, min(wanted.block_shape[1], 128 // size), wanted.block_shape[0]]
+    kinds = {"fp16": "float16", "bf16": "bfloat16", "fp8e4nv": "float8_e4m3fn"}
+    assert swizzle == 3 and str(wanted.base.dtype) == f"torch.{kinds[argument['element']]}"
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -180,7 +182,7 @@ def compare(
 
     def allocate(like: torch.Tensor, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(shape, dtype=kind, device="meta")
-        known[id(buffer)] = workspace + used[0]
+        known[id(buffer)] = words[storage(buffer)] = workspace + used[0]
         kept.append(buffer)
         used[0] += -(-math.prod(shape) * ELEMENTS[str(kind).removeprefix("torch.")] // 256) * 256
         return buffer
@@ -224,7 +226,8 @@ def compare(
             key = labels_of(argument)[0]
             wanted = values[key]
             if argument["type"] == "descriptor":
-                check_descriptor([got[label] for label in labels_of(argument)], argument, wanted, known)
+                address = known.get(id(wanted.base)) or words[storage(wanted.base)]
+                check_descriptor([got[label] for label in labels_of(argument)], argument, wanted, address)
             elif argument["type"] != "ptr":
                 assert float(got[key]) == pytest.approx(float(wanted), rel=1e-5), (name, key)
             elif wanted is counters:

@@ -30,7 +30,9 @@ def _narrow(handle: Any) -> bool:
 
 
 def widened(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """float32 values of float16 or of bfloat16's bits."""
+    """float32 values of float16, or of bfloat16's or e4m3's bits."""
+    if dtype == tl.float8e4nv:
+        return torch.from_numpy(np.ascontiguousarray(data)).view(torch.float8_e4m3fn).float().numpy()
     if dtype == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     return data.astype(np.float32)
@@ -57,10 +59,17 @@ def _truncate(self: Any, source: Any, target: Any) -> Any:
         return interpreter.TensorHandle(source.data.astype(np.float16), tl.float16)
 
 
+def _convert(self: Any, source: Any, target: Any, _rounding: Any) -> Any:
+    """To e4m3: saturating, nearest, ties to even."""
+    assert source.dtype.scalar == tl.float32 and target.scalar == tl.float8e4nv, f"{source.dtype} to {target}"
+    rounded = torch.from_numpy(np.ascontiguousarray(source.data)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
+
+
 def _dot(self: Any, a: Any, b: Any, d: Any, precision: Any, _imprecise: Any) -> Any:
     if a.dtype.scalar == b.dtype.scalar == tl.float32 and precision == ir.INPUT_PRECISION.TF32x3:
         return interpreter.TensorHandle(np.matmul(a.data, b.data) + d.data, tl.float32)
-    if not (_narrow(a) and _narrow(b)):
+    if not (_narrow(a) and _narrow(b)) and not a.dtype.scalar == b.dtype.scalar == tl.float8e4nv:
         raise TypeError(f"a product of {a.dtype} by {b.dtype} among 16-bit activations, rounded to tf32 on hardware")
     if d.dtype.scalar != tl.float32:
         raise TypeError(f"a product accumulates in {d.dtype}")
@@ -109,6 +118,7 @@ def install() -> None:
             setattr(builder, name, refusing(plain, getattr(builder, name)))
     builder.create_fp_ext = _extend
     builder.create_fp_trunc = _truncate
+    builder.create_fp_to_fp = _convert
     builder.create_dot = _dot
     builder.create_inline_asm = _assembly
     builder.get_bf16 = lambda self, value: interpreter.TensorHandle(

@@ -1,12 +1,18 @@
-"""still::DenseMatMul: a product with a weight of 16-bit numbers whose sums are in float32, for runtimes that sum in half precision."""
+"""still::DenseMatMul: a product with a weight of 16-bit numbers or in e4m3 whose sums are in float32, for runtimes that have none."""
 
 from __future__ import annotations
 
 from still_graphs.ops.spec import AttributeSpec, OpSpec, TensorSpec
 
 DENSE_MATMUL = OpSpec(
-    # Symbols: I inputs, O outputs. One of the two weights is given: numbers of an output beside each other, as a MatMul has them, or of an
-    # input, as an embedding that is the head too. With norm_weight the root mean square of a token is divided out of it first.
+    # Symbols: I inputs, O outputs; IW words of codes of an output, IS blocks of inputs. One of the three weights is given: numbers of an
+    # output beside each other, as a MatMul has them, or of an input, as an embedding that is the head too, or codes in e4m3 with a scale
+    # for each output or for each block of inputs of it, four in a word, the first one lowest: plugins of TensorRT take no bytes.
+    # With norm_weight the root mean square of a token is divided out of it first.
+    #
+    # A token that codes are multiplied with is rounded to e4m3, too: with a the largest magnitude of its numbers, scale = a / 448 and
+    # code = x / scale, both divided in float32, codes to the nearest number, halves to the even one; of a token of zeros all are 0, and
+    # of one that has a number that is none so are all outputs.
     name="DenseMatMul",
     torch_name="dense_matmul",
     inputs=(
@@ -15,6 +21,8 @@ DENSE_MATMUL = OpSpec(
         TensorSpec("turned_weight", ("O", "I"), "T", "weight", optional=True),
         TensorSpec("norm_weight", ("I",), "T", "weight", optional=True),
         TensorSpec("residual", ("B", "T", "O"), "T", "activation", optional=True),
+        TensorSpec("codes", ("O", "IW"), "int32", "weight", optional=True),
+        TensorSpec("scales", ("IS", "O"), "float32", "weight", optional=True),
     ),
     states=(),
     outputs=(TensorSpec("output", ("B", "T", "O"), "T", "activation"),),

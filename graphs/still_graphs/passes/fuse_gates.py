@@ -20,7 +20,7 @@ from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.swi_glu import SWI_GLU
 from still_graphs.patterns import Fusion, Match, Op, Pattern, Val, fusing
 
-RESIDUAL = DENSE_MATMUL.input_names().index("residual")
+RESIDUAL, CODES = map(DENSE_MATMUL.input_names().index, ("residual", "codes"))
 WIDTH = SWI_GLU.attributes[0].name
 
 
@@ -36,13 +36,19 @@ def halved(split: ir.Node) -> bool:
     return first == second > 0
 
 
+def has_codes(node: ir.Node) -> bool:
+    """Whether a node of ours is a product with a low-bit weight."""
+    held = node.inputs[CODES] if node.op_type == DENSE_MATMUL.name and len(node.inputs) > CODES else None
+    return node.domain == DOMAIN and (node.op_type == MATMUL_NBITS.name or held is not None)
+
+
 def is_low_bit(value: ir.Value | None) -> bool:
     """Whether a value is a low-bit product, to which others, an adapter's, may be added."""
     node = value.producer() if value is not None else None
-    while node is not None and node.domain == DOMAIN and node.op_type == DENSE_MATMUL.name:
+    while node is not None and node.domain == DOMAIN and node.op_type == DENSE_MATMUL.name and not has_codes(node):
         residual = node.inputs[RESIDUAL] if len(node.inputs) > RESIDUAL else None
         node = residual.producer() if residual is not None else None
-    return node is not None and node.domain == DOMAIN and node.op_type == MATMUL_NBITS.name
+    return node is not None and has_codes(node)
 
 
 WHOLE = Val(lambda value: rank(value) == 3)

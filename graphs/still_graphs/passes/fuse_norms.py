@@ -19,6 +19,7 @@ from still_graphs.ops import DOMAIN
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_graphs.passes.fuse_gates import has_codes
 from still_graphs.patterns import Fusion, Match, Op, Val, fusing
 
 EPSILON = ADD_RMS_NORM.attributes[0].name
@@ -63,7 +64,7 @@ def _is_first(match: Match) -> bool:
     if any(node.graph is not norm.graph for node in users) or next(n for n in norm.graph if n in users) is not norm:
         return False
     readers = {node for node, _ in norm.outputs[0].uses()}
-    return any(node.domain == DOMAIN and node.op_type == MATMUL_NBITS.name for node in readers)
+    return any(map(has_codes, readers))
 
 
 def _fuse_sum(match: Match) -> Sequence[ir.Value]:

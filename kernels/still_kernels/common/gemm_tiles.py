@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from still_kernels.common.gemm_plan import HOST, INNER, Gemm
+from still_kernels.common.gemm_plan import GROUP_ROWS, HOST, INNER, Gemm
 from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, one, stages
 
 WIDE_SHARED = 150 << 10
@@ -88,6 +88,27 @@ NORM = KernelTile({"BC": 4096}, 4)
 """Of the norm in front of a GEMM."""
 NORM_APART = 1 << 24
 """Numbers of a weight behind a norm from which programs that share inputs are worth a launch for the norm."""
+
+
+FLOAT8 = {
+    "some8": ((64, 32, 4, 6), (64, 64, 4, 6), (64, 64, 4, 6), (64, 128, 4, 4)),
+    "many8": ((64, 64, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4), (128, 128, 8, 4)),
+}
+"""Rows, outputs, warps and stages by span of some and of many rows of codes in e4m3, 128 inputs at a time. Not tuned."""
+
+
+def float8_tiles(gemm: Gemm, span: int, arch: int, tma: bool) -> dict[str, KernelTile]:
+    """Of codes in e4m3; arguments as of `GemmTiles.tiles`. The weight is on the left of a few rows: such instructions take 64 there."""
+    roomy = SHARED_BYTES[arch] >= WIDE_SHARED
+    few = KernelTile({"BM": GROUP_ROWS, "BN": 64, "BK": 2 * INNER, "STAGES": 8 if roomy else 6}, 4, 8 if roomy else 6)
+    found = {"round8": KernelTile({"BC": 4096}, 8), "few8": few}
+    for kernel, sizes in FLOAT8.items():
+        rows, outputs, warps, stages = sizes[span]
+        tile = _block((rows, outputs, warps, stages if roomy else min(stages, 3)), True)
+        tile = replace(tile, constants={**tile.constants, "BK": 2 * INNER})
+        copied = {gemm.left: ("BM", "BK"), gemm.right: ("BN", "BK")}
+        found |= {f"{kernel}_tma": replace(tile, blocks=copied)} if tma else {kernel: tile}
+    return found
 
 
 def split_tile(span: int, aligned: int, arch: int) -> KernelTile:

@@ -1,4 +1,4 @@
-"""still::DenseMatMul: tokens times a weight of 16-bit numbers, with a norm in front and a sum behind; sums in float32."""
+"""still::DenseMatMul: tokens times a weight of 16-bit numbers or in e4m3, with a norm in front and a sum behind; sums in float32."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from still_graphs.errors import ConfigError
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_kernels.common import gemm_plan as gemm
 from still_kernels.common import gemm_tiles as blocks
 from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.op_kernels import HALVES
-from still_kernels.plan import Alias, Branch, Check, Plan, Region
+from still_kernels.plan import Alias, Branch, Check, Launch, Matrix, Plan, Region
 from still_kernels.tile import TileTable
 
 if TYPE_CHECKING:
@@ -20,6 +21,22 @@ if TYPE_CHECKING:
     from still_kernels.common.calls import Draw
 
 GEMM = gemm.Gemm("I", "O", "rows", "weight")
+EIGHT = gemm.Gemm(
+    "I",
+    "O",
+    "rounded",
+    "codes",
+    suffix="8",
+    few="few8_outputs",
+    some=("some8_rows", "some8_outputs"),
+    many=("row8_block", "output8_block"),
+)
+"""Of codes in e4m3."""
+MOST = 448.0
+"""The largest number of e4m3."""
+BLOCK = 128
+"""Inputs that share a scale where those of an output have several."""
+ROUND = Launch("round8", ("tokens", "1", "1"))
 PARTIAL, ARRIVALS = gemm.split_regions("O")
 NORM = Branch("has(norm_weight)", (gemm.NORM,))
 
@@ -30,28 +47,47 @@ PLAN = Plan(
         normed="has(norm_weight)",
         residual="has(residual)",
         aligned="O % 8 == 0 and I % 8 == 0",  # loads and stores of 16 bytes
-        whole=f"I % {gemm.INNER} == 0",
+        whole=f"I % ({BLOCK} if has(codes) else {gemm.INNER}) == 0",
         span=gemm.span("O"),
+        float8="has(codes)",
+        blocked="IS > 1 if has(codes) else 0",
     ),
-    constants=(*GEMM.constants, *gemm.HOST, "norm_apart"),
-    checks=(Check("has(weight) != has(turned_weight)", "one of weight and turned_weight is wanted."),),
+    constants=(*GEMM.constants, *EIGHT.constants, *gemm.HOST, "norm_apart"),
+    checks=(
+        Check(
+            "has(weight) + has(turned_weight) + has(codes) == 1",
+            "one of weight, turned_weight and codes is wanted.",
+        ),
+        Check("has(codes) == has(scales)", "codes and scales go together."),
+        Check("not has(codes) or IW * 4 == I", "codes have {IW} words of four for I={I} inputs."),
+        Check("not has(codes) or I % max(IS, 1) == 0", "scales of {IS} blocks do not divide I={I} inputs."),
+    ),
     define={
-        "splits": f"1 if has(turned_weight) or has(norm_weight) and O * I < norm_apart else {gemm.splits('O', 'I')}"
+        "splits": "1 if has(turned_weight) or has(codes) or has(norm_weight) and O * I < norm_apart else "
+        + gemm.splits("O", "I")
     },
     workspace=(
         Region(
             "rows",
             "T",
             (f"max(tokens, {gemm.FEW_ROWS})", "I"),
-            f"has(norm_weight) and (splits > 1 or not ({gemm.FEW}))",
+            f"has(norm_weight) and not has(codes) and (splits > 1 or not ({gemm.FEW}))",
         ),
         PARTIAL,
+        Region("rounded", "int8", ("tokens", "I"), "has(codes)"),
+        Region("row_scales", "float32", ("tokens",), "has(codes)"),
     ),
     persistent=(ARRIVALS,),
     aliases=(Alias("rows", "input", "not has(norm_weight)"),),
-    matrices=GEMM.matrices,
+    matrices=(*GEMM.matrices, Matrix("rounded", "tokens", "I"), Matrix("codes", "O", "I")),
     arguments={"M": "tokens", "N": "O", "K": "I", "epsilon": "norm_epsilon"},
-    steps=(Branch(gemm.FEW, (GEMM.split_step(NORM),), (NORM, GEMM.many_step())),),
+    steps=(
+        Branch(
+            "has(codes)",
+            (ROUND, Branch(f"tokens <= {gemm.GROUP_ROWS}", (EIGHT.few_step(),), (EIGHT.many_step(),))),
+            (Branch(gemm.FEW, (GEMM.split_step(NORM),), (NORM, GEMM.many_step())),),
+        ),
+    ),
 )
 
 
@@ -60,8 +96,10 @@ class Inputs(StatelessInputs, plan=PLAN):
     """Tokens and weight of one call, of one type.
 
     input: [B, T, I].
-    weight: [I, O]; None: `turned_weight` is given.
+    weight: [I, O]; None: one of the others is given.
     turned_weight: The same as [O, I].
+    codes: The same in e4m3, four in a word, the first one lowest, int32 [O, I / 4].
+    scales: Of codes, float32 [IS, O], each of I / IS inputs.
     norm_weight: [I], of the norm that tokens pass first; None: they do not.
     residual: [B, T, O], added to the outputs.
     norm_epsilon: Added to the mean square of a token before its root divides the token.
@@ -72,22 +110,43 @@ class Inputs(StatelessInputs, plan=PLAN):
     turned_weight: Tensor | None = None
     norm_weight: Tensor | None = None
     residual: Tensor | None = None
+    codes: Tensor | None = None
+    scales: Tensor | None = None
     norm_epsilon: float = 1e-5
 
     @property
     def inner_first(self) -> Tensor:
-        """The weight as [I, O]."""
+        """The weight as [I, O], of codes in float32."""
+        if self.codes is not None:
+            import torch
+
+            assert self.scales is not None
+            numbers = self.codes.contiguous().view(torch.float8_e4m3fn).float().T
+            return numbers * self.scales.repeat_interleave(len(numbers) // len(self.scales), 0)
         return self.turned_weight.T if self.weight is None else self.weight  # type: ignore[union-attr]
+
+
+def rounded_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [.., I] in e4m3, and their scales, float32 [.., 1]."""
+    import torch
+
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    scales = most / torch.full_like(most, MOST)  # by a number CUDA multiplies with the reciprocal
+    return (wide / torch.where(scales > 0, scales, 1)).clamp(-MOST, MOST).to(torch.float8_e4m3fn), scales
 
 
 @defined
 def naive_dense_matmul(inputs: Inputs, wide: dtype) -> Tensor:
-    """Tokens, normed where there is norm_weight, times the weight, plus the residual: [B, T, O]."""
+    """Tokens, normed where there is norm_weight, rounded where the weight is codes, times the weight, plus the residual: [B, T, O]."""
     from still_kernels.common.naive import naive_norm
 
     x = inputs.input
     if inputs.norm_weight is not None:
         x = naive_norm(x, inputs.norm_weight, inputs.norm_epsilon, wide)
+    if inputs.codes is not None:
+        codes, scales = rounded_tokens(x)
+        x = codes.to(wide) * scales.to(wide)
     outputs = x.to(wide) @ inputs.inner_first.to(wide)
     return outputs if inputs.residual is None else outputs + inputs.residual.to(wide)
 
@@ -101,6 +160,7 @@ class Variant(StatelessVariant):
     aligned: Whether inputs and outputs are multiples of 8, which may be read and stored at once.
     whole: Whether inputs are a multiple of `gemm_plan.INNER`.
     span: How many outputs there are (`gemm_plan.SPANS`).
+    float8, blocked: Whether the weight is in e4m3, with a scale for each block of an output's inputs.
     """
 
     turned: int = 0
@@ -109,15 +169,33 @@ class Variant(StatelessVariant):
     aligned: int = 1
     whole: int = 1
     span: int = 0
+    float8: int = 0
+    blocked: int = 0
 
     @property
     def plain(self) -> bool:
         """Whether the weight is [I, O]."""
-        return not self.turned
+        return not self.turned and not self.float8
+
+
+FLOAT8_ARCH = 89
+"""The first architecture with matrix instructions for e4m3."""
 
 
 def tile_table(variant: Variant, arch: int) -> TileTable:
-    """Block sizes on an architecture (90 for sm_90)."""
+    """Block sizes on an architecture (90 for sm_90).
+
+    Raises:
+        ConfigError: It has no matrix instructions for e4m3, and the weight is in that.
+    """
+    if variant.float8:
+        if arch < FLOAT8_ARCH:
+            raise ConfigError(
+                f"sm_{arch} has no matrix instructions for e4m3 (fp8), which sm_{FLOAT8_ARCH} and later have."
+            )
+        tma = blocks.by_tma(variant.aligned, arch) and bool(variant.whole)
+        tiles = blocks.float8_tiles(EIGHT, variant.span, arch, tma)
+        return TileTable(tiles, {**blocks.host_constants(variant.span, tma), "norm_apart": blocks.NORM_APART})
     aligned, span, turned = variant.aligned, variant.span, variant.turned
     tma = blocks.by_tma(aligned, arch) and not turned
     tiles = blocks.DENSE.tiles(GEMM, span, aligned, arch, tma)
@@ -161,6 +239,23 @@ OP = stateless_op(
     ),
     module="still_kernels.dense_matmul.triton_dense",
     covers="GEMMs with dense weights have",
-    blocks=GEMM.constants,
-    optional={"weight": "plain", "turned_weight": "turned", "norm_weight": "normed", "residual": "residual"},
+    also=(
+        Check(
+            "not has(codes) or I % 16 == 0", "I={I} inputs; GEMMs with codes in e4m3 have kernels for multiples of 16."
+        ),
+        Check(
+            f"not has(codes) or IS == 1 or IS * {BLOCK} == I",
+            f"scales are {{IS}} for I={{I}} inputs; the kernels have one for each output, or for each {BLOCK} inputs of it.",
+        ),
+    ),
+    compiled=lambda variant: {n.upper(): getattr(variant, n) for n in ("aligned", "whole", "blocked")},
+    blocks={**GEMM.constants, **EIGHT.constants},
+    optional={
+        "weight": "plain",
+        "turned_weight": "turned",
+        "norm_weight": "normed",
+        "residual": "residual",
+        "codes": "float8",
+        "scales": "float8",
+    },
 )

@@ -22,6 +22,8 @@ LEAST = "least"
 """Suffix of what codes of 0 stand for, [N, K / block]: an offset and MIDDLE scales below 0."""
 MIDDLE = 8
 """Of codes of 4 bits, which products subtract where there are no zero points."""
+FLOAT8_CODES = "e4m3"
+"""Suffix of a weight's codes in e4m3, [N, K / 4] words."""
 ORDER = "order"
 """Suffix of the inputs as codes have them, where that is another order than the weight's."""
 K_QUANT = {4: "q4_k", 6: "q6_k"}
@@ -75,6 +77,8 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         return None
     if bits == HALF:
         return Form(HALF, "half", weight)
+    if asked.float8 and weight.dim() != 2:
+        raise UnsupportedError("experts have no form in e4m3 (fp8). Export with --quantize int8.")
     base: Weight | None = weight
     pairs: tuple[Pair, ...] = ()
     if asked.lora == "apart" and isinstance(weight, Deferred) and weight.adapted is not None:
@@ -89,6 +93,7 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         # Rows have a form of 8 bits without offsets only.
         if (
             blocks
+            and blocks.float8 == asked.float8
             and blocks.size % asked.block_of(blocks.bits, weight.shape[-1]) == 0
             and blocks.bits <= bits
             and (asked.layout.zero_points or not blocks.zero_points)
@@ -111,7 +116,8 @@ def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) 
     Raises:
         UnsupportedError: The block size does not divide a weight.
     """
-    held = [(w.blocks.size, w.shape[-1]) for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
+    known = [w for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
+    held = [(w.blocks.size, w.shape[-1]) for w in known if w.blocks and w.blocks.float8 == asked.float8]
     asked = asked.fitted([size for size, inputs in held if size < inputs])
     forms = {
         name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None

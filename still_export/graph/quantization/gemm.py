@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 
 from still_export.errors import UnsupportedError
-from still_export.graph.quantization.forms import CODES, K_QUANT, LEAST, MIDDLE, ORDER, SUMS
+from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, LEAST, MIDDLE, ORDER, SUMS
 from still_export.graph.quantization.policy import NODES
 from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
@@ -26,6 +26,7 @@ from still_export.models.blocks import BlockWeight, unpack
 from still_export.models.super_blocks import NUMBERS, SUPER, WORDS, tile_numbers, tile_words
 from still_export.models.weights import LORA_A, LORA_B, TOGETHER, value_of
 from still_graphs.edits import CONTRIB, add_node, store, typed
+from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from still_graphs.ops.spec import DOMAIN
 
@@ -325,6 +326,7 @@ class PluginProduct(Product):
     """still::MatMulNBits, which reads what BlockWeight has, four bytes in a word; scales in half precision too."""
 
     domain, takes_offsets = DOMAIN, True
+    op = MATMUL_NBITS.name
 
     def _multiplied(self, node: ir.Node, read: ir.Value) -> ir.Value:
         graph, rows = self.model.graph, read.shape
@@ -337,9 +339,7 @@ class PluginProduct(Product):
             read = typed(add_node(graph, node, "Unsqueeze", [read, axis], "row"), [rows[0], 1, rows[1]], self.dtype)
         parts, attributes = self._inputs()
         shape = [rows[0], 1 if single else rows[1], self.outputs]
-        found = typed(
-            add_node(graph, node, MATMUL_NBITS.name, [read, *parts], "blocks", attributes, DOMAIN), shape, self.dtype
-        )
+        found = typed(add_node(graph, node, self.op, [read, *parts], "blocks", attributes, DOMAIN), shape, self.dtype)
         if axis is not None:
             found = typed(add_node(graph, node, "Squeeze", [found, axis], "rows"), [rows[0], self.outputs], self.dtype)
         return found
@@ -397,6 +397,28 @@ class SuperBlockProduct(PluginProduct):
         return {
             K_QUANT[bits]: stored(K_QUANT[bits], WORDS, ir.DataType.INT32, tile_words),
             "numbers": stored("numbers", NUMBERS, ir.DataType.FLOAT16, tile_numbers),
+        }
+
+
+class Float8Product(PluginProduct):
+    """still::DenseMatMul over codes in e4m3."""
+
+    op = DENSE_MATMUL.name
+
+    def _inputs(self) -> tuple[list[ir.Value | None], dict[str, int]]:
+        held = {"codes": self.values[FLOAT8_CODES], "scales": self.values["scales"]}
+        return [held.get(name) for name in DENSE_MATMUL.input_names()[1:]], {}
+
+    def _held(self) -> dict[str, ir.Value]:
+        packed, scales = (
+            self._below_each_other(lambda w: w.packed),
+            self._below_each_other(lambda w: w.scales, turned=True),
+        )
+        shape = [self.outputs, self.inputs // 4]
+        codes = self._stored(FLOAT8_CODES, shape, ir.DataType.INT32, lambda: _words(packed()))
+        return {
+            FLOAT8_CODES: codes,
+            "scales": self._stored("scales", [self.blocks, self.outputs], ir.DataType.FLOAT, scales),
         }
 
 

@@ -14,7 +14,7 @@ from still_export.errors import UnsupportedError
 from still_export.graph.lower import lazy_tensor
 from still_export.graph.quantization.experts import STACKED, StackedWeight, quantize_experts
 from still_export.graph.quantization.forms import ROWS, Form
-from still_export.graph.quantization.gemm import PRODUCTS, SuperBlockProduct
+from still_export.graph.quantization.gemm import PRODUCTS, Float8Product, SuperBlockProduct
 from still_export.graph.quantization.policy import HALF, Quantization, account
 from still_export.graph.quantization.stored import StoredWeight, cast_value, replace_nodes, store_values
 from still_export.graph.weights_file import VIEW
@@ -67,7 +67,8 @@ def quantize_graph(
         gathers += [(weight, node) for node in rows]
     places = []
     for group in groups.values():
-        kind_of = SuperBlockProduct if group[0][0].form.super_blocks else PRODUCTS[asked.layout.nodes]
+        usual = Float8Product if asked.float8 else PRODUCTS[asked.layout.nodes]
+        kind_of = SuperBlockProduct if group[0][0].form.super_blocks else usual
         product = kind_of(model, list(dict.fromkeys(weight for weight, _ in group)))
         product.write([node for _, node in group])
         places += [product.place] if product.place else []

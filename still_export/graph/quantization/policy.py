@@ -9,10 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, UnsupportedError
 from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE, HEAD, NORM, PROJECTION, ROUTER
 
-SCHEMES = ("int8", "int4")
+SCHEMES = ("int8", "int4", "fp8")
+FLOAT8 = "fp8"
+"""The scheme of weights in e4m3, whose products round tokens to that, too."""
+FLOAT8_BLOCK = 128
+"""Inputs of an output of such a weight that share a scale, where not all do."""
 NODES = "com.microsoft", "dequantized", "plugin"
 """What computes with low-bit weights: nodes of ONNX Runtime's own, standard nodes that dequantize before a product, kernels of ours."""
 RUNTIME, DEQUANTIZED, PLUGIN = NODES
@@ -56,6 +60,7 @@ class Layout:
         adapters: Products can take LoRA pairs while they run.
         half_scales: What is rounded here has scales in half precision; blocks of files keep theirs.
         super_blocks: K-quants of GGUF files can be kept to the last bit.
+        float8: It has weights in e4m3.
     """
 
     form: str
@@ -67,6 +72,7 @@ class Layout:
     adapters: bool = False
     half_scales: bool = False
     super_blocks: bool = False
+    float8: bool = False
 
 
 ONNXRUNTIME = Layout("MatMulNBits", (32, 16, 64, 128, 256), RUNTIME, True, True, True, adapters=True)
@@ -80,17 +86,18 @@ class Rule:
     int8: int | None
     int4: int | None
     reason: str
+    fp8: int | None = None
 
     def bits(self, scheme: str) -> int | None:
         """Bits under `scheme`."""
-        return {"int8": self.int8, "int4": self.int4}[scheme]
+        return {"int8": self.int8, "int4": self.int4, FLOAT8: self.fp8}[scheme]
 
 
 POLICY = {
     PROJECTION: Rule(
-        8, 4, "most of the bytes with the feed-forward layers; errors of many weights cancel in a product"
+        8, 4, "most of the bytes with the feed-forward layers; errors of many weights cancel in a product", 8
     ),
-    FEED_FORWARD: Rule(8, 4, "as the projections"),
+    FEED_FORWARD: Rule(8, 4, "as the projections", 8),
     GATE: Rule(
         8, 8, "an error scales all that the linear state gives; 4-bit gates took a hybrid's perplexity from 10 to 65"
     ),
@@ -150,6 +157,9 @@ class Quantization:
             )
         object.__setattr__(self, "block_given", bool(self.block_size))
         sizes = self.layout.block_sizes
+        if self.float8:
+            self._check_float8()
+            return
         if self.scheme == "int8" and not self.layout.blocks_of_eight:
             if self.block_size:
                 raise ConfigError(
@@ -163,10 +173,32 @@ class Quantization:
                 f"--quantize-block {self.block_size}: {self.layout.form} has {', '.join(map(str, sorted(sizes)))}."
             )
 
+    @property
+    def float8(self) -> bool:
+        """Whether weights are in e4m3."""
+        return self.scheme == FLOAT8
+
+    def _check_float8(self) -> None:
+        """Raise ConfigError for what weights in e4m3 have not."""
+        if not self.layout.float8:
+            raise ConfigError(
+                f"--quantize {self.scheme}: {self.layout.form} has no weights in e4m3. Export with --to onnx --dtype float16 and --arch "
+                "sm_89 or later, or with --to trt for TensorRT 8.6, or take --quantize int8."
+            )
+        if self.method != DEFAULT_METHOD:
+            raise ConfigError(
+                f"--quantize-method {self.method} is for --quantize int4; {self.scheme} rounds to nearest."
+            )
+        if self.block_size not in (0, FLOAT8_BLOCK):
+            raise ConfigError(
+                f"--quantize-block {self.block_size}: {self.scheme} has {FLOAT8_BLOCK}, or a scale for each output."
+            )
+
     def fitted(self, sizes: Sequence[int]) -> Quantization:
         """With the commonest of a source's block `sizes`, where none was asked for and the target has it."""
         usual = next((size for size, _ in Counter(sizes).most_common(1)), 0)
-        if self.block_given or usual not in self.layout.block_sizes or not self.block_size:
+        known = (FLOAT8_BLOCK,) if self.float8 else self.layout.block_sizes if self.block_size else ()
+        if self.block_given or usual not in known:
             return self
         return replace(self, block_size=usual)
 
@@ -176,6 +208,8 @@ class Quantization:
 
     def block_of(self, bits: int, inputs: int) -> int:
         """Weights that share a scale, of a product with `inputs` in `bits`."""
+        if self.float8:
+            return self.block_size or inputs
         return self.block_size if bits < 8 or self.layout.blocks_of_eight else inputs
 
 
@@ -208,7 +242,25 @@ def account(
     }
 
 
+def demand_float8(scheme: str | None, archs: Sequence[str]) -> None:
+    """Raise UnsupportedError for weights in e4m3 beside architectures that do not multiply them."""
+    from still_kernels.dense_matmul.op import FLOAT8_ARCH
+
+    older = [arch for arch in archs if int(arch.removeprefix("sm_")) < FLOAT8_ARCH]
+    if scheme == FLOAT8 and older:
+        raise UnsupportedError(
+            f"--quantize {FLOAT8} beside --arch {','.join(older)}: no matrix instructions for e4m3, which sm_{FLOAT8_ARCH} and later "
+            "have. Name those alone with --arch, or take --quantize int8."
+        )
+
+
 def rounds_activations(manifest: Mapping[str, Any]) -> bool:
-    """Whether the package's products round what they read to 8 bits: those of ONNX Runtime's own do, and ours beside float32."""
-    nodes = (manifest.get("quantization") or {}).get("nodes")
-    return nodes == RUNTIME or (nodes == PLUGIN and manifest["model"]["dtype"] == "float32")
+    """Whether the package's products round what they read to 8 bits: those of ONNX Runtime's own do, and ours beside float32 or of
+    weights in e4m3."""
+    quantization = manifest.get("quantization") or {}
+    nodes = quantization.get("nodes")
+    return (
+        quantization.get("scheme") == FLOAT8
+        or nodes == RUNTIME
+        or (nodes == PLUGIN and manifest["model"]["dtype"] == "float32")
+    )

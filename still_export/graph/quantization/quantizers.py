@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from still_export.models.blocks import BlockWeight, joined, pack
+from still_export.models.blocks import BlockWeight, Float8Weight, joined, pack
 from still_export.models.rows import int8_rows
 
 SLAB_WEIGHTS = 1 << 22
@@ -46,6 +46,19 @@ def quantize(weight: torch.Tensor, bits: int, block_size: int, method: str, zero
 def quantize_outputs(weight: torch.Tensor) -> BlockWeight:
     """Round `weight` [N, K], of any type of floats, to 8 bits with a scale for each output."""
     return joined(map(_outputs, _slabs(weight)), len(weight))
+
+
+def float8(weight: torch.Tensor, block_size: int) -> Float8Weight:
+    """Round `weight` [N, K], of any type of floats, to e4m3, to nearest; the largest magnitude of a block is the type's."""
+    packed, scales = np.empty((len(weight), weight.shape[1] // block_size, block_size), np.uint8), []
+    for slab in _slabs(weight):
+        blocks = slab.float().unflatten(1, (-1, block_size))
+        scale = blocks.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
+        codes = (blocks / torch.where(scale > 0, scale, 1)[..., None]).to(torch.float8_e4m3fn)
+        row = sum(map(len, scales))
+        packed[row : row + len(slab)] = codes.view(torch.uint8).numpy()
+        scales.append(scale.numpy())
+    return Float8Weight(packed, np.concatenate(scales), None, 8)
 
 
 def relative_error(made: BlockWeight, weight: torch.Tensor) -> float:

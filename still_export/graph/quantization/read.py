@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from still_export.graph.quantization.forms import CODES, K_QUANT, LEAST, MIDDLE, ORDER, ROWS, SUMS
+from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, LEAST, MIDDLE, ORDER, ROWS, SUMS
+from still_export.graph.quantization.policy import FLOAT8
 from still_export.mixers.experts.module import Stacked
-from still_export.models.blocks import BlockWeight
+from still_export.models.blocks import BlockWeight, Float8Weight
 from still_export.models.super_blocks import from_tiles
 from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
 from still_export.package.files import MODEL
@@ -40,7 +41,9 @@ def held_model(
     """
     model = held_source(options, folder, manifest).read()
     if rounded:
-        round_activations(model, held_names(folder), manifest["quantization"]["block_size"])
+        round_activations(
+            model, held_names(folder), manifest["quantization"]["block_size"], manifest["quantization"]["scheme"]
+        )
     return model
 
 
@@ -122,8 +125,11 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
 
     def summed(names: str, rows: slice) -> Tensor:
         total: np.ndarray | int = 0
-        signed = values(names, CODES, 1, rows)
-        scales = values(names, "scales", 0, rows) if signed is None else None
+        signed, floats = values(names, CODES, 1, rows), values(names, FLOAT8_CODES, 0, rows)
+        scales = values(names, "scales", 0, rows) if signed is None and floats is None else None
+        if floats is not None:
+            steps = parts[f"{names}.scales"].numpy()[:, rows].T  # type: ignore[union-attr]
+            total = Float8Weight(floats.reshape(*steps.shape, -1), steps, None, 8).dequantized()
         if signed is not None:
             steps = parts[f"{names}.scales"].numpy().astype(np.float32)  # type: ignore[union-attr]
             steps = steps.reshape(-1, steps.shape[-1])[:, None, rows]  # [blocks, 1, N]
@@ -186,26 +192,39 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
     return readers
 
 
-def round_activations(model: nn.Module, names: Mapping[str, np.ndarray | None], block_size: int) -> None:
-    """Let the products with the weights `names` round what they read to 8 bits, block by block, as MatMulNBits does on CPUs.
+def round_activations(
+    model: nn.Module, names: Mapping[str, np.ndarray | None], block_size: int, scheme: str = ""
+) -> None:
+    """Let the products with the weights `names` round what they read to 8 bits: block by block, as MatMulNBits does on CPUs, or token by
+    token to e4m3, as kernels for weights in that do.
 
     Args:
         names: With the inputs as the blocks have them, None: in order.
+        scheme: Of policy.SCHEMES.
     """
+    eight_bits_of = in_e4m3 if scheme == FLOAT8 else partial(eight_bits, block_size=block_size)
     weights = dict(model.named_parameters())
     rounded = {id(weights[name]): order for name, order in names.items()}
 
     def hook(order: np.ndarray | None, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         if order is None:
-            return eight_bits(inputs[0], block_size)
+            return eight_bits_of(inputs[0])
         places = torch.from_numpy(order).to(inputs[0].device)
-        return eight_bits(inputs[0][..., places], block_size)[..., places.argsort()]
+        return eight_bits_of(inputs[0][..., places])[..., places.argsort()]
 
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in rounded:
             module.register_forward_pre_hook(partial(hook, rounded[id(module.weight)]))
         elif isinstance(module, Stacked) and id(module.gate_up) in rounded:
-            module.rounded = partial(eight_bits, block_size=block_size)
+            module.rounded = eight_bits_of
+
+
+def in_e4m3(x: Tensor) -> Tensor:
+    """x [..., K] with each token rounded to e4m3 of its own scale."""
+    from still_kernels.dense_matmul.op import rounded_tokens
+
+    codes, scales = rounded_tokens(x)
+    return (codes.float() * scales).to(x.dtype)
 
 
 def eight_bits(x: Tensor, block_size: int) -> Tensor:

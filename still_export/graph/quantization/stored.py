@@ -11,7 +11,7 @@ import onnx_ir as ir
 from still_export.errors import UnsupportedError
 from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
-from still_export.graph.quantization.quantizers import quantize, quantize_outputs, relative_error
+from still_export.graph.quantization.quantizers import float8, quantize, quantize_outputs, relative_error
 from still_export.models.blocks import BlockWeight
 from still_export.models.super_blocks import SuperBlocks
 from still_export.models.weights import Deferred, Weight, is_coded, narrow_value_of
@@ -42,6 +42,8 @@ class StoredWeight:
                 values = narrow_value_of(base).detach()
                 if self.form.codes is not None:
                     self._made = self.form.codes
+                elif self.asked.float8:
+                    self._made = float8(values, self.asked.block_of(bits, self.inputs))
                 elif bits == 8 and not self.asked.layout.blocks_of_eight:
                     self._made = quantize_outputs(values)
                 else:

@@ -9,6 +9,7 @@ from typing import Any, Self
 from still_export.errors import ConfigError
 from still_export.fields import check_types, option
 from still_export.graph.options import ExportOptions
+from still_export.graph.quantization.policy import demand_float8
 from still_export.package.files import MANIFEST
 from still_export.targets.ort.library import CPUS
 from still_graphs.ops import FUSED_OPSET, OPSET
@@ -89,6 +90,7 @@ class GenaiOptions(OrtOptions):
 
 
 def demand(asked: ExportOptions, options: OrtOptions) -> None:
-    """Raise ConfigError for an export that contradicts `options`."""
+    """Raise ConfigError for an export that contradicts `options`, UnsupportedError for GPUs that do not multiply its weights."""
+    demand_float8(asked.quantize, options.archs)
     if options.opset != OPSET and asked.quantize:
         raise ConfigError(f"--opset {options.opset} is not for --quantize, whose products are ONNX Runtime's own op.")

@@ -257,7 +257,9 @@ ORT_CUDA = Target(
     speculates=True,
     finish=finish,
     layouts={
-        "float16": Layout("ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True, adapters=True)
+        "float16": Layout(
+            "ONNX Runtime's kernels for GPUs", (32, 64, 128), PLUGIN, True, True, True, adapters=True, float8=True
+        )
     },
     caches=("int8",),
     traits=traits,

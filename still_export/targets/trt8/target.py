@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from still_export.errors import UnsupportedError
 from still_export.graph.options import ExportOptions
-from still_export.graph.quantization.policy import PLUGIN, Layout
+from still_export.graph.quantization.policy import PLUGIN, Layout, demand_float8
 from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.targets.trt.plugins import find_tensorrt_headers, tensorrt_major
 from still_export.targets.trt.target import TRT
@@ -24,7 +24,8 @@ def takes(options: TrtOptions) -> bool:
 
 
 def demand(asked: ExportOptions, options: TrtOptions) -> None:
-    """Raise UnsupportedError for activations that the plugin does not multiply."""
+    """Raise UnsupportedError for activations that the plugin does not multiply, and for GPUs that do not multiply the weights."""
+    demand_float8(asked.quantize, options.architectures)
     if asked.quantize and asked.dtype != "float16":
         raise UnsupportedError(
             f"--quantize {asked.quantize} beside --dtype {asked.dtype}: {LAYOUT.form} multiplies with float16. "
@@ -33,7 +34,7 @@ def demand(asked: ExportOptions, options: TrtOptions) -> None:
 
 
 BEHIND_OPSET = [step.run for step in TRT.steps].index(lower_opset) + 1
-LAYOUT = Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True)
+LAYOUT = Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True, float8=True)
 
 TRT8 = replace(
     TRT,

@@ -8,16 +8,21 @@ from __future__ import annotations
 import torch
 
 from still_kernels.tile import Setting, TileTable
-from tests.dense_matmul_cases import FEW, MANY, SOME, Case, call, exact
+from tests.dense_matmul_cases import FEW, FLOAT8, MANY, SOME, Case, call, every_number, exact
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
-CASES = {**FEW, **SOME, **MANY}
+CASES = {**FEW, **SOME, **MANY, **FLOAT8}
+NUMBERS = "e4m3, every number"
 SMALL: dict[str, Setting] = {
     "few": {"BN": 16, "BK": 32},
     "split": {"BN": 16, "BK": 128, "split_outputs": 16, "split_inputs": 1024, "split_programs": 15, "norm_apart": 1},
     "some": {"BM": 16, "BN": 32, "BK": 32, "GROUP": 2},
     "many": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2},
     "norm": {"BC": 64},
+    "round8": {"BC": 64},
+    "few8": {"BN": 16},
+    "some8": {"BM": 16, "BN": 32, "GROUP": 2},
+    "many8": {"BM": 32, "BN": 16, "GROUP": 2},
 }
 """Blocks so small that these calls have several of each."""
 
@@ -28,7 +33,8 @@ def small_table(case: Case, aligned: int) -> TileTable:
     from still_kernels.launcher import arch_of
     from still_kernels.tile import changed
 
-    variant = Variant(turned=int(case.turned), normed=int(case.normed), aligned=aligned)
+    float8 = {"float8": 1, "blocked": int(case.blocks > 1), "whole": int(case.inputs % 128 == 0)} if case.blocks else {}
+    variant = Variant(turned=int(case.turned), normed=int(case.normed), aligned=aligned, **float8)
     table = OP.tiles(variant, arch_of(torch.device("cpu")))
     for kernel in table.tiles:
         table = changed(table, kernel, SMALL[kernel.removesuffix("_tma")])
@@ -39,6 +45,8 @@ def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
     from still_kernels.dense_matmul import OP
 
+    if name == NUMBERS:
+        return wrong_numbers(device)
     case, worst, tables = CASES[name], 0.0, [None]
     if device == "cpu":
         tables = [small_table(case, aligned) for aligned in range(1 + (case.outputs % 8 == case.inputs % 8 == 0))]
@@ -51,5 +59,16 @@ def run_case(name: str, device: str = "cpu") -> float:
     return worst
 
 
+def wrong_numbers(device: str) -> float:
+    """How many numbers of tokens are not rounded as torch does it, to the last bit."""
+    from still_kernels.dense_matmul import OP
+
+    given, expected = every_number()
+    table = None if device != "cpu" else small_table(Case(inputs=256, blocks=1), 1)
+    (found,) = launched(OP.launch, given, [expected], table, device)
+    same = (found.cpu() == expected) | (found.cpu().isnan() & expected.isnan())
+    return float((~same).sum())
+
+
 if __name__ == "__main__":
-    main(run_case, CASES)
+    main(run_case, [*CASES, NUMBERS])
