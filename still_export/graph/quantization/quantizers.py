@@ -50,15 +50,15 @@ def quantize_outputs(weight: torch.Tensor) -> BlockWeight:
 
 def float8(weight: torch.Tensor, block_size: int) -> Float8Weight:
     """Round `weight` [N, K], of any type of floats, to e4m3, to nearest; the largest magnitude of a block is the type's."""
-    packed, scales = np.empty((len(weight), weight.shape[1] // block_size, block_size), np.uint8), []
+    shape = (len(weight), weight.shape[1] // block_size)
+    packed, scales, row = np.empty((*shape, block_size), np.uint8), np.empty(shape, np.float32), 0
     for slab in _slabs(weight):
         blocks = slab.float().unflatten(1, (-1, block_size))
         scale = blocks.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
         codes = (blocks / torch.where(scale > 0, scale, 1)[..., None]).to(torch.float8_e4m3fn)
-        row = sum(map(len, scales))
-        packed[row : row + len(slab)] = codes.view(torch.uint8).numpy()
-        scales.append(scale.numpy())
-    return Float8Weight(packed, np.concatenate(scales), None, 8)
+        rows = slice(row, row := row + len(slab))
+        packed[rows], scales[rows] = codes.view(torch.uint8).numpy(), scale.numpy()
+    return Float8Weight(packed, scales, None, 8)
 
 
 def relative_error(made: BlockWeight, weight: torch.Tensor) -> float:

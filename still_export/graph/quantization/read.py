@@ -128,8 +128,9 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
         signed, floats = values(names, CODES, 1, rows), values(names, FLOAT8_CODES, 0, rows)
         scales = values(names, "scales", 0, rows) if signed is None and floats is None else None
         if floats is not None:
-            steps = parts[f"{names}.scales"].numpy()[:, rows].T  # type: ignore[union-attr]
-            total = Float8Weight(floats.reshape(*steps.shape, -1), steps, None, 8).dequantized()
+            own = values(names, "scales", 1, rows)
+            assert own is not None
+            total = Float8Weight(floats.reshape(*own.T.shape, -1), own.T, None, 8).dequantized()
         if signed is not None:
             steps = parts[f"{names}.scales"].numpy().astype(np.float32)  # type: ignore[union-attr]
             steps = steps.reshape(-1, steps.shape[-1])[:, None, rows]  # [blocks, 1, N]
