@@ -14,12 +14,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from still_export.mixers.cache import StillCache, state_table
+from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.models.base import last_rows
 from still_export.models.load import Source
 from still_export.models.weights import Weight, narrow_value_of
 from still_export.package.calls import Arrays
 from still_export.proof.codes import as_numbers
 from still_kernels.forms import pytorch_forms
+from still_kernels.ties import CHOSEN
 
 Keep = Callable[[str], bool]
 _KEPT = {"float64": "float32"}
@@ -33,6 +35,10 @@ def everything(name: str) -> bool:
 
 MARGINS = "margins"
 """What routers compared of each token, and behind it 1 where a token went, as an output `present_margins.<layer>` that no package has."""
+
+
+NEARER = 1e-3
+"""Part of its distance to a key that a token which PyTorch would select is nearer than another: of equal ones it is the one."""
 
 
 def nothing(name: str) -> bool:
@@ -64,8 +70,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Chain:
-    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`. `follow` are experts
-    that tokens go to whatever their scores, by layer [B, N, k]; -1: those of the best scores."""
+    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`. `follow` are choices
+    whatever the scores. By ~layer experts that tokens go to, [B, N, k]; -1: those of the best scores. By layer what hybrid attention
+    selects: of each chunk the offsets, int [B, HS, chunks, k], -1: by scores; or the keys that another runtime kept, [B, HS, N, D], the
+    nearest of the chunk are selected; zeros: by scores."""
 
     start: Arrays
     calls: Sequence[Call]
@@ -218,9 +226,13 @@ class _Layer:
         self.linear = linear
         self.seen: dict[str, Tensor] = {}
         self.follow: Tensor | None = None
+        self.told: Tensor | None = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
-        for module in watched[-1:]:  # of a layer that chooses twice the experts, which come after attention
-            module.watch = self._route
+        selecting = [module for module in watched if isinstance(module, HybridOpModule)]
+        for module in [module for module in watched if module not in selecting][-1:]:
+            module.watch = self._route  # of a layer that chooses twice the experts, which come after attention
+        for module in selecting:
+            module.watch = self._select if module.still.salient_per_chunk else None
 
     def _route(self, margins: Tensor) -> Tensor | None:
         """Keep the margins [B, T, ., E] and where tokens go; the experts, or blocks, [B, T, k] that they are told."""
@@ -234,11 +246,22 @@ class _Layer:
         self.seen[MARGINS] = torch.cat([margins, went.to(margins.dtype)], dim=-2)
         return told
 
+    def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
+        """What is told in the place of `selected`, all as of `Watch`; keeps the tokens' places."""
+        if self.told is not None:
+            selected = _told(self.told, number, keys, selected)
+        number = number[:, None, :, None]
+        found = torch.where(number >= 0, number * keys.shape[3] + selected, -1)
+        held = self.seen.get(CHOSEN)
+        self.seen[CHOSEN] = found if held is None else torch.cat([held, found], dim=2)
+        return selected
+
     def __call__(
         self, hidden: Any, tokens: Tensor, new: Tensor, length: Tensor, states: dict[str, Tensor]
     ) -> tuple[Any, dict[str, Tensor]]:
         """What the layer gives, behind the model's norm if it is the last one, and its states; `hidden` is what the one before gave."""
         cache, layers = self.cache, self.model.model.layers
+        self.seen.clear()
         cache.progress.length = length
         cache.progress.begin(new, None)
         # A sequence that brings nothing has logits, too: those of its first column.
@@ -300,7 +323,8 @@ class _Chain:
             }
 
         states = given("past", self.chain.start)
-        follow = self.chain.follow.get(index)
+        follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
+        layer.told = None if told is None else torch.from_numpy(told).to(self.device)
         for i, call in enumerate(self.chain.calls):
             layer.follow = None if follow is None else self._at(follow, i)
             if (carried := getattr(layer.model, "carried", None)) is not None:
@@ -379,6 +403,26 @@ class _Linear(TorchFunctionMode):
         """The weights and the call seen last come no more."""
         self._wide.clear()
         self.real = None
+
+
+def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
+    """`selected` with what `Chain.follow` tells of each chunk, where it tells as many tokens of one as are selected."""
+    salient = selected.shape[3]
+    if told.is_floating_point():
+        told = told[:, :, : told.shape[2] // salient * salient].unflatten(2, (-1, salient)).to(keys.dtype)
+    chunks = told.shape[2]
+    if not chunks:
+        return selected
+    known = ((number >= 0) & (number < chunks))[:, None, :, None]
+    at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (told.dim() - 3))
+    told = told.gather(2, at.expand(-1, told.shape[1], -1, *told.shape[3:]))
+    if told.is_floating_point():
+        known = known & (told.isfinite().all(-1) & told.any(-1)).all(-1, keepdim=True)
+        apart = torch.cdist(told.nan_to_num(), keys)
+        own = torch.zeros_like(apart).scatter_(4, selected[:, :, :, None].expand(*apart.shape[:4], -1), 1.0)
+        told = (apart * (1 - NEARER * own)).argmin(-1).sort(-1).values
+    known = known & (told >= 0).all(-1, keepdim=True) & (told.diff(dim=-1) > 0).all(-1, keepdim=True)
+    return torch.where(known, told, selected)
 
 
 def _compact(x: np.ndarray) -> np.ndarray:
