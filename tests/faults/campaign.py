@@ -15,8 +15,8 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
-from still_export.package.folder import GENERATED, Package, open_package, write_manifest
 from still_export.package.calls import Arrays
+from still_export.package.folder import GENERATED, Package, open_package, write_manifest
 from still_export.proof.cases import EMPTY, Case, Follow, Told
 from still_export.proof.package import _torch_cases
 from still_export.proof.sessions import Session, Target

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.proof import recorded
-from still_export.package.calls import Arrays
 from still_export.proof.cases import EMPTY, Case, Follow
 from still_export.proof.recorded import ATTEMPTS, RecordedCases, record_cases
 

@@ -92,7 +92,8 @@ def _segment(
     selected = select_tokens(ranked, config.salient_per_chunk)  # [B, HS, chunks + 1, k]
     if watch is not None:
         number = grid.first_chunk[:, None] + torch.arange(-2, grid.chunks - 1, device=k.device)
-        number = number.where((number + 1) * chunk <= (grid.past + grid.new)[:, None], -1)
+        whole = ((number + 2) * chunk >= grid.past[:, None]) & ((number + 1) * chunk <= (grid.past + grid.new)[:, None])
+        number = number.where(whole, -1)
         keys = k.repeat_interleave(config.select_heads // config.num_kv_heads, dim=1)
         keys = keys.unflatten(2, (grid.chunks + 2, chunk))[:, :, : grid.chunks + 1]
         selected = watch(number, keys, selected)

@@ -12,7 +12,7 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 RELEASED_EPSILON = 1e-8
 
 Watch = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Told the numbers [B, n] of a pass's chunks, -1: not complete; their keys [B, HS, n, C, D]; and the offsets [B, HS, n, k], ascending, that
+"""Told the numbers [B, n] of a pass's chunks, -1: not complete, or promoted before; their keys [B, HS, n, C, D]; and the offsets [B, HS, n, k], ascending, that
 are selected. Gives those in their place."""
 
 
