@@ -29,7 +29,6 @@ PART_BYTES = 36_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXT = 65536 + 256
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
-GUESSES = ("guesses-float32", "guesses-float16")
 OTHER_GPU = "other-gpu"
 REFERENCE: list[str] = []
 """Flags of who answers; --reference-device fills it."""
@@ -71,14 +70,11 @@ def native(options: argparse.Namespace, arch: str | None = None) -> tuple[str, .
 
 
 def small(options: argparse.Namespace) -> None:
-    """The small model in every type, with steps of guessed tokens, and once for another GPU."""
+    """The small model in every type, and once for another GPU."""
     for name in SMALL:
         recorded = None if name == "small-bfloat16" else LENGTHS
         dtype = name.split("-")[1]
         export("onnx", options.place, name, SMALL_MODEL, *native(options), "--dtype", dtype, lengths=recorded)
-    for name in GUESSES:
-        flags = ("--dtype", name.split("-")[1], "--speculate", "16")
-        export("onnx", options.place, name, SMALL_MODEL, *native(options), *flags)
     other = native(options, "sm_80" if options.arch != "sm_80" else "sm_90")
     export("onnx", options.place, OTHER_GPU, SMALL_MODEL, *other, "--dtype", "float16", lengths=None)
     export("genai", options.place, "genai", SMALL_MODEL, *native(options)[:-2], lengths=None)

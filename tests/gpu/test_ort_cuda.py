@@ -14,14 +14,14 @@ from still_export.errors import StillExportError
 from still_export.package.refusals import RunError
 from tests.gpu.conftest import Proof, prepared, run_command, told_by_verify
 from tests.gpu.ort_checks import CHECKS, difference, opened
-from tests.gpu.prepare import GUESSES, LINEAR_FAMILIES, OTHER_GPU, SMALL
+from tests.gpu.prepare import LINEAR_FAMILIES, OTHER_GPU, SMALL
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.packages import with_library
 
 __all__ = ["export_tiny"]
 
 LINEAR = [f"linear-{family}-{dtype}" for family in LINEAR_FAMILIES for dtype in ("float32", "float16")]
-RECORDED = [*SMALL[:2], "demo-float32", "demo-float16", "demo-int4", *GUESSES, *LINEAR]
+RECORDED = [*SMALL[:2], "demo-float32", "demo-float16", "demo-int4", *LINEAR]
 """Packages with PyTorch's answers beside them."""
 KERNELS = 1e-4
 """Largest distance of kernels from bodies in float32, as a share of the largest logit; 2e-6 on an H200. In 16 bits it is recorded alone:

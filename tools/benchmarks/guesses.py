@@ -133,7 +133,6 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("package", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--sets", default="edits,chats,texts", help="which of them")
     parser.add_argument("--every", type=int, default=1, help="ask every so many of the prompts")
@@ -143,10 +142,9 @@ def main() -> int:
     )
     given = parser.parse_args()
     found = Findings()
-    where: dict[str, Any] = {"threads": given.threads, "provider": given.provider}
-    plain = still_export.load(given.package, guess="none", **where)
+    plain = still_export.load(given.package, threads=given.threads, guess="none")
     if given.equal:
-        guessing = still_export.load(given.package, **where)
+        guessing = still_export.load(given.package, threads=given.threads)
         figures = equal(plain, guessing, given.equal, given.tokens)
         found.add(**figures)
         found.record(given.record, "equal tokens", {"package": given.package.name}, ["still_export/runtime"])
@@ -157,7 +155,7 @@ def main() -> int:
         "texts": prompts(("{0}\n{0}\n{0}\n",), SOURCES),
     }
     for name, texts in [(name, sets[name]) for name in given.sets.split(",")]:
-        guessing = still_export.load(given.package, **where)
+        guessing = still_export.load(given.package, threads=given.threads)
         rates, leads = list[float](), list[float]()
         spent = {"plain": 0.0, "guessing": 0.0}
         for number, prompt in enumerate(texts[:: given.every]):
