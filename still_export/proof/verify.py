@@ -141,19 +141,22 @@ class Verifier:
         return self._judge(judged, bounds, selections, checks, line)
 
     def _save(self, cases: list[Case], folder: Path) -> None:
-        """Write the calls as polygraphy reads them."""
+        """Write the calls as polygraphy reads them, an array at a time: its own `save_json` holds all of them, four times."""
         from polygraphy.comparator import IterationResult, RunResults
-        from polygraphy.json import save_json
+        from polygraphy.json import to_json
+        from polygraphy.json.serde import Encoder
         from polygraphy.logger import G_LOGGER
 
         answers = [out for case in cases for out in case.expected]
         # Words of codes are left out: what polygraphy would make of their differences says nothing.
         answers = [{name: x for name, x in out.items() if name not in in_codes(out)} for out in answers]
         feeds, expected = self.target.saved([feed for case in cases for feed in case.feeds], answers)
-        save_json(feeds, str(folder / "inputs.json"))
+        to_json([])  # which teaches the encoder NumPy's arrays
         results = [IterationResult(out, runner_name="pytorch") for out in expected]
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
-            RunResults([("pytorch", results)]).save(str(folder / "outputs.json"))
+            for name, calls in (("inputs", feeds), ("outputs", RunResults([("pytorch", results)]))):
+                with (folder / f"{name}.json").open("w", encoding="utf-8") as file:
+                    file.writelines(Encoder().iterencode(calls))
 
     def _begun(self, session: Session) -> Follow:
         """What the target selects in each case before its first step. PyTorch, which takes most of the time, then answers once."""

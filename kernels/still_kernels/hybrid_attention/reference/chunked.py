@@ -210,7 +210,7 @@ def _next_window(
 
 def _next_cache(state: HybridAttentionState, promotion: Promotion) -> dict[str, Tensor]:
     """Salient cache, S and z after the call."""
-    present = {"kv_state": promotion.kv_state[:, :, -1], "z_state": promotion.z_state[:, :, -1]}
+    present = {"kv_state": promotion.kv_state[:, :, -1].clone(), "z_state": promotion.z_state[:, :, -1].clone()}
 
     def write(cache: Tensor, rows: Tensor) -> Tensor:
         index = promotion.slots  # [B, HS, new rows], N where the row has no slot
