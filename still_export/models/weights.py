@@ -108,10 +108,9 @@ def narrow_value_of(weight: Weight) -> Tensor:
 def row_pieces(weight: Weight, count: int) -> Iterator[Tensor]:
     """The values, at most `count` of the first dimension at a time; in the type of fewest bytes that can be had."""
     rows = weight.rows if isinstance(weight, Deferred) else None
-    whole = narrow_value_of(weight) if rows is None else None
+    rows = rows or narrow_value_of(weight).__getitem__
     for start in range(0, weight.shape[0], count):
-        part = slice(start, min(start + count, weight.shape[0]))
-        yield rows(part) if whole is None else whole[part]
+        yield rows(slice(start, min(start + count, weight.shape[0])))
 
 
 def stand_ins(weights: Weights) -> dict[str, Tensor]:

@@ -69,13 +69,13 @@ class SelectionTies:
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
         """The salient keys [B, HS, N, D] that each of the calls adds; zeros where none is, or where other tokens may have taken slots."""
-        found = {}
+        found: dict[int, np.ndarray] = {}
         for layer in self._layers(calls[-1]):
-            kept = np.zeros(calls[-1][KEY + layer].shape, np.float32)
+            kept: np.ndarray = np.zeros(calls[-1][KEY + layer].shape, np.float32)
             slot, before = np.arange(kept.shape[2]), np.zeros(len(kept), np.int64)
             for call in calls:
                 keys, count = call[KEY + layer], self.salient * self._chunks_after(call["present_length"])
-                fresh = (slot >= before[:, None]) & (slot < count[:, None]) & (count <= len(slot))[:, None]
+                fresh: np.ndarray = (slot >= before[:, None]) & (slot < count[:, None]) & (count <= len(slot))[:, None]
                 fresh = fresh[:, None, : keys.shape[2]]
                 part = kept[:, :, : keys.shape[2]]
                 part[...] = np.where(fresh[..., None], keys, part)
