@@ -21,6 +21,8 @@ TIE = 8.0
 1.4 times as wide as one, and kernels that sum in half precision err two to three times as far as PyTorch."""
 COARSE = 2.0
 """Times PyTorch's own error that a runtime's may have where turned choices are counted."""
+CHOSEN = "chosen"
+"""What PyTorch's run tells of a layer whose states show what is chosen: places of the tokens [B, HS, n, k], -1: none."""
 SURE = 1e-6
 """Chance below which more turned choices than expected are no chance."""
 
@@ -62,21 +64,26 @@ class Choices:
 
 
 class OpTies(Protocol):
-    """Choices of one op that rounding may turn; `op_kernels.Op` names what makes them."""
+    """Choices of one op that rounding may turn; `op_kernels.Op` names what makes them. PyTorch follows a runtime's where it can, and tells
+    of its own run what it would have chosen: `leads` below 0 are those of choices that it followed."""
 
     score: str
     """The state that holds what is compared."""
     watched: str
-    """The op whose first output says what was chosen, which a proof asks for and PyTorch then follows; "": states show it."""
+    """The op whose first output says what was chosen, which a proof asks for; "": states show it."""
 
     def compare(self, pairs: Pairs, leads: Leads) -> Choices:
-        """Compare what two runtimes chose; where the lead is a tie, either is right."""
+        """Compare what two runtimes chose, and what PyTorch followed with what it would have chosen; where the lead is a tie, either is
+        right."""
 
     def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
         """The pairs with PyTorch's choice wherever the target made another one on a near tie."""
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
         """Whether two runtimes chose the same, up to the end of one call."""
+
+    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        """What a runtime chose in calls one after the other, by layer, as PyTorch can follow it; nothing where states do not show it."""
 
     def chooses(self, lengths: np.ndarray) -> bool:
         """Whether a step after `lengths` [B] tokens chooses."""
@@ -118,6 +125,10 @@ class Ties:
         """As of OpTies."""
         return all(op.alike(expected, actual) for op in self.each)
 
+    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        """As of OpTies."""
+        return {k: v for op in self.each for k, v in op.kept(calls).items()}
+
     def chooses(self, lengths: np.ndarray) -> bool:
         """As of OpTies."""
         return any(op.chooses(lengths) for op in self.each)
@@ -145,8 +156,18 @@ class Ties:
         return Ties(op for op in self.each if not op.watched)
 
     def is_score(self, output: str) -> bool:
-        """Whether `output` holds what an op compares."""
-        return any(output.startswith(f"present_{op.score}.") for op in self.each)
+        """Whether `output` holds what an op compares, or what it chose."""
+        return any(output.startswith(f"present_{name}.") for op in self.each for name in (op.score, CHOSEN))
+
+
+def followed(leads: Iterable[np.ndarray]) -> Choices:
+    """Of choices that PyTorch followed, those that it would have made otherwise."""
+    found = Choices()
+    for lead in leads:
+        found.near_ties += int(((lead < 0) & (lead >= -1)).sum())
+        found.wrong += int((lead < -1).sum())
+        found.widest = max(found.widest, float((-lead).max(where=np.isfinite(lead), initial=0)))
+    return found
 
 
 def _part(op: OpTies, scores: Scores) -> Scores:
@@ -155,7 +176,7 @@ def _part(op: OpTies, scores: Scores) -> Scores:
 
 
 def near_ties(leads: Leads) -> int:
-    """How many of the reference's choices that states show another right runtime may make otherwise."""
+    """How many of the reference's choices that states show, and that followed nobody, another right runtime may make otherwise."""
     return sum(int((lead <= 1).sum()) for layer, lead in leads.items() if layer >= 0)
 
 

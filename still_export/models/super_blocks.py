@@ -14,6 +14,10 @@ TILE = 8
 """Outputs that lie in one another."""
 SLAB_ROWS = 4096
 """Outputs that are laid anew at once: a head has more codes than an export should hold as bytes."""
+SLAB_BYTES = 1 << 20
+"""Numbers that are made at once: they stay in a cache."""
+LOW, TWO = np.uint32(0x0F0F0F0F), np.uint32(0x03030303)
+"""Of each of four bytes, the codes' low bits and two of their high ones."""
 FORMS = {"Q4_K": (4, 32, 144), "Q6_K": (6, 16, 210)}
 """By GGUF's name: bits, inputs of a block, bytes of SUPER inputs in a file."""
 WORDS, NUMBERS = {4: 36, 6: 52}, {4: 2, 6: 1}
@@ -60,23 +64,46 @@ def tile_numbers(rows: np.ndarray, bits: int) -> np.ndarray:
 def from_tiles(words: np.ndarray, numbers: np.ndarray, bits: int) -> np.ndarray:
     """The weight float32 [N, K] of words and numbers, which is what the gguf package makes of the file."""
     outputs, supers = len(words), words.shape[1] // WORDS[bits]
-    data = words.view(np.uint8).reshape(-1, supers, WORDS[bits] * 4 * TILE)
-    wide = numbers.reshape(len(data), supers, -1, TILE).astype(np.float32)
-    scales, codes = data[..., :128].reshape(*data.shape[:2], -1, TILE), data[..., 128:]  # [tiles, supers, blocks, TILE]
+    found = np.empty((outputs // TILE, TILE, supers, SUPER), np.float32)
+    data = np.ascontiguousarray(words).view("<u4").reshape(-1, supers, WORDS[bits] * TILE)
+    halves = numbers.reshape(len(data), supers, -1, TILE)
+    size = max(1, SLAB_BYTES // (TILE * supers * SUPER * 4))
+    for start in range(0, len(data), size):
+        part = slice(start, start + size)
+        _numbers_of(data[part], halves[part].astype(np.float32), bits, found[part])
+    return found.reshape(outputs, -1)
+
+
+def _numbers_of(data: np.ndarray, wide: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Weights [tiles, TILE, supers, SUPER] of words [tiles, supers, W] and numbers [tiles, supers, 1 or 2, TILE]. Codes are put in their
+    order as words of four, before they are numbers: those are eight times as many bytes."""
+    count, supers, _ = data.shape
+    scales = np.ascontiguousarray(data[..., :32]).view(np.uint8).reshape(count, supers, -1, TILE)
+    held = data[..., 32:].reshape(count, supers, -1, TILE).transpose(0, 3, 1, 2)  # [tiles, TILE, supers, words]
     if bits == 4:
-        step, least = wide[:, :, :1] * scales[:, :, :8], wide[:, :, 1:] * scales[:, :, 8:]
-        held = codes.reshape(*data.shape[:2], 8, 4, TILE, 4)
-        whole = np.concatenate([held & 15, held >> 4], axis=-1).swapaxes(3, 4).reshape(*data.shape[:2], 8, TILE, 32)
-        found = whole * step[..., None] - least[..., None]
+        codes = np.empty((*held.shape, 2), "<u4")
+        codes[..., 0], codes[..., 1] = held & LOW, held >> 4 & LOW
+        _scaled(codes.view(np.uint8), wide[:, :, :1] * scales[:, :, :8], out)
+        least = wide[:, :, 1:] * scales[:, :, 8:]
+        out.reshape(count, TILE, supers, 8, 32)[...] -= _beside(least)
     else:
-        step = wide * scales.view(np.int8)
-        parts = codes.reshape(*data.shape[:2], 16, 3, TILE, 4)
-        low = np.concatenate([parts[..., :2, :, :] & 15, parts[..., :2, :, :] >> 4], axis=-1)
-        low = low.swapaxes(3, 4).reshape(*data.shape[:2], 16, TILE, 4, 4)
-        high = parts[..., 2, :, None, :] >> _PAIRS & 3
-        whole = (low | high << 4).reshape(*data.shape[:2], 16, TILE, 16).astype(np.int8) - np.int8(32)
-        found = whole * step[..., None]
-    return found.astype(np.float32).transpose(0, 3, 1, 2, 4).reshape(outputs, -1)
+        held = held.reshape(*held.shape[:3], 16, 3)
+        first, second, high = (held[..., i] for i in range(3))
+        codes = np.empty((*first.shape, 4), "<u4")
+        for i, low in enumerate((first, first >> 4, second, second >> 4)):
+            codes[..., i] = low & LOW | (high >> 2 * i & TWO) << 4
+        _scaled(codes.view(np.int8) - np.int8(32), wide * scales.view(np.int8), out)
+
+
+def _scaled(codes: np.ndarray, step: np.ndarray, out: np.ndarray) -> None:
+    """Codes of [tiles, TILE, supers, SUPER] times their blocks' steps [tiles, supers, blocks, TILE]."""
+    shape = (*out.shape[:3], step.shape[2], SUPER // step.shape[2])
+    np.multiply(codes.reshape(shape), _beside(step), out=out.reshape(shape), dtype=np.float32)
+
+
+def _beside(blocks: np.ndarray) -> np.ndarray:
+    """Numbers [tiles, supers, blocks, TILE] as the weights lie, [tiles, TILE, supers, blocks, 1]."""
+    return blocks.transpose(0, 3, 1, 2)[..., None]
 
 
 def _raw(rows: np.ndarray, bits: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,7 @@ class Deferred:
         narrow: Reads the same values in a type of half the bytes, where the source has them so.
         super_blocks: The values as the source holds them, where they are K-quants.
         part: Reads one of the first dimension, as `narrow` where that is, of what is read in parts; None: it is read whole.
+        rows: Reads some of the first dimension, from a multiple of 8 on, where the source can.
     """
 
     shape: torch.Size
@@ -60,6 +61,7 @@ class Deferred:
     narrow: Callable[[], Tensor] | None = None
     part: Callable[[int], Tensor] | None = None
     super_blocks: SuperBlocks | None = None
+    rows: Callable[[slice], Tensor] | None = None
 
     def dim(self) -> int:
         """Number of dimensions."""
@@ -102,6 +104,14 @@ def value_of(weight: Weight) -> Tensor:
 def narrow_value_of(weight: Weight) -> Tensor:
     """The same values, in the type of fewest bytes that can be had."""
     return weight.narrow() if isinstance(weight, Deferred) and weight.narrow else value_of(weight)
+
+
+def row_pieces(weight: Weight, count: int) -> Iterator[Tensor]:
+    """The values, at most `count` of the first dimension at a time; in the type of fewest bytes that can be had."""
+    rows = weight.rows if isinstance(weight, Deferred) else None
+    rows = rows or narrow_value_of(weight).__getitem__
+    for start in range(0, weight.shape[0], count):
+        yield rows(slice(start, min(start + count, weight.shape[0])))
 
 
 def stand_ins(weights: Weights) -> dict[str, Tensor]:

@@ -15,13 +15,33 @@ from still_export.package.calls import Arrays, next_feed, without_padding
 from still_export.proof.codes import as_numbers
 from still_kernels.ties import Leads, Pairs, Ties
 
-EMPTY: Mapping[int, Sequence[np.ndarray]] = {}
 TINY = float(np.finfo(np.float64).tiny)
 SINGLE = (np.float32, np.float16)
 BLOCK = 1 << 16
 """Numbers that are compared at a time: what is read again lies in a cache."""
 MOST = 1e15
 """Up to which, and from whose inverse on, products of numbers and their errors are float32."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a runtime chose, which PyTorch follows: `seen`, experts by place [B, N, k] of each layer that has some, and `kept`, by layer, as
+    of `OpTies.kept`."""
+
+    seen: Sequence[np.ndarray] = ()
+    kept: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+    def is_like(self, other: Told | None) -> bool:
+        """Whether both tell the same."""
+        if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
+            return False
+        pairs = [*zip(self.seen, other.seen, strict=True), *((x, other.kept[layer]) for layer, x in self.kept.items())]
+        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
+
+
+Follow = Mapping[int, Told]
+"""By number of a case."""
+EMPTY: Follow = {}
 
 
 @dataclass
@@ -87,6 +107,13 @@ class Case:
             held.update(more)
         self.step_logits = known.step_logits
 
+    def elsewhere(self, pairs: Pairs, seen: Sequence[np.ndarray], ties: Ties) -> Told | None:
+        """What a target chose otherwise than PyTorch, in calls before the first step or, of experts, anywhere; None: nothing."""
+        calls = pairs[:1] if self.steps else pairs
+        if all(ties.alike(*pair) for pair in calls) and (not self.went or self.follows(seen)):
+            return None
+        return Told(seen, ties.kept([actual for _, actual in calls]))
+
     def follows(self, seen: Sequence[np.ndarray]) -> bool:
         """Whether PyTorch went where a runtime did, of which experts by place [B, N, k] were seen of each layer that has some."""
         for (_, went), chosen in zip(sorted(self.went.items()), seen, strict=False):
@@ -119,13 +146,18 @@ class Steps(Protocol):
 
 
 class CaseSource(Protocol):
-    """Where cases come from: PyTorch beside the target, or a file that PyTorch filled on another machine."""
+    """Where cases come from: PyTorch beside the target, or a file that PyTorch filled on another machine, which follows nobody."""
 
     count: int
+    follows: bool
 
-    def draw(self, numbers: Sequence[int], follow: Mapping[int, Sequence[np.ndarray]] = EMPTY) -> list[Case]:
+    def begin(self, number: int) -> Sequence[Arrays]:
+        """Draw a case's prompts. Its calls up to the first step, one after the other, of which the first has states: what a target may be
+        asked before PyTorch answers."""
+
+    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         """The cases of these numbers, below `count`; asked again, with other prompts where it can. Those of `follow` have the prompts that
-        they had, and PyTorch goes to these experts, as of `Case.follows`."""
+        they had, and PyTorch chooses what is told."""
 
 
 def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, Arrays]:

@@ -14,13 +14,18 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from still_export.mixers.cache import StillCache, state_table
+from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.models.base import last_rows
 from still_export.models.load import Source
-from still_export.models.weights import Weight, narrow_value_of
+from still_export.models.weights import Weight, narrow_value_of, row_pieces
 from still_export.package.calls import Arrays
 from still_export.proof.codes import as_numbers
 from still_kernels.forms import pytorch_forms
+from still_kernels.ties import CHOSEN
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS = 8192
+"""Of an embedding or a head that are read and widened at once."""
 Keep = Callable[[str], bool]
 _KEPT = {"float64": "float32"}
 """Types that states are given in, where they are not those that the model has."""
@@ -33,6 +38,10 @@ def everything(name: str) -> bool:
 
 MARGINS = "margins"
 """What routers compared of each token, and behind it 1 where a token went, as an output `present_margins.<layer>` that no package has."""
+
+
+NEARER = 1e-3
+"""Part of its distance to a key that a token which PyTorch would select is nearer than another: of equal ones it is the one."""
 
 
 def nothing(name: str) -> bool:
@@ -64,8 +73,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Chain:
-    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`. `follow` are experts
-    that tokens go to whatever their scores, by layer [B, N, k]; -1: those of the best scores."""
+    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`. `follow` are choices
+    whatever the scores. By ~layer experts that tokens go to, [B, N, k]; -1: those of the best scores. By layer what hybrid attention
+    selects: of each chunk the offsets, int [B, HS, chunks, k], -1: by scores; or the keys that another runtime kept, [B, HS, N, D], the
+    nearest of the chunk are selected; zeros: by scores."""
 
     start: Arrays
     calls: Sequence[Call]
@@ -129,16 +140,29 @@ class LayerwiseModel:
         """How many there are."""
         return int(self.config.num_hidden_layers)
 
-    def outline(self) -> Any:
-        """The model with the weights that belong to no layer, and for the others stand-ins without memory."""
-        tensors = {}
-        for name, weight in self.source.weights.items():
-            layered = name.startswith("model.layers.")
-            tensors[name] = self._stand_in(weight) if layered else self._value(weight)
+    def outline(self, tokens: np.ndarray) -> Any:
+        """The model with the embedding's rows of `tokens`, ascending, in the place of all; the other weights that belong to no layer; and
+        for layers and the head stand-ins without memory."""
+        weights = self.source.weights
+        apart = ("model.layers.", EMBEDDING, HEAD)
+        tensors = {n: self._stand_in(w) if n.startswith(apart) else self._value(w) for n, w in weights.items()}
         model = self.source.model(tensors).to(self.device)
         if self.prepare is not None:
             self.prepare(model)
+        embedding, found, first = model.model.embed_tokens, [], 0
+        for piece in row_pieces(weights[EMBEDDING], ROWS):
+            inside = tokens[(tokens >= first) & (tokens < first + len(piece))] - first
+            found.append(self._widened(piece[torch.from_numpy(inside)], weights[EMBEDDING]))
+            first += len(piece)
+        embedding.weight, embedding.padding_idx = torch.nn.Parameter(torch.cat(found), requires_grad=False), None
         return model
+
+    def heads(self, model: Any) -> Iterator[slice]:
+        """Rows of the head, which `model` has in the place of all."""
+        weight, first = self.source.weights.get(HEAD, self.source.weights[EMBEDDING]), 0
+        for piece in row_pieces(weight, ROWS):
+            model.lm_head.weight = torch.nn.Parameter(self._widened(piece, weight), requires_grad=False)
+            yield slice(first, first := first + len(piece))
 
     @contextmanager
     def layer(self, model: Any, index: int) -> Iterator[None]:
@@ -152,8 +176,11 @@ class LayerwiseModel:
         layer.load_state_dict({n: self._stand_in(w) for n, w in weights.items()}, strict=False, assign=True)
 
     def _value(self, weight: Weight) -> Tensor:
-        """Widened where it computes: half the bytes go there."""
-        return narrow_value_of(weight).to(self.device).to(self.asked or weight.dtype)
+        return self._widened(narrow_value_of(weight), weight)
+
+    def _widened(self, part: Tensor, weight: Weight) -> Tensor:
+        """A part of a weight in the type that is computed in, widened where it computes: half the bytes go there."""
+        return part.to(self.device).to(self.asked or weight.dtype)
 
     def _stand_in(self, weight: Weight) -> Tensor:
         return torch.zeros((), dtype=self.asked or weight.dtype, device=self.device).expand(weight.shape)
@@ -177,9 +204,10 @@ class Passage:
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
         self._layers, self._linear = layers, _Linear()
+        tokens = np.unique(np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls]))
         with torch.no_grad():
-            self._model = layers.outline()
-        self._work = [_Chain(chain, layers.device) for chain in chains]
+            self._model = layers.outline(tokens)
+        self._work = [_Chain(chain, tokens, layers.device) for chain in chains]
         self._cache = StillCache.empty(layers.config)
         self.outputs = [chain.outputs for chain in self._work]
 
@@ -198,10 +226,17 @@ class Passage:
     @torch.no_grad()
     def answer(self) -> None:
         """Logits of every call, of what the last layer gave."""
+        asked = [each for chain in self._work for each in chain.asked(self._layers.all_logits)]
+        vocabulary = self._layers.source.weights[EMBEDDING].shape[0]
+        for hidden, outputs in asked:
+            outputs["logits"] = np.empty((*hidden.shape[:2], vocabulary), np.float32)
         with self._linear:
-            for chain in self._work:
-                chain.answer(self._model, self._layers.all_logits)
-        self._linear.forget()
+            for rows in self._layers.heads(self._model):
+                for hidden, outputs in asked:
+                    outputs["logits"][..., rows] = self._model.logits(hidden).float().cpu().numpy()
+                self._linear.forget()
+        for chain in self._work:
+            chain.hidden = []
 
 
 class _Reached(Exception):
@@ -218,9 +253,13 @@ class _Layer:
         self.linear = linear
         self.seen: dict[str, Tensor] = {}
         self.follow: Tensor | None = None
+        self.told: Tensor | None = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
-        for module in watched[-1:]:  # of a layer that chooses twice the experts, which come after attention
-            module.watch = self._route
+        selecting = [module for module in watched if isinstance(module, HybridOpModule)]
+        for module in [module for module in watched if module not in selecting][-1:]:
+            module.watch = self._route  # of a layer that chooses twice the experts, which come after attention
+        for module in selecting:
+            module.watch = self._select if module.still.salient_per_chunk else None
 
     def _route(self, margins: Tensor) -> Tensor | None:
         """Keep the margins [B, T, ., E] and where tokens go; the experts, or blocks, [B, T, k] that they are told."""
@@ -234,11 +273,22 @@ class _Layer:
         self.seen[MARGINS] = torch.cat([margins, went.to(margins.dtype)], dim=-2)
         return told
 
+    def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
+        """What is told in the place of `selected`, all as of `Watch`; keeps the tokens' places."""
+        if self.told is not None:
+            selected = _told(self.told, number, keys, selected)
+        number = number[:, None, :, None]
+        found = torch.where(number >= 0, number * keys.shape[3] + selected, -1)
+        held = self.seen.get(CHOSEN)
+        self.seen[CHOSEN] = found if held is None else torch.cat([held, found], dim=2)
+        return selected
+
     def __call__(
         self, hidden: Any, tokens: Tensor, new: Tensor, length: Tensor, states: dict[str, Tensor]
     ) -> tuple[Any, dict[str, Tensor]]:
         """What the layer gives, behind the model's norm if it is the last one, and its states; `hidden` is what the one before gave."""
         cache, layers = self.cache, self.model.model.layers
+        self.seen.clear()
         cache.progress.length = length
         cache.progress.begin(new, None)
         # A sequence that brings nothing has logits, too: those of its first column.
@@ -277,11 +327,11 @@ class _Layer:
 class _Chain:
     """A chain on its way through the layers."""
 
-    def __init__(self, chain: Chain, device: torch.device) -> None:
+    def __init__(self, chain: Chain, tokens: np.ndarray, device: torch.device) -> None:
         self.chain, self.device = chain, device
         self.hidden: list[Any] = [None] * len(chain.calls)
         self.carried: list[dict[int, Tensor]] = [{} for _ in chain.calls]
-        self.tokens = [self._tensor(call.tokens) for call in chain.calls]
+        self.tokens = [self._tensor(np.searchsorted(tokens, call.tokens)) for call in chain.calls]
         self.new = [self._tensor(call.new_tokens) for call in chain.calls]
         lengths = np.cumsum([chain.start["past_length"], *(call.new_tokens for call in chain.calls)], axis=0)
         self.lengths = [self._tensor(length) for length in lengths]
@@ -300,7 +350,8 @@ class _Chain:
             }
 
         states = given("past", self.chain.start)
-        follow = self.chain.follow.get(index)
+        follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
+        layer.told = None if told is None else torch.from_numpy(told).to(self.device)
         for i, call in enumerate(self.chain.calls):
             layer.follow = None if follow is None else self._at(follow, i)
             if (carried := getattr(layer.model, "carried", None)) is not None:
@@ -333,12 +384,10 @@ class _Chain:
         kept = _named({name: x for name, x in states.items() if keep(_present(name, index))}, index)
         self.outputs[number].update({name: _compact(x) for name, x in kept.items()})
 
-    def answer(self, model: Any, all_logits: bool) -> None:
-        """Logits of every call, of what the last layer gave."""
+    def asked(self, all_logits: bool) -> Iterator[tuple[Tensor, Arrays]]:
+        """Of every call the hidden states whose logits are asked for, and its outputs."""
         for call, outputs, hidden, new in zip(self.chain.calls, self.outputs, self.hidden, self.new, strict=True):
-            logits = model.logits(last_rows(hidden, new, 0 if all_logits or call.every else 1))
-            outputs["logits"] = logits.float().cpu().numpy()
-        self.hidden = []
+            yield last_rows(hidden, new, 0 if all_logits or call.every else 1), outputs
 
 
 class _Linear(TorchFunctionMode):
@@ -379,6 +428,26 @@ class _Linear(TorchFunctionMode):
         """The weights and the call seen last come no more."""
         self._wide.clear()
         self.real = None
+
+
+def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
+    """`selected` with what `Chain.follow` tells of each chunk, where it tells as many tokens of one as are selected."""
+    salient = selected.shape[3]
+    if told.is_floating_point():
+        told = told[:, :, : told.shape[2] // salient * salient].unflatten(2, (-1, salient)).to(keys.dtype)
+    chunks = told.shape[2]
+    if not chunks or told.shape[3] < salient:
+        return selected
+    known = ((number >= 0) & (number < chunks))[:, None, :, None]
+    at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (told.dim() - 3))
+    told = told.gather(2, at.expand(-1, told.shape[1], -1, *told.shape[3:]))
+    if told.is_floating_point():
+        known = known & (told.isfinite().all(-1) & told.any(-1)).all(-1, keepdim=True)
+        apart = torch.cdist(told.nan_to_num(), keys)
+        own = torch.zeros_like(apart).scatter_(4, selected[:, :, :, None].expand(*apart.shape[:4], -1), 1.0)
+        told = (apart * (1 - NEARER * own)).argmin(-1).sort(-1).values
+    known = known & (told >= 0).all(-1, keepdim=True) & (told.diff(dim=-1) > 0).all(-1, keepdim=True)
+    return torch.where(known, told, selected)
 
 
 def _compact(x: np.ndarray) -> np.ndarray:

@@ -207,6 +207,9 @@ def _torch_cases(
     Raises:
         ConfigError: PyTorch has no such `device` here.
     """
+    from copy import deepcopy
+    from dataclasses import replace
+
     import torch
 
     from still_export.graph.quantization.policy import rounds_activations
@@ -224,9 +227,11 @@ def _torch_cases(
         dtype = "float16"
     manifest = package.manifest
     try:
-        wide, own = (
-            held_source(_options(package, model, kind), package.path, manifest, pairs) for kind in ("float32", dtype)
-        )
+        wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs)
+        if dtype == "float32":  # opened once; a configuration says what type its model has
+            own = replace(wide, config=deepcopy(wide.config))
+        else:
+            own = held_source(_options(package, model, dtype), package.path, manifest, pairs)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."

@@ -7,7 +7,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from still_export.errors import PackageError
 from still_export.package.calls import Arrays
 from still_export.package.files import DATA, MODEL
 from still_export.package.folder import Package
-from still_export.proof.cases import EMPTY, Case, CaseSource
+from still_export.proof.cases import EMPTY, Case, CaseSource, Follow
 from still_kernels.ties import near_ties
 
 ATTEMPTS = 3
@@ -136,6 +136,8 @@ class RecordedCases:
         PackageError: The file is not readable, or belongs to other weights; of what is drawn, that it was changed.
     """
 
+    follows = False
+
     def __init__(self, path: Path, package: Package) -> None:
         try:
             self._path, self._arrays = path, np.load(path)
@@ -153,7 +155,11 @@ class RecordedCases:
         self.count = len(self._cases)
         self._drawn = [0] * self.count
 
-    def draw(self, numbers: Sequence[int], follow: Mapping[int, Sequence[np.ndarray]] = EMPTY) -> list[Case]:
+    def begin(self, number: int) -> Sequence[Arrays]:
+        """Nothing: PyTorch has answered."""
+        return ()
+
+    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         """The next prompts of these cases; the last once more where there are none left."""
         found = []
         for number in numbers:

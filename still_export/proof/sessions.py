@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,11 @@ class Session:
         """Outputs of one call whose state is given."""
         self.load(feed)
         return self._outputs(self.model.feed(feed["input_ids"], feed["new_tokens"]))
+
+    def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
+        """Outputs of calls of which the first has states and the others go on from its."""
+        found = [self.infer(feed) for feed in calls[:1]]
+        return found + [self._outputs(self.model.feed(feed["input_ids"], feed["new_tokens"])) for feed in calls[1:]]
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
         """Outputs after `tokens` [B, 1], fed one by one, with the logits [B, steps, V] of all of them; the state stays where it is."""

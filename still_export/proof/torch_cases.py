@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.cases import EMPTY, Case, errors_of, fixed_pair, row_errors, same_best
+from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, everything, nothing
 from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
-from still_kernels.ties import Look, Pairs, Scores, Ties
+from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 CPU_WORK = 5e12
@@ -57,6 +57,8 @@ class TorchCases:
         seed: Of the prompts.
     """
 
+    follows = True
+
     def __init__(
         self,
         manifest: dict[str, Any],
@@ -89,7 +91,12 @@ class TorchCases:
         self._drawn: dict[int, _Draft] = {}
         self._layers: list[int] = []  # that route
 
-    def draw(self, numbers: Sequence[int], follow: Mapping[int, Sequence[np.ndarray]] = EMPTY) -> list[Case]:
+    def begin(self, number: int) -> Sequence[Arrays]:
+        """As of CaseSource."""
+        draft = self._drawn[number] = self._drafts[number]()
+        return draft.feeds[:1] if draft.steps else draft.feeds
+
+    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         """The cases of these numbers with fresh prompts, as of CaseSource."""
         drafts = [
             self._followed(number, follow[number]) if number in follow else self._drafts[number]() for number in numbers
@@ -105,18 +112,20 @@ class TorchCases:
             exact = [self.ties.scores(each[0].looks) if layer is not None else {} for each in right]
             for draft, case, follow_case, answered, scores in zip(drafts, cases, follow_of, right, exact, strict=True):
                 case.add(_case(draft, answered[0].outputs))
-                went = {~key: x[:, :, -1] > 0 for key, x in scores.items() if key < 0}
-                case.went |= went
-                follow_case |= {number: _places(x) for number, x in went.items()}
+                went = {key: x[..., -1, :] > 0 for key, x in scores.items()}
+                case.went |= {~key: x for key, x in went.items() if key < 0}
+                # What states show is followed where the target was: else a target's own choices differ, too, and so does this run's.
+                follow_case |= {key: _places(x) for key, x in went.items() if key < 0 or key in draft.chain.follow}
             for each in zip(drafts, cases, right, exact, own.answers(layer), strict=True):
                 self._measure(layer, *each)
         self._layers = sorted(cases[0].went)
         return cases
 
-    def _followed(self, number: int, seen: Sequence[np.ndarray]) -> _Draft:
-        """The draft that was drawn last, on which PyTorch goes where a runtime went."""
+    def _followed(self, number: int, told: Told) -> _Draft:
+        """The draft that was drawn last, on which PyTorch chooses what a runtime chose."""
         draft = self._drawn[number]
-        return replace(draft, chain=replace(draft.chain, follow=dict(zip(self._layers, seen, strict=True))))
+        seen = {~layer: went for layer, went in zip(self._layers, told.seen, strict=False)}
+        return replace(draft, chain=replace(draft.chain, follow=seen | dict(told.kept)))
 
     def _kinds(self) -> Iterator[Callable[[], _Draft]]:
         for length in self.lengths:
@@ -279,7 +288,9 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
         for piece in pieces:
             answered.looks.append((past, piece))
             past = piece[LENGTH]
-        outputs = {name: x for name, x in pieces[-1].items() if f"_{MARGINS}." not in name}
+        outputs = {
+            n: x for n, x in pieces[-1].items() if not n.startswith((f"present_{MARGINS}.", f"present_{CHOSEN}."))
+        }
         if len(pieces) > 1 and "logits" in outputs:
             logits = [piece["logits"] for piece in pieces]
             if not calls[-1].every:  # those of each sequence's last token
@@ -318,7 +329,7 @@ def _own_chains(draft: _Draft, case: Case, follow: Mapping[int, np.ndarray]) -> 
 
 
 def _places(went: np.ndarray) -> np.ndarray:
-    """The experts of a mask [B, N, E], as of `Chain.follow`; -1 behind them."""
+    """The choices of a mask [.., E], as of `Chain.follow`; -1 behind them."""
     count = went.sum(-1)
     found = np.argsort(~went, axis=-1, kind="stable")[..., : int(count.max(initial=0))]
     return np.where(np.arange(found.shape[-1]) < count[..., None], found, -1)

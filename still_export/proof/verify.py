@@ -15,9 +15,9 @@ from still_export.graph.quantization.policy import rounds_activations
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
-from still_export.proof.cases import Case, CaseSource, distance, same_best
+from still_export.proof.cases import EMPTY, Case, CaseSource, Follow, Told, distance, same_best
 from still_export.proof.checks import Check
-from still_export.proof.codes import in_codes
+from still_export.proof.codes import as_numbers, in_codes
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.tolerance import Bounds
 from still_kernels.registry import ties_of
@@ -27,7 +27,7 @@ DECODE_STEPS = 256
 """More than a chunk, so that a promotion happens between plain steps."""
 
 ATTEMPTS = 5
-"""Prompts tried where a near tie made the runtimes select different tokens; see `Verifier._settled`."""
+"""Answers of PyTorch tried where a near tie made the runtimes choose differently; see `Verifier._settled`."""
 
 
 Judged = tuple[Case, Pairs, Pairs]
@@ -118,11 +118,11 @@ class Verifier:
         selections = Choices()
         checks: list[Check] = []
         G_LOGGER.module_severity = G_LOGGER.ERROR
-        with self.target.open():
-            pass  # a runtime that is missing says so before PyTorch takes its time
-        drawn = self.cases.draw(range(self.cases.count))  # one of them at a time has its weights in memory
+        with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
+            told = self._begun(session)
+        drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
         with self.target.open() as session:
-            judged = self._settled(session, drawn, selections, progress)
+            judged = self._settled(session, drawn, selections, progress, told)
             for case, *_ in judged:
                 if case.steps and self.replays:
                     checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
@@ -141,53 +141,71 @@ class Verifier:
         return self._judge(judged, bounds, selections, checks, line)
 
     def _save(self, cases: list[Case], folder: Path) -> None:
-        """Write the calls as polygraphy reads them."""
+        """Write the calls as polygraphy reads them, an array at a time: its own `save_json` holds all of them, four times."""
         from polygraphy.comparator import IterationResult, RunResults
-        from polygraphy.json import save_json
+        from polygraphy.json import to_json
+        from polygraphy.json.serde import Encoder
         from polygraphy.logger import G_LOGGER
 
         answers = [out for case in cases for out in case.expected]
         # Words of codes are left out: what polygraphy would make of their differences says nothing.
         answers = [{name: x for name, x in out.items() if name not in in_codes(out)} for out in answers]
         feeds, expected = self.target.saved([feed for case in cases for feed in case.feeds], answers)
-        save_json(feeds, str(folder / "inputs.json"))
+        to_json([])  # which teaches the encoder NumPy's arrays
         results = [IterationResult(out, runner_name="pytorch") for out in expected]
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
-            RunResults([("pytorch", results)]).save(str(folder / "outputs.json"))
+            for name, calls in (("inputs", feeds), ("outputs", RunResults([("pytorch", results)]))):
+                with (folder / f"{name}.json").open("w", encoding="utf-8") as file:
+                    file.writelines(Encoder().iterencode(calls))
+
+    def _begun(self, session: Session) -> Follow:
+        """What the target selects in each case before its first step. PyTorch, which takes most of the time, then answers once."""
+        if not self.cases.follows or not self.ties.shown.each:
+            return EMPTY
+        found = {}
+        for number in range(self.cases.count):
+            calls = session.carry(self.cases.begin(number))
+            found[number] = Told(kept=self.ties.kept([as_numbers(call) for call in calls]))
+            session.seen()
+        return found
 
     def _settled(
-        self, session: Session, drawn: list[Case], total: Choices, progress: Callable[[str], None]
+        self,
+        session: Session,
+        drawn: list[Case],
+        total: Choices,
+        progress: Callable[[str], None],
+        told: Follow = EMPTY,
     ) -> list[Judged]:
-        """Cases, `drawn` or drawn again, on which both runtimes select the same tokens, as far as single numbers are compared, and their
-        outputs.
+        """Cases, `drawn` or drawn again, on which both runtimes choose the same, as far as single numbers are compared, and their outputs.
 
-        Where two scores differ by less than rounding, either selection is right and everything after it differs. Steps go on from
-        PyTorch's state there (`Case.pairs`); where it happened within a call, the prompt's of steps among them, another prompt is drawn if
-        what differs exceeds the bounds of the case itself, or other selections differ by more than a tie: those of later layers and chunks
-        read what the tie turned (PyTorch's own float16 run does so, too). Where the runtime tells which experts tokens go to, and they
-        are others, PyTorch goes there on the same prompt: each choice is judged by what PyTorch would have chosen there, and all numbers
-        are compared. A selection that differs by more than a tie where nothing ties,
-        or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of every prompt count, judged or not.
+        Where two scores differ by less than rounding, either choice is right and everything after it differs. So PyTorch chooses what the
+        target did, `told` before it answered or on the same prompt once more: each choice is judged by what PyTorch would have chosen
+        there, and all numbers are compared. Steps go on from PyTorch's state where it chose otherwise (`Case.pairs`).
+
+        Answers from a file follow nobody, and experts only where the runtime tells them. There another prompt is drawn if what differs
+        within a call, the prompt's of steps among them, exceeds the bounds of the case itself, or other selections differ by more than a
+        tie: those of later layers and chunks read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs
+        by more than a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of
+        every prompt count, judged or not.
         """
         judged: dict[int, Judged] = {}
-        left = list(range(self.cases.count))
+        left, told = list(range(self.cases.count)), dict(told)
         for attempt in range(ATTEMPTS):
-            again = []
-            follow = {}
+            again, follow = [], {}
             for number, case in zip(left, drawn, strict=True):
                 pairs, turned = case.pairs(session, self.ties)
                 seen = session.seen() if self.target.watch else []
                 judged[number] = case, self.ties.settle(pairs, case.leads), turned
-                found = self.ties.compare(pairs + turned, case.leads)
-                found.expected = expected_ties(case.leads)
-                if case.went and not case.follows(seen):
-                    follow[number] = seen
-                shown = self.ties.shown.compare(pairs + turned, case.leads)
-                redraw = attempt < ATTEMPTS - 1 and (number in follow or self._tied(*judged[number], pairs, shown))
-                if number in follow and redraw:
+                other = case.elsewhere(pairs, seen, self.ties) if self.cases.follows else None
+                more = attempt < ATTEMPTS - 1
+                if more and other is not None and not other.is_like(told.get(number)):
+                    follow[number] = told[number] = other
                     again.append(number)
                     continue
-                if redraw:
+                found = self._compared(case, pairs + turned)
+                shown = self.ties.shown.compare(pairs + turned, case.leads)
+                if more and not (self.cases.follows and other is None) and self._tied(*judged[number], pairs, shown):
                     again.append(number)
                     found.wrong = 0
                 else:
@@ -197,6 +215,12 @@ class Verifier:
                 break
             left, drawn = again, self.cases.draw(again, follow)
         return [judged[number] for number in range(self.cases.count)]
+
+    def _compared(self, case: Case, pairs: Pairs) -> Choices:
+        """The choices of a case, and how many of them rounding turns."""
+        found = self.ties.compare(pairs, case.leads)
+        found.expected = expected_ties(case.leads)
+        return found
 
     def _guessed(self, session: Guessing, judged: list[Judged], total: Choices) -> list[Judged]:
         """The cases of `judged` that take steps, once more with guessed tokens, and their outputs."""
@@ -210,7 +234,7 @@ class Verifier:
                 for part in case.pairs(session, self.ties)
             )
             found.append((case, self.ties.settle(pairs, case.leads), turned))
-            total.add(self.ties.compare(pairs + turned, case.leads))
+            total.add(self._compared(case, pairs + turned))
         return found
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:

@@ -15,20 +15,23 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
+from still_export.package.calls import Arrays
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
-from still_export.proof.cases import Case
+from still_export.proof.cases import EMPTY, Case, Follow, Told
 from still_export.proof.package import _torch_cases
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import Bounds
 from still_export.proof.verify import Report, Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
-from still_kernels.ties import Choices, near_ties
+from still_kernels.ties import Choices
 from tests.faults import graph, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import CHUNK, MIXED, still_model
 
+MOST = 8
+"""Answers of a case that are kept, the clean package's first."""
 LENGTHS, STEPS = (1, CHUNK + 1, 5 * CHUNK), 3 * CHUNK
 WIDE = dict(hidden_size=96, intermediate_size=128, head_dim=16)
 MODELS: dict[str, Callable[[], Any]] = {
@@ -59,28 +62,30 @@ def package_of(folder: Path, model: str, kind: str) -> Package:
 
 
 class Drawn:
-    """Cases drawn once and judged often; where PyTorch nearly ties, a second prompt of each."""
+    """Cases of prompts drawn once and judged often; of each what PyTorch answered to what a runtime chose."""
+
+    follows = True
 
     def __init__(self, package: Package, seed: int) -> None:
-        source = _torch_cases(package, None, LENGTHS, STEPS, seed, {}, "cpu")
-        self.count = source.count
-        first = source.draw(range(self.count))
-        tied = [number for number, case in enumerate(first) if near_ties(case.leads)]
-        more = dict(zip(tied, source.draw(tied), strict=True)) if tied else {}
-        self.cases = [[case, *([more[number]] if number in more else [])] for number, case in enumerate(first)]
-        self.begin()
+        self.source = _torch_cases(package, None, LENGTHS, STEPS, seed, {}, "cpu")
+        self.count = self.source.count
+        self.calls = [self.source.begin(number) for number in range(self.count)]
+        self.known: dict[int, list[tuple[Told, Case]]] = {number: [] for number in range(self.count)}
 
-    def begin(self) -> None:
-        """Every case with its first prompt again."""
-        self.asked = [0] * self.count
+    @property
+    def cases(self) -> list[list[Case]]:
+        return [[case for _, case in known] for known in self.known.values()]
 
-    def draw(self, numbers: Sequence[int], follow: Any = ()) -> list[Case]:
-        found = []
-        for number in numbers:
-            tries = self.cases[number]
-            found.append(tries[min(self.asked[number], len(tries) - 1)])
-            self.asked[number] += 1
-        return found
+    def begin(self, number: int) -> Sequence[Arrays]:
+        return self.calls[number]
+
+    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
+        told = {number: follow.get(number, Told()) for number in numbers}
+        new = [n for n in numbers if not any(told[n].is_like(other) for other, _ in self.known[n])]
+        for number, case in zip(new, self.source.draw(new, told) if new else [], strict=True):
+            del self.known[number][MOST:]
+            self.known[number].insert(1, (told[number], case))
+        return [next(case for other, case in self.known[n] if told[n].is_like(other)) for n in numbers]
 
 
 @dataclass
@@ -109,8 +114,8 @@ class Subject:
     runtime: str
     drawn: Drawn
     scratch: Path
-    right: dict[int, Any] = field(default_factory=dict)
-    """By id of a case, the outputs of the package without faults."""
+    right: dict[str, Any] = field(default_factory=dict)
+    """By name of a case, the outputs of the package without faults."""
 
     def open(self, folder: Path | None = None, arrays: dict[str, np.ndarray] | None = None) -> Any:
         if self.runtime == "torch":
@@ -127,10 +132,11 @@ class Subject:
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
         """Verify a runner."""
-        self.drawn.begin()
         verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
-        total = Choices()
-        judged = verifier._settled(Session(model), self.drawn.draw(range(self.drawn.count)), total, lambda done: None)
+        total, session = Choices(), Session(model)
+        told = verifier._begun(session)
+        drawn = self.drawn.draw(range(self.drawn.count), told)
+        judged = verifier._settled(session, drawn, total, lambda done: None, told)
         return verifier._judge(
             judged, Bounds([case for case, *_ in judged], dtype=verifier.dtype), total, [], ""
         ), judged
@@ -138,7 +144,7 @@ class Subject:
     def clean(self) -> Report:
         """Verify it without a fault."""
         report, judged = self.judge(self.open())
-        self.right = {id(case): [actual for _, actual in pairs] for case, pairs, _ in judged}
+        self.right = {case.name: [actual for _, actual in pairs] for case, pairs, _ in judged}
         return report
 
     def with_fault(self, fault: Fault, seed: int) -> Outcome | None:
@@ -153,7 +159,7 @@ class Subject:
             return Outcome(fault.name, fault.where, True, np.inf, refused=True)
         moved, changed = 0.0, report.selections.wrong > 0
         for case, pairs, _ in judged:
-            for (_, actual), right in zip(pairs, self.right.get(id(case), []), strict=False):
+            for (_, actual), right in zip(pairs, self.right[case.name], strict=False):
                 spread = float(right["logits"].std()) or 1.0
                 off = np.abs(actual["logits"] - right["logits"]).max(initial=0) / spread
                 moved = max(moved, float(off) if np.isfinite(off) else np.inf)

@@ -24,6 +24,11 @@ def caches(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+def told(scores: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
+    """[B, HS, chunks, 2, C] of scores and of what is selected."""
+    return np.stack([scores, np.zeros(scores.shape) if chosen is None else chosen], axis=-2)
+
+
 def test_ties_are_settled_and_nothing_else_is() -> None:
     expected, other = caches(0), caches(1)
     actual = {name: value + 1e-3 for name, value in expected.items()}
@@ -96,9 +101,46 @@ def test_a_tie_is_one_by_the_errors_of_the_scores_compared() -> None:
     scores = np.linspace(1, 0, 8) * np.ones((1, HEADS, CHUNKS, 1))
     own = scores + 0.0
     own[0, 1, 0, 1] += 0.05  # the last that is selected
-    leads = TIES.leads({1: scores}, {1: own}, np.array([8 * CHUNKS]))[1]
+    leads = TIES.leads({1: told(scores)}, {1: told(own)}, np.array([8 * CHUNKS]))[1]
     assert leads[0, 1, 0] < 1 and (np.delete(leads[0, :, :2].ravel(), 2) > 1e6).all()
     assert np.isinf(leads[..., 2:]).all(), "chunks that were not promoted yet"
+
+
+def test_a_selection_that_was_followed_is_held_to_the_scores() -> None:
+    """PyTorch was told the third token in the place of the second: near ties where its scores err as much, else a mismatch; the last token
+    in its place is one in both, and a selection that is PyTorch's own is no tie."""
+    scores = np.linspace(1, 0, 8) * np.ones((1, HEADS, CHUNKS, 1))
+    own = scores + 0.0
+    own[0, :2, 0, 1] += 0.05
+    chosen = np.zeros(scores.shape)
+    chosen[..., :SALIENT] = 1
+    chosen[0, 0, 0], chosen[0, 1, 0], chosen[0, 2, 0] = (
+        np.eye(8)[[0, 2]].sum(0),
+        np.eye(8)[[0, 7]].sum(0),
+        np.eye(8)[[0, 2]].sum(0),
+    )
+    counts = np.array([8 * CHUNKS])
+    leads = TIES.leads({1: told(scores, chosen)}, {1: told(own)}, counts)
+    assert -1 < leads[1][0, 0, 0] < 0 and leads[1][0, 1, 0] < -1 and leads[1][0, 2, 0] < -1
+    natural = TIES.leads({1: told(scores)}, {1: told(own)}, counts)[1]
+    np.testing.assert_array_equal(leads[1][:, :, 1:], natural[:, :, 1:])
+    alike = [(each := caches(0), each)]
+    found = TIES.compare(alike, leads)
+    assert (found.near_ties, found.wrong) == (1, 2) and found.widest == -leads[1].min()
+    assert not TIES.compare(alike, {1: natural}).near_ties
+
+
+def test_what_a_runtime_keeps_is_what_its_calls_add() -> None:
+    """Each call's own promotions, whatever stands elsewhere; nothing of a sequence that has outgrown its slots."""
+    first, second = caches(0), caches(1)
+    first["present_length"], second["present_length"] = np.array([8 * 3, 8 * 2]), np.array([8 * 5, 8 * 7])
+    key = "present_salient_key.1"
+    kept = TIES.kept([first, second])[1]
+    np.testing.assert_array_equal(kept[0, :, :SALIENT], first[key][0, :, :SALIENT].astype(np.float32))
+    np.testing.assert_array_equal(
+        kept[0, :, SALIENT : 3 * SALIENT], second[key][0, :, SALIENT : 3 * SALIENT].astype(np.float32)
+    )
+    assert not kept[0, :, 3 * SALIENT :].any() and not kept[1].any()
 
 
 @pytest.mark.parametrize(

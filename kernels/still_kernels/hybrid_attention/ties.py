@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from still_kernels.ties import TIE, Arrays, Choices, Leads, Pairs, Scores
+from still_kernels.ties import CHOSEN, TIE, Arrays, Choices, Leads, Pairs, Scores, followed
 
 KEY = "present_salient_key."
 VALUE = "present_salient_value."
@@ -21,7 +21,8 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 
 class SelectionTies:
     """The salient cache of still::HybridAttention. Leads are those of the last selected score over the first rejected, [B, HS, chunks]; a
-    choice is a chunk of a head. Settings as of `HybridAttentionConfig`."""
+    choice is a chunk of a head. Where another selection was followed they are those of the worst token that came over the best that went,
+    below 0. Settings as of `HybridAttentionConfig`."""
 
     score = SCORE
     watched = ""
@@ -35,7 +36,7 @@ class SelectionTies:
 
     def compare(self, pairs: Pairs, leads: Leads) -> Choices:
         """Compare the salient caches of two runtimes, chunk by chunk of each head."""
-        found = Choices()
+        found = followed(lead for layer, lead in leads.items() if layer >= 0)
         for expected, actual in pairs:
             for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads)
@@ -66,6 +67,22 @@ class SelectionTies:
         """Whether the salient caches hold the same tokens."""
         return not any(_differs(expected, actual, layer).any() for layer in self._layers(expected))
 
+    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        """The salient keys [B, HS, N, D] that each of the calls adds; zeros where none is, or where other tokens may have taken slots."""
+        found: dict[int, np.ndarray] = {}
+        for layer in self._layers(calls[-1]):
+            kept: np.ndarray = np.zeros(calls[-1][KEY + layer].shape, np.float32)
+            slot, before = np.arange(kept.shape[2]), np.zeros(len(kept), np.int64)
+            for call in calls:
+                keys, count = call[KEY + layer], self.salient * self._chunks_after(call["present_length"])
+                fresh: np.ndarray = (slot >= before[:, None]) & (slot < count[:, None]) & (count <= len(slot))[:, None]
+                fresh = fresh[:, None, : keys.shape[2]]
+                part = kept[:, :, : keys.shape[2]]
+                part[...] = np.where(fresh[..., None], keys, part)
+                before = count
+            found[int(layer)] = kept
+        return found
+
     def chooses(self, lengths: np.ndarray) -> bool:
         """The first token of a chunk promotes the chunk before the one before it."""
         return bool(np.any((lengths % self.chunk == 0) & (lengths >= 2 * self.chunk)))
@@ -76,7 +93,7 @@ class SelectionTies:
         return 2 * self.chunk
 
     def scores(self, looks: Sequence[tuple[np.ndarray, Arrays]]) -> Scores:
-        """[B, HS, chunks, C]; zeros where no look shows a token."""
+        """[B, HS, chunks, 2, C]: of each token its score, and 1 where it is told to be selected; zeros where no look shows it."""
         most = max(int(outputs["present_length"].max(initial=0)) for _, outputs in looks)
         found: Scores = {}
         for past, outputs in looks:
@@ -85,32 +102,44 @@ class SelectionTies:
             sequence, slot = np.nonzero(position >= past[:, None])
             for name, ring in outputs.items():
                 if name.startswith(f"present_{SCORE}.") and name.rpartition(".")[2] in self.layers:
-                    score = self._grouped(ring.astype(np.float64))
-                    whole = np.zeros((*score.shape[:2], -(-most // self.chunk) * self.chunk))
-                    all_of = found.setdefault(int(name.rsplit(".", 1)[1]), whole)
-                    all_of[sequence, :, position[sequence, slot]] = score[sequence, :, slot]
-        return {layer: x.reshape(*x.shape[:2], -1, self.chunk) for layer, x in found.items()}
+                    score, layer = self._grouped(ring.astype(np.float64)), int(name.rpartition(".")[2])
+                    whole = np.zeros((*score.shape[:2], 2, -(-most // self.chunk) * self.chunk))
+                    all_of = found.setdefault(layer, whole)
+                    all_of[sequence, :, 0, position[sequence, slot]] = score[sequence, :, slot]
+                    chosen = outputs.get(f"present_{CHOSEN}.{layer}", np.zeros((0, 0, 0, 0), np.int64))
+                    row, head, *at = np.nonzero(chosen >= 0)
+                    all_of[row, head, 1, chosen[row, head, *at]] = 1
+        return {layer: _by_chunk(x, self.chunk) for layer, x in found.items()}
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
         """A tie is TIE times the larger of two errors of PyTorch's own run: of the two scores between which was chosen, which one draw may
         find small, and of all scores of the head's chunk (root of the mean square)."""
         found = {}
-        for layer, exact in scores.items():
+        for layer, (exact, told) in ((layer, np.moveaxis(x, -2, 0)) for layer, x in scores.items()):
             if not 0 < self.salient < self.chunk:
                 continue
-            infinite = np.isinf(exact) & (exact == own[layer])  # position 0
-            error = np.abs(np.where(infinite, 0, exact) - np.where(infinite, 0, own[layer]))
-            order = np.argsort(-exact, axis=-1, kind="stable")[..., self.salient - 1 : self.salient + 1]
-            last, first = np.moveaxis(np.take_along_axis(exact, order, -1), -1, 0)
-            least = np.maximum(np.sqrt(np.square(error).mean(-1)), np.take_along_axis(error, order, -1).max(-1))
+            other = own[layer][..., 0, :]
+            infinite = np.isinf(exact) & (exact == other)  # position 0
+            error = np.abs(np.where(infinite, 0, exact) - np.where(infinite, 0, other))
+            order = np.argsort(-exact, axis=-1, kind="stable")
+            ours = np.zeros(exact.shape, bool)
+            np.put_along_axis(ours, order[..., : self.salient], True, -1)
+            turned = ((told > 0).sum(-1) == self.salient) & (ours != (told > 0)).any(-1)
+            went = np.where(turned[..., None], told > 0, ours)
+            worst = np.where(went, exact, np.inf).argmin(-1)
+            best = np.where(went, -np.inf, exact).argmax(-1)
+            places = np.stack([worst, best], -1)
+            last, first = np.moveaxis(np.take_along_axis(exact, places, -1), -1, 0)
+            least = np.maximum(np.sqrt(np.square(error).mean(-1)), np.take_along_axis(error, places, -1).max(-1))
             lead = (last - first) / (TIE * np.maximum(least, SMALLEST))
+            lead = np.where(turned, np.minimum(lead, -SMALLEST), lead)  # equal scores, too, are no choice of PyTorch's
             found[layer] = np.where(self._promoted(counts, lead.shape[2]), lead, np.inf)
         return found
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """Over the chunks that have been promoted."""
         found = []
-        for exact in scores.values():
+        for exact in (x[..., 0, :] for x in scores.values()):
             if 0 < self.salient < self.chunk:
                 ranked = -np.sort(-exact, axis=-1)
                 lead = ranked[..., self.salient - 1] - ranked[..., self.salient]
@@ -119,7 +148,11 @@ class SelectionTies:
 
     def _promoted(self, counts: np.ndarray, chunks: int) -> np.ndarray:
         """Which chunks have been promoted after `counts` [B] tokens, [B, 1, chunks]."""
-        return np.asarray(np.arange(chunks) < np.maximum(-(-counts // self.chunk) - 2, 0)[:, None, None])
+        return np.asarray(np.arange(chunks) < self._chunks_after(counts)[:, None, None])
+
+    def _chunks_after(self, counts: np.ndarray) -> np.ndarray:
+        """How many chunks have been promoted after `counts` tokens."""
+        return np.maximum(-(-counts // self.chunk) - 2, 0)
 
     def _both_sum(self, expected: Arrays, actual: Arrays, layer: str, tied: np.ndarray) -> Arrays:
         """The target's linear states [B, H, F, D] and [B, H, F] with PyTorch's selection: of what one side keeps and the other sums,
@@ -166,7 +199,7 @@ class SelectionTies:
         known = leads.get(int(layer))
         if known is not None:
             count = min(differs.shape[2], known.shape[2])
-            lead[..., :count] = known[..., :count]
+            lead[..., :count] = np.abs(known[..., :count])
         return differs, lead
 
     def _chunks(self, slots: np.ndarray) -> np.ndarray:
@@ -187,6 +220,11 @@ def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:
     """Slots [B, HS, N] that hold other tokens."""
     a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
     return ~(np.abs(a - b).max(-1, initial=0) <= ALIKE * np.abs(a).max(-1, initial=0) + 1e-6)
+
+
+def _by_chunk(tokens: np.ndarray, chunk: int) -> np.ndarray:
+    """[B, HS, chunks, 2, C] of [B, HS, 2, chunks * C]."""
+    return tokens.reshape(*tokens.shape[:3], -1, chunk).swapaxes(2, 3)
 
 
 def ties_of(manifest: Mapping[str, Any]) -> SelectionTies | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from still_graphs.ops.route import ROUTE
-from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores
+from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, followed
 
 MARGINS = "margins"
 """What PyTorch's run tells of each token: `naive.margins`, and behind them 1 where it went."""
@@ -28,9 +28,7 @@ class RoutingTies:
         found = Choices()
         for lead in (lead for key, lead in leads.items() if key < 0):
             found.compared += int(np.isfinite(lead).sum())
-            found.near_ties += int(((lead < 0) & (lead >= -1)).sum())
-            found.wrong += int((lead < -1).sum())
-            found.widest = max(found.widest, float((-lead).max(where=np.isfinite(lead), initial=0)))
+            found.add(followed([lead]))
         return found
 
     def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
@@ -40,6 +38,10 @@ class RoutingTies:
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
         """True, as far as states show."""
         return True
+
+    def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
+        """Nothing: no state shows it."""
+        return {}
 
     def chooses(self, lengths: np.ndarray) -> bool:
         """Every step does, and no state of one says more than another."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from still_export.models.source import ModelOptions
 
 
+WHOLE = slice(None)
+
+
 def held_model(
     options: ModelOptions,
     folder: Path,
@@ -83,7 +86,9 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
     weights: dict[str, Weight] = dict(source.weights)
     for name, read in held.items():
         known = weights[name]
-        weights[name] = Deferred(known.shape, known.dtype, partial(_as_type, read, known.dtype))
+        weights[name] = Deferred(
+            known.shape, known.dtype, partial(_as_type, read, known.dtype), rows=partial(_as_type, read, known.dtype)
+        )
     return replace(source, weights=weights)
 
 
@@ -103,12 +108,12 @@ def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
     return total.to(value.dtype)
 
 
-def _as_type(read: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    return read().to(dtype)
+def _as_type(read: Callable[[slice], Tensor], dtype: torch.dtype, rows: slice = WHOLE) -> Tensor:
+    return read(rows).to(dtype)
 
 
-def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict[str, Callable[[], Tensor]]:
-    """Readers of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight."""
+def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict[str, Callable[[slice], Tensor]]:
+    """Readers of rows of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight."""
     import onnx_ir as ir
 
     parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
@@ -123,7 +128,8 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
         found = whole[(slice(None),) * axis + (rows,)]
         return np.ascontiguousarray(found).view(np.uint8) if found.dtype == np.int32 else found  # words of bytes
 
-    def summed(names: str, rows: slice) -> Tensor:
+    def summed(names: str, start: int, size: int, asked: slice) -> Tensor:
+        rows = slice(*(start + place for place in asked.indices(size)[:2]))
         total: np.ndarray | int = 0
         signed, floats = values(names, CODES, 1, rows), values(names, FLOAT8_CODES, 0, rows)
         scales = values(names, "scales", 0, rows) if signed is None and floats is None else None
@@ -171,16 +177,16 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
                 assert isinstance(total, np.ndarray)
                 inner = values(SUMS, str(total.shape[1]), 0, slice(None))
             assert inner is not None
-            total = total + (inner.astype(np.float32) @ outer.astype(np.float32)).T
+            total = total + outer.astype(np.float32).T @ inner.astype(np.float32).T
         assert isinstance(total, np.ndarray), names
         return torch.from_numpy(np.ascontiguousarray(total))
 
-    def half(name: str) -> Tensor:
+    def half(name: str, rows: slice) -> Tensor:
         value = parts[f"{name}.half"]
         assert value is not None
-        return torch.from_numpy(value.numpy().copy()).float()
+        return torch.from_numpy(value.numpy()[rows].copy()).float()
 
-    readers: dict[str, Callable[[], Tensor]] = {}
+    readers: dict[str, Callable[[slice], Tensor]] = {}
     for part in parts:
         names, _, kind = part.rpartition(".")
         if kind == "half":
@@ -188,7 +194,7 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
         if kind in ("scales", "outer", *K_QUANT.values()):
             start = 0
             for name in names.split(TOGETHER):
-                readers[name] = partial(summed, names, slice(start, start + sizes[name]))
+                readers[name] = partial(summed, names, start, sizes[name])
                 start += sizes[name]
     return readers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,8 @@ from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_export.mixers.roles import FEATURE_MAP, GATE
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
+from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.reference.selection import Watch
 
 OPEN_GATE_BIAS = 8.0
 """Bias of fresh gates: sigmoid(8) = 0.9997, so untrained linear terms count almost fully and the gate still has a gradient."""
@@ -32,6 +35,8 @@ class HybridOpModule(ProjectedAttention):
     def __init__(self, base: Any, config: HybridAttentionConfig) -> None:
         super().__init__(base, config.head_dim)
         self.still = config
+        self.watch: Watch | None = None
+        """Told what a call selects, and may replace it."""
 
     @property
     def constants(self) -> dict[str, Sequence[float]]:
@@ -77,6 +82,9 @@ class HybridOpModule(ProjectedAttention):
 
     def _call(self, inputs: Inputs, state: HybridAttentionState, in_place: bool) -> tuple[Tensor, HybridAttentionState]:
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.
+        if self.watch is not None:
+            inputs = replace(inputs, window_factor=inputs.factor(self.still))
+            return chunked_hybrid_attention(inputs, self.still, state, self.watch)
         training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
             return kernel(inputs, self.still, state, in_place=in_place)

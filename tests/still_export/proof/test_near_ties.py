@@ -45,7 +45,7 @@ def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
             return pairs, []
 
     class Draws:
-        count = 1
+        count, follows = 1, False
 
         def draw(self, numbers: Any, follow: Any = ()) -> list[Case]:
             number, (*kinds, error) = next(left)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.proof import recorded
-from still_export.proof.cases import EMPTY, Case
+from still_export.proof.cases import EMPTY, Case, Follow
 from still_export.proof.recorded import ATTEMPTS, RecordedCases, record_cases
 
 PACKAGE = Package(Path("package"), {"portable": "of these weights", "files": {}})
@@ -20,12 +21,15 @@ PACKAGE = Package(Path("package"), {"portable": "of these weights", "files": {}}
 class Drawn:
     """Two cases, the second of which has a near tie whatever its prompt."""
 
-    count = 2
+    count, follows = 2, False
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
 
-    def draw(self, numbers: Sequence[int], follow: Mapping[int, Sequence[np.ndarray]] = EMPTY) -> list[Case]:
+    def begin(self, number: int) -> Sequence[Arrays]:
+        return ()
+
+    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         return [self.case(number) for number in numbers]
 
     def case(self, number: int) -> Case:

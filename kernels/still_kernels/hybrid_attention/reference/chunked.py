@@ -18,7 +18,7 @@ from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.reference.features import feature_map
 from still_kernels.hybrid_attention.reference.grid import Grid, gather_rows
 from still_kernels.hybrid_attention.reference.promotion import Aligned, Promotion, promote
-from still_kernels.hybrid_attention.reference.selection import group_scores, select_tokens, self_saliency
+from still_kernels.hybrid_attention.reference.selection import Watch, group_scores, select_tokens, self_saliency
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
 SEGMENT_TOKENS = 1024
@@ -26,9 +26,10 @@ SEGMENT_TOKENS = 1024
 
 
 def chunked_hybrid_attention(
-    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, watch: Watch | None = None
 ) -> tuple[Tensor, HybridAttentionState]:
-    """Hybrid attention of new tokens after those that `state` has seen, which the call leaves as it is.
+    """Hybrid attention of new tokens after those that `state` has seen, which the call leaves as it is; `watch` may replace what is
+    selected.
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding; and the state after the new tokens.
@@ -55,7 +56,7 @@ def chunked_hybrid_attention(
     for start in range(0, tokens, SEGMENT_TOKENS):
         part = inputs.part(slice(start, start + SEGMENT_TOKENS))
         present = (new_tokens - start).clamp(0, part.query.shape[1])
-        output, state = _segment(replace(part, new_tokens=present), config, state)
+        output, state = _segment(replace(part, new_tokens=present), config, state, watch)
         outputs.append(output)
     return torch.cat(outputs, dim=1), state.quantized() if config.cache == "int8" else state
 
@@ -72,7 +73,7 @@ def _check_capacity(state: HybridAttentionState, new_tokens: Tensor, config: Hyb
 
 
 def _segment(
-    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState
+    inputs: Inputs, config: HybridAttentionConfig, state: HybridAttentionState, watch: Watch | None
 ) -> tuple[Tensor, HybridAttentionState]:
     """One pass over at most SEGMENT_TOKENS tokens, with `new_tokens` and `window_factor` of the call given."""
     assert inputs.new_tokens is not None
@@ -89,6 +90,13 @@ def _segment(
     scores = grid.scores(state.window_score, _scores(logits, near, grid, config))  # [B, H, A]
     ranked = group_scores(scores, config).unflatten(2, (grid.chunks + 2, chunk))[:, :, : grid.chunks + 1]
     selected = select_tokens(ranked, config.salient_per_chunk)  # [B, HS, chunks + 1, k]
+    if watch is not None:
+        number = grid.first_chunk[:, None] + torch.arange(-2, grid.chunks - 1, device=k.device)
+        whole = ((number + 2) * chunk >= grid.past[:, None]) & ((number + 1) * chunk <= (grid.past + grid.new)[:, None])
+        number = number.where(whole, -1)
+        keys = k.repeat_interleave(config.select_heads // config.num_kv_heads, dim=1)
+        keys = keys.unflatten(2, (grid.chunks + 2, chunk))[:, :, : grid.chunks + 1]
+        selected = watch(number, keys, selected)
     promotion = promote(Aligned(k, v, ranked, selected), inputs.feature_k_weight, config, state, grid)
 
     softmax, linear_window = _routed(near, selected, grid, config)
@@ -202,7 +210,7 @@ def _next_window(
 
 def _next_cache(state: HybridAttentionState, promotion: Promotion) -> dict[str, Tensor]:
     """Salient cache, S and z after the call."""
-    present = {"kv_state": promotion.kv_state[:, :, -1], "z_state": promotion.z_state[:, :, -1]}
+    present = {"kv_state": promotion.kv_state[:, :, -1].clone(), "z_state": promotion.z_state[:, :, -1].clone()}
 
     def write(cache: Tensor, rows: Tensor) -> Tensor:
         index = promotion.slots  # [B, HS, new rows], N where the row has no slot

@@ -78,10 +78,10 @@ def promote(
     scores = torch.cat([old_scores, ranked[:, :, :chunks].flatten(2).gather(2, index)], dim=2)
 
     is_new = promoted[:, None, :, None].expand(-1, config.select_heads, -1, salient)  # [B, HS, chunks, k]
-    delta, mass = _linear_part(aligned, offsets, promoted, feature_k_weight, config, state.kv_state)
     held_chunks = (-(-state.length // chunk) - 2).clamp_min(0)  # promoted before the call, [B]
     occupied = torch.arange(state.slots, device=device) < salient * held_chunks[:, None]  # [B, N], saturates at all
     occupied = occupied[:, None].expand(-1, config.select_heads, -1)
+    folded = None
     if config.overflow == "error" or salient == 0:
         earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=device).tril()
         fresh = (is_new[:, :, None] & earlier[:, :, None]).flatten(3)  # [B, HS, query chunk, k * chunks]
@@ -91,26 +91,21 @@ def promote(
         slots = torch.where(is_new, slot, state.slots).flatten(2)
     else:
         visible, slots, folded = _overflow(scores, occupied, is_new, held_chunks, config)
-        extra, extra_mass = _folded_part(keys, values, folded, feature_k_weight, config)
-        delta, mass = delta + extra, mass + extra_mass
-    kv_state = state.kv_state[:, :, None] + delta.cumsum(2)
-    z_state = state.z_state[:, :, None] + mass.cumsum(2)
+    kv_state, z_state = (x[:, :, None].expand(-1, -1, chunks, *x.shape[2:]) for x in (state.kv_state, state.z_state))
+    if bool(promoted.any()):  # not in most decode steps
+        delta, mass = _linear_part(aligned, offsets, promoted, feature_k_weight, config)
+        if folded is not None:
+            extra, extra_mass = _folded_part(keys, values, folded, feature_k_weight, config)
+            delta, mass = delta + extra, mass + extra_mass
+        kv_state, z_state = kv_state + delta.cumsum(2), z_state + mass.cumsum(2)
     return Promotion(keys, values, scores, visible, slots, kv_state, z_state)
 
 
 def _linear_part(
-    aligned: Aligned,
-    offsets: Tensor,
-    promoted: Tensor,
-    feature_k_weight: Tensor,
-    config: HybridAttentionConfig,
-    kv_state: Tensor,
+    aligned: Aligned, offsets: Tensor, promoted: Tensor, feature_k_weight: Tensor, config: HybridAttentionConfig
 ) -> tuple[Tensor, Tensor]:
     """Contribution of each promoted chunk's unselected tokens to S [B, H, chunks, F, D] and z [B, H, chunks, F]."""
     chunks, chunk, group = promoted.shape[1], config.chunk_size, config.group_size
-    if not bool(promoted.any()):  # most decode steps
-        shape = (*kv_state.shape[:2], chunks, *kv_state.shape[2:])
-        return kv_state.new_zeros(shape), kv_state.new_zeros(shape[:-1])
     k, v = (x[:, :, : chunks * chunk].repeat_interleave(group, dim=1) for x in (aligned.key, aligned.value))
     linear = promoted[:, None, :, None].expand(-1, config.select_heads, -1, chunk)
     linear = linear.scatter(3, offsets, False)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 
 RELEASED_EPSILON = 1e-8
+
+Watch = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Told the numbers [B, n] of a pass's chunks, -1: not complete, or promoted before; their keys [B, HS, n, C, D]; and the offsets
+[B, HS, n, k], ascending, that are selected. Gives those in their place."""
 
 
 def self_saliency(logits: Tensor, own: Tensor, slot: Tensor, valid: Tensor, config: HybridAttentionConfig) -> Tensor:
