@@ -100,8 +100,9 @@ def test_verify_of_a_half_precision_package(export_tiny: Exporter, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> None:
+def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     package = export_tiny()
+    request.getfixturevalue("traced_anew")
     assert call("export", "--config", package.path / "manifest.json", "-o", tmp_path / "again", "--quiet") == 0
     for name in ("model.onnx", "model.onnx.data"):
         assert (tmp_path / "again" / name).read_bytes() == (package.path / name).read_bytes()
