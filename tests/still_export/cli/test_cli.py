@@ -222,11 +222,9 @@ def test_changed_file_is_refused(export_tiny: Exporter, tmp_path: Path, capsys: 
     assert "SHA-256" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> None:
-    package = export_tiny(capacity_tokens=40)
-    assert call("run", package.path, "--prompt-ids", ",".join(["5"] * 41), "--tokens", "1") == 2
-    assert "capacity of 40 tokens" in capsys.readouterr().err
+    assert call("run", export_tiny().path, "--prompt-ids", ",".join(["5"] * 257), "--tokens", "1") == 2
+    assert "capacity of 256 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow
