@@ -46,7 +46,13 @@ def run_cases(script: Path, names: tuple[str, ...] = (), kind: str = "") -> dict
 def _server() -> subprocess.Popen[str]:
     """The process that forks; it ends with this one, whose end closes its input."""
     roots = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "graphs"))  # this tree, whatever is installed
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": roots}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": roots,
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "tests.still_kernels.interpreted"]
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
