@@ -16,14 +16,30 @@ from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.library import cached_library, this_cpu
 from tests.plugins import builds
 
+LONGEST = (
+    "still_export/proof/test_trt_verify.py",
+    "still_export/targets/ort/test_native.py",
+    "still_export/cli/test_cli.py",
+    "still_export/targets/portable/test_export.py",
+    "still_export/targets/portable/test_linear_export.py",
+    "still_kernels/block_attention/test_triton.py",
+    "still_kernels/test_triton.py",
+    "still_export/targets/genai/test_genai_package.py",
+    "still_kernels/test_attend.py",
+    "still_kernels/attention/test_aot.py",
+    "still_kernels/attention/test_triton.py",
+)
+"""Files of more than a minute of a processor, by how long they take; behind them those with the most slow tests."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library; files with the most slow tests come first.
+    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library; the files that take longest come first.
 
     Tests that run side by side are given out by file: a file of minutes that came last would run alone.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    first = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (first.get(item.path, len(first)), -slow[item.path]))
     cuda = torch.cuda.is_available()
     # TensorRT 8.6 has a Python of its own (tests/gpu/conftest.py).
     tensorrt = cuda and bool(os.environ.get("STILL_TENSORRT_ENV") or importlib.util.find_spec("tensorrt"))

@@ -20,6 +20,23 @@ from tests.still_export.tiny import still_model
 Exporter = Callable[..., Package]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exports_once() -> None:
+    """Models that differ in weights alone are traced once in all tests of a process."""
+    from tests.still_export import quick_exports
+
+    quick_exports.install()
+
+
+@pytest.fixture
+def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test exports is traced, whatever was traced before."""
+    import torch
+
+    monkeypatch.setattr(torch.export, "export", torch.export.export.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.onnx, "export", torch.onnx.export.__wrapped__)  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="session")
 def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
     """Export a tiny STILL model; equal arguments share one package. `options` of the export and of ONNX Runtime, `still` of the model."""

@@ -26,7 +26,7 @@ MOVES = (
 
 
 def _narrow(handle: Any) -> bool:
-    return isinstance(handle, interpreter.TensorHandle) and handle.dtype.scalar in (tl.float16, tl.bfloat16)
+    return isinstance(handle, interpreter.TensorHandle) and handle.dtype.scalar.name in ("fp16", "bf16")
 
 
 def widened(data: np.ndarray, dtype: Any) -> np.ndarray:

@@ -3,8 +3,9 @@
 At each call of a jitted function it looks through all of triton.language for what it has to replace, which inside of a kernel is
 replaced already; it makes a table of types for each type that it looks up; it computes sums and products of integers twice, to
 assert that none overflows, and then does not assert it, as that is for a debugging mode; of each value and of each type of blocks it
-makes anew what depends on the shape alone; and it folds values that a kernel reduces by a function of its own one after the other,
-where hardware takes halves.
+makes anew what depends on the shape alone; it looks for a common type and shape of operands that have the same, and makes the same
+blocks of a number again and again; and it folds values that a kernel reduces by a function of its own one after the other, where
+hardware takes halves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _replaced: dict[Any, str] = {}  # of each package, a name that the interpreter replaces
@@ -65,6 +67,44 @@ def install() -> None:
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     tl.tensor.__init__ = _tensor
     interpreter.ReduceOps.generic_reduce = _reduce
+    _take_operands_as_they_are()
+
+
+SAME = {"fp32": float, "int32": int, "int64": int}
+"""Types in which operands of one type are computed, and the numbers that become of that type beside them, by name of the type."""
+
+
+def _take_operands_as_they_are() -> None:
+    """Operands of one type and shape need no conversion; a number is made a block of the other operand's type and shape once."""
+    find, broadcast, unwrap = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+        tl.core._unwrap_if_constexpr,
+    )
+    numbers: dict[Any, Any] = {}
+
+    def operands(self: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        first, second = type(left), type(right)
+        if first is second is tl.tensor:
+            if left.shape is right.shape and left.dtype is right.dtype and left.dtype.name in SAME:
+                return left, right
+        elif first is tl.tensor and second is SAME.get(left.dtype.name):
+            key = (right, left.dtype.name, id(left.shape), *args, *kwargs.items())  # shapes are kept: see `_value`
+            if key not in numbers:
+                numbers[key] = find(self, left, right, *args, **kwargs)[1]
+            return left, numbers[key]
+        return find(self, left, right, *args, **kwargs)
+
+    def alike(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        same = type(left) is type(right) is tl.tensor and left.shape is right.shape
+        return (left, right) if same else broadcast(self, left, right)
+
+    def inner(value: Any) -> Any:
+        return value if type(value) in (tl.tensor, int, float, bool, str) else unwrap(value)
+
+    TritonSemantic.binary_op_type_checking_impl = operands
+    TritonSemantic.broadcast_impl_value = alike
+    tl.core._unwrap_if_constexpr = inner
 
 
 @functools.cache

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import NARROW_NORM, REFERENCE
 
 pytest.importorskip("triton")
@@ -116,14 +114,7 @@ def test_the_threads_find_what_is_wrong(
 @pytest.mark.slow
 def test_the_cases_in_the_interpreter() -> None:
     """What is expected of both kernels, shown with the one that Triton's interpreter can run."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), "triton", *INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for errors in json.loads(done.stdout).values():
+    for errors in run_cases(SCRIPT, INTERPRETED, "triton").values():
         check(errors, torch.float32)
 
 

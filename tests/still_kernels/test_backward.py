@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from still_kernels.hybrid_attention.backward.gradients import covers_backward
+from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("backward_cases.py")
@@ -48,11 +48,10 @@ LARGE = ("heads of 64", "heads of 128")
 @functools.cache
 def errors(names: tuple[str, ...], kind: str) -> dict[str, dict[str, float]]:
     """Errors of cases on "DEVICE:DTYPE", from a process of its own."""
-    environment = dict(os.environ)
     if kind.startswith("cpu"):
-        environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        return run_cases(SCRIPT, names, kind)
     command = [sys.executable, "-W", "ignore", str(SCRIPT), kind, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, float]] = json.loads(done.stdout)
     return found

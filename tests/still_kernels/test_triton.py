@@ -20,7 +20,7 @@ from tests.tolerances import NARROW_NORM, REFERENCE
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("triton_cases.py")
-interpreted = functools.partial(run_cases, SCRIPT, kind="float32", processes=2)
+interpreted = functools.partial(run_cases, SCRIPT, kind="float32")
 
 
 def load(path: Path) -> ModuleType:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from still_export.extras import demand
 from still_export.graph.merge import merge_linear_layers, merged
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import Layout
@@ -44,7 +45,8 @@ def traits(options: TrtOptions) -> tuple[str, ...]:
 
 
 def ready(options: TrtOptions, say: Progress) -> None:
-    """Raise where a folder that was named has no headers."""
+    """Raise where a folder that was named has no headers, or nothing compiles kernels."""
+    demand("triton")
     find_tensorrt_headers(options.tensorrt_include)
 
 

@@ -100,8 +100,9 @@ def test_verify_of_a_half_precision_package(export_tiny: Exporter, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path) -> None:
+def test_manifest_repeats_the_export(export_tiny: Exporter, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     package = export_tiny()
+    request.getfixturevalue("traced_anew")
     assert call("export", "--config", package.path / "manifest.json", "-o", tmp_path / "again", "--quiet") == 0
     for name in ("model.onnx", "model.onnx.data"):
         assert (tmp_path / "again" / name).read_bytes() == (package.path / name).read_bytes()
@@ -221,11 +222,9 @@ def test_changed_file_is_refused(export_tiny: Exporter, tmp_path: Path, capsys: 
     assert "SHA-256" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> None:
-    package = export_tiny(capacity_tokens=40)
-    assert call("run", package.path, "--prompt-ids", ",".join(["5"] * 41), "--tokens", "1") == 2
-    assert "capacity of 40 tokens" in capsys.readouterr().err
+    assert call("run", export_tiny().path, "--prompt-ids", ",".join(["5"] * 257), "--tokens", "1") == 2
+    assert "capacity of 256 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -39,8 +39,8 @@ class Case:
 
 
 CASES = {
-    "steps": Case(splits=(130, 1, [1, 0], [0, 3], [1, 1], 8)),
-    "prompts": Case(splits=(150, [9, 40], 1), span=42),
+    "steps": Case(splits=(100, 1, [1, 0], [0, 3], [1, 1], 8)),
+    "prompts": Case(splits=(110, [9, 30], 1), span=42),
     "one head each": Case(Layer(heads=2, kv_heads=2, dim=7), (90, [33, 20], 1)),
     "large group": Case(
         Layer(20, 1, 16, 300, {**CHOICE, "mean_length": 9, "lse_stride": 9, "lse_length": 27, "local_blocks": 0}),
@@ -48,7 +48,7 @@ CASES = {
     ),
     "sinks and a window": Case(Layer(choice={**CHOICE, "top_blocks": 4}), (100, 1)),
     "many chosen": Case(Layer(choice={**CHOICE, "top_blocks": 15}), (200, 1, 1)),
-    "ragged": Case(splits=([200, 9], [1, 60], 5, [1, 0])),
+    "ragged": Case(splits=([140, 9], [1, 60], 5, [1, 0])),
 }
 
 

@@ -1,0 +1,113 @@
+"""torch's exporters without what they do again and again: models that differ in the values of their weights alone are traced and
+translated once a process, and the library of translations is read once.
+
+What is traced for the first time is traced as ever, and all that this project does with a graph is done each time. Two models are alike if
+nothing tells them apart that a trace can see: classes, attributes and shapes of all modules, ties, values of buffers, the configuration,
+the states, the example inputs. A model with an attribute that does not say what it is is traced each time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.graph.trace import _StatefulForward
+
+PLAIN = (bool, int, float, str, type, torch.dtype, torch.device, torch.Size, type(None))
+
+IGNORED = ("hidden", "carried", "training", "generation_config")
+"""Attributes that are empty before a call, or that no forward pass reads."""
+
+
+class _Unknown(Exception):
+    """Something does not say what it is."""
+
+
+def install() -> None:
+    """From now on, in this process; `__wrapped__` of each function is torch's own."""
+    from torch.onnx._internal.exporter import _registration
+
+    trace, translate = torch.export.export, torch.onnx.export
+    traced: dict[str, Any] = {}
+    translated: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(trace)
+    def traced_once(model: nn.Module, arguments: Any, **options: Any) -> Any:
+        key = key_of(model, arguments, options) if isinstance(model, _StatefulForward) else None
+        if key is None:
+            return trace(model, arguments, **options)
+        if key not in traced:
+            traced[key] = trace(model, arguments, **options)
+        return traced[key]
+
+    @functools.wraps(translate)
+    def translated_once(program: Any, *arguments: Any, **options: Any) -> Any:
+        if arguments or not any(program is known for known in traced.values()):
+            return translate(program, *arguments, **options)
+        key = (id(program), repr(sorted((name, _plain(value)) for name, value in options.items())))
+        if key not in translated:
+            translated[key] = translate(program, **options)
+        model = translated[key].model.clone()
+        model.graph._name_authority = copy.deepcopy(
+            translated[key].model.graph._name_authority
+        )  # what is added gets the names it ever got
+        return torch.onnx.ONNXProgram(model, program)
+
+    _registration.onnxscript_apis.get_torchlib_ops = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
+    torch.export.export, torch.onnx.export = traced_once, translated_once
+
+
+def _plain(value: Any) -> Any:
+    """Of an option of torch's: a table of translations is known by the ops in it."""
+    return sorted(map(str, value)) if isinstance(value, dict) else value
+
+
+def key_of(wrapper: _StatefulForward, arguments: Any, options: Any) -> str | None:
+    """All that a trace can see of a model but the values of weights; None: it cannot be told."""
+    try:
+        return repr([*_parts(wrapper), _said(arguments), repr(options), torch.get_default_dtype()])
+    except _Unknown:
+        return None
+
+
+def _parts(wrapper: _StatefulForward) -> Iterator[Any]:
+    for name, module in wrapper.named_modules():
+        yield name, type(module), module.training
+        for key, value in vars(module).items():
+            passing = key == "forward" and isinstance(
+                value, functools.partial
+            )  # of still_export.graph.repeat: counts hidden states
+            if not (key.startswith("_") or passing or key in IGNORED):
+                yield key, _said(value)
+    first: dict[int, str] = {}
+    for name, weight in wrapper.named_parameters(remove_duplicate=False):
+        yield name, type(weight), weight.shape, weight.dtype, weight.device, first.setdefault(id(weight), name)
+    for name, buffer in wrapper.named_buffers():
+        yield name, buffer.dtype, buffer.shape, buffer.device, None if buffer.is_meta else buffer.tolist()
+
+
+def _said(value: Any) -> Any:
+    """What `value` is, without an address of this process in it."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), [_said(part) for part in value]
+    if isinstance(value, dict):
+        return [(_said(key), _said(part)) for key, part in value.items()]
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return type(value), value.shape, value.dtype  # an example input
+    if hasattr(value, "to_dict") and hasattr(value, "_attn_implementation"):
+        return type(value), repr(value.to_dict()), value._attn_implementation
+    if is_dataclass(value):
+        return type(value), _said(vars(value))
+    if isinstance(value, functools.partial):
+        return _said(value.func), _said(value.args), _said(value.keywords)
+    if callable(value) and hasattr(value, "__qualname__") and "<" not in value.__qualname__:
+        return value.__module__, value.__qualname__
+    raise _Unknown(type(value))
