@@ -96,7 +96,7 @@ class StatefulNode:
 
 
 class NodeOfStates:
-    """The same of a node with several states, by name."""
+    """The same of a node with several states, by name; `others` are the latest call's outputs beside `output`."""
 
     def __init__(self, model: onnx.ModelProto, states: Mapping[str, torch.Tensor], in_place: bool) -> None:
         self.session, self.in_place = session(model), in_place
@@ -118,8 +118,13 @@ class NodeOfStates:
             made[name] = past if self.in_place else value(nothing)
             binding.bind_ortvalue_output(f"present_{name}", made[name])
         binding.bind_ortvalue_output("output", output)
+        others = [o.name for o in self.session.get_outputs() if o.name != "output" and not o.name.startswith("present_")]
+        for name in others:
+            binding.bind_output(name)
         self.session.run_with_iobinding(binding)
         self.past = made
+        bound = binding.get_outputs()[len(made) + 1 :]
+        self.others = {name: torch.from_numpy(x.numpy().copy()) for name, x in zip(others, bound, strict=True)}
         return tensor(output, like.dtype)
 
     def states(self) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
 from still_graphs.ops.rotary_qkv import ROTARY_QKV
 from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.route import ROUTE
+from still_graphs.ops.routed_attention import ROUTED_ATTENTION
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
 from still_graphs.ops.spec import DOMAIN, OpSpec
 from still_graphs.ops.strided_attention import STRIDED_ATTENTION
@@ -51,6 +52,7 @@ OPS: dict[str, OpSpec] = {
         LOCAL_LINEAR_ATTENTION,
         STRIDED_ATTENTION,
         ANGLE_SUM,
+        ROUTED_ATTENTION,
     )
 }
 """Every op of the domain by its ONNX name."""
