@@ -23,6 +23,7 @@ from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.mamba3.mixer import Mamba3Mixer
 from still_export.mixers.mean_attention.mixer import MeanAttentionMixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
+from still_export.mixers.routed_attention.mixer import RoutedAttentionMixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
 from still_export.mixers.strided_attention.mixer import StridedAttentionMixer
@@ -55,6 +56,7 @@ MIXERS: dict[str, Mixer] = {
         ChosenWidthMixer(),
         LocalLinearAttentionMixer(),
         StridedAttentionMixer(),
+        RoutedAttentionMixer(),
         FeedForwardMixer(),
     )
 }

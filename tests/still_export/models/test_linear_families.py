@@ -18,6 +18,7 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
+from still_export.models.fla import NATS
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.linear_names import language_model
 from still_export.models.load import load_model
@@ -139,6 +140,11 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
                 num_attention_heads=3,
             ),
         ),
+        (
+            NATS,
+            dict(decay_for_non_gdn_blocks=False, attn_qk_norm=False, num_nats_head=1, head_dim=12, expand_v=0.5),
+        ),
+        (NATS, {"allow_neg_eigval": True, "gdn_layers": [], "num_hidden_layers": 2}),
         ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
     ],
@@ -263,7 +269,8 @@ def test_hybrid_models_are_covered_or_refused_by_name(kind: str) -> None:
 def test_gradients_flow(pair: tuple[Any, Any]) -> None:
     _, ours = pair
     ours(ids(1, 70), labels=ids(1, 70), use_cache=False).loss.backward()
-    learned = [p for name, p in ours.named_parameters() if "mask_allocator" not in name]  # a decision has no derivative
+    decide = ("mask_allocator", "nats_layer")  # a decision has no derivative
+    learned = [p for name, p in ours.named_parameters() if not any(part in name for part in decide)]
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in learned)
 
 
@@ -325,6 +332,11 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
             "lightning_scale='1' in config.json of a minicpm_sala model; covered: '1/sqr",
         ),
         ("minicpm_sala", {"mixer_types": ["minicpm4", "mamba", "minicpm4"]}, "mixer_types='mamba' in config.json"),
+        (NATS, {"nats_block_size": 128}, "nats_block_size=128 in config.json of a neural.* model; covered: 64"),
+        (NATS, {"nats_block_size": 32}, "nats_block_size=32 in config.json of a neural.* model; covered: 64"),
+        (NATS, {"ops_for_incomplete_chunks": "attn"}, "ops_for_incomplete_chunks='attn' in .* covered: 'all'"),
+        (NATS, {"attn_apply_pos_encoding": True}, "attn_apply_pos_encoding=True in .* covered: False"),
+        (NATS, {"num_nats_head": 4}, "num_nats_head=4 in config.json must divide num_heads=2 and num_attn_heads=4"),
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
