@@ -9,10 +9,12 @@ from still_export.mixers.base import Mixer
 from still_export.mixers.block_attention.mixer import BlockAttentionMixer, SelectedBlocksMixer
 from still_export.mixers.chosen_heads.mixer import ChosenHeadsMixer
 from still_export.mixers.chosen_width.mixer import ChosenWidthMixer
+from still_export.mixers.cluster_attention.mixer import ClusterAttentionMixer
 from still_export.mixers.feed_forward import FeedForwardMixer
 from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
+from still_export.mixers.landmark_attention.mixer import LandmarkAttentionMixer
 from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.liger_gla.mixer import LigerGLAMixer
 from still_export.mixers.lightning_attention.mixer import LightningAttentionMixer
@@ -57,6 +59,8 @@ MIXERS: dict[str, Mixer] = {
         LocalLinearAttentionMixer(),
         StridedAttentionMixer(),
         RoutedAttentionMixer(),
+        LandmarkAttentionMixer(),
+        ClusterAttentionMixer(),
         FeedForwardMixer(),
     )
 }

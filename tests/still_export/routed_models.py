@@ -1,4 +1,4 @@
-"""Random models whose tokens go where they are told: NAtS-L. Its formulas, one token after the other, under its published names."""
+"""Random models whose tokens read what was chosen: NAtS-L, Landmark attention, Routing Transformer. Their formulas, one token after the other, under its published names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu, softplus
 
-from tests.still_export.fla_models import States
-from tests.still_export.own_models import OwnModel
+from tests.still_export.fla_models import States, turned
+from tests.still_export.own_models import OwnModel, rms
 
 
 class NatsModel(OwnModel):
@@ -153,9 +153,134 @@ class NatsModel(OwnModel):
         return torch.stack(outputs, 1), state
 
 
+class LlamaLike(OwnModel):
+    """Llama's layers around another attention."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1000.0),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    place: ClassVar[str]
+
+    def own_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError
+
+    def attended(self, h: Tensor, w: dict[str, Tensor], turn: Tensor) -> Tensor:
+        """Heads' outputs, without the last projection."""
+        raise NotImplementedError
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c, width = self.config, self.config["hidden_size"]
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+        found["model.norm.weight"] = (width,)
+        for i in range(c["num_hidden_layers"]):
+            own = {f"{self.place}.{name}": shape for name, shape in self.own_shapes(width).items()}
+            own |= {f"{self.place}.{x}_proj.weight": (width, width) for x in "qo"}
+            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+            own |= {f"mlp.{x}_proj.weight": (c["intermediate_size"], width) for x in ("gate", "up")}
+            own["mlp.down_proj.weight"] = (width, c["intermediate_size"])
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, x = self.config, self.tensors["model.embed_tokens.weight"][ids]
+        dim = c["hidden_size"] // c["num_attention_heads"]
+        theta = c["rope_parameters"]["rope_theta"]
+        angles = torch.arange(ids.shape[1])[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        self.gaps: list[Tensor] = []
+        self.choices: list[Tensor] = []
+        for i in range(c["num_hidden_layers"]):
+            w = self.layer(i)
+            own = {n.removeprefix(f"{self.place}."): t for n, t in w.items() if n.startswith(f"{self.place}.")}
+            rows = self.attended(rms(x, w["input_layernorm.weight"]), own, turn)
+            x = x + rows.flatten(2) @ own["o_proj.weight"].T
+            h = rms(x, w["post_attention_layernorm.weight"])
+            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + inner @ w["mlp.down_proj.weight"].T
+        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+
+
+class LandmarkModel(LlamaLike):
+    """Landmark attention, as two softmaxes. `fault`: "itself", a landmark sees itself."""
+
+    fault, place = "", "self_attn"
+    sizes: ClassVar[dict[str, Any]] = {**LlamaLike.sizes, "mem_id": 60, "mem_freq": 12}
+
+    def own_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        keys = width // self.config["num_attention_heads"] * self.config["num_key_value_heads"]
+        return {f"{x}_proj.weight": (keys, width) for x in "kv"}
+
+    def attended(self, h: Tensor, w: dict[str, Tensor], turn: Tensor) -> Tensor:
+        c, size = self.config, self.config["mem_freq"] + 1
+        dim = c["hidden_size"] // c["num_attention_heads"]
+        q, k, v = ((h @ w[f"{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+        q, k = turned(q, turn), turned(k, turn)
+        k, v = (y.repeat_interleave(q.shape[2] // k.shape[2], 2) for y in (k, v))
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
+        rows = []
+        for t in range(h.shape[1]):
+            block = t // size
+            own = [s for s in range(block * size, t + 1) if s % size < size - 1 or (self.fault == "itself" and s == t)]
+            marks = [b * size + size - 1 for b in range(block)]
+            shares = scores[:, :, t, own + marks].softmax(-1)
+            row = torch.einsum("bhs,bshd->bhd", shares[..., : len(own)], v[:, own])
+            for b in range(block):
+                inside = slice(b * size, b * size + size - 1)
+                weights = scores[:, :, t, inside].softmax(-1) * shares[..., len(own) + b, None]
+                row = row + torch.einsum("bhs,bshd->bhd", weights, v[:, inside])
+            rows.append(row)
+        return torch.stack(rows, 1)
+
+
+class RoutingModel(LlamaLike):
+    """Routing Transformer in our causal reading. `fault`: "itself", every token sees itself, too."""
+
+    fault, place = "", "attn"
+    sizes: ClassVar[dict[str, Any]] = {**LlamaLike.sizes, "num_key_value_heads": 4, "num_clusters": 5, "window_size": 9}
+
+    def own_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        heads = self.config["num_attention_heads"]
+        return {"v_proj.weight": (width, width), "means": (heads, self.config["num_clusters"], width // heads)}
+
+    def attended(self, h: Tensor, w: dict[str, Tensor], turn: Tensor) -> Tensor:
+        heads, window = self.config["num_attention_heads"], self.config["window_size"]
+        q, v = ((h @ w[f"{n}_proj.weight"].T).unflatten(-1, (heads, -1)) for n in "qv")
+        q = turned(q, turn)
+        k = q / ((q * q).sum(-1, keepdim=True) + 1e-6).sqrt()
+        near = torch.einsum("bthd,hcd->bthc", k, w["means"])
+        cluster, best = near.argmax(-1), near.topk(2).values  # [B, T, H]
+        self.choices.append(cluster)
+        self.gaps.append(best[..., 0] - best[..., 1])
+        place = torch.arange(h.shape[1])
+        same = (cluster[:, :, None] == cluster[:, None]) & (place < place[:, None])[:, :, None]  # [B, T, S, H]
+        later = same.flip(2).cumsum(2).flip(2)  # how many of them from each on
+        mask = same & (later <= window)
+        own = torch.eye(len(place), dtype=torch.bool)[:, :, None]
+        alone = torch.ones((), dtype=torch.bool) if self.fault else ~mask.any(2, keepdim=True)
+        mask = (mask | (own & alone)).permute(0, 3, 1, 2)
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[3] ** 0.5
+        return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
 def rows_of(x: Tensor) -> Tensor:
     return x.flatten(2)
 
 
-ROUTED: dict[str, type[OwnModel]] = {"neural_attention_search_linear_attn_gdn": NatsModel}
+ROUTED: dict[str, type[OwnModel]] = {
+    "neural_attention_search_linear_attn_gdn": NatsModel,
+    "llama_with_landmark": LandmarkModel,
+    "routing_transformer": RoutingModel,
+}
 """By model_type."""
