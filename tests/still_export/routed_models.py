@@ -7,14 +7,35 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu, softplus
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.still_export.fla_models import States, turned
 from tests.still_export.own_models import OwnModel, rms
 
 
-class NatsModel(OwnModel):
-    """NAtS-L beside a layer that is a plain gated delta rule. `gaps` are, of all decisions, how clear each was; `fault` is what tests plant:
-    "kept", no chunk is taken back from the rule; "early", chunks go where the one before was told to."""
+class RoutedModel(OwnModel):
+    """`choices` are those of the latest forward, layer by layer, and `gaps` how clear each was; `told`: choices in their place."""
+
+    told: list[Tensor] | None = None
+
+    def choose(self, found: Tensor, gaps: Tensor) -> Tensor:
+        found = found if self.told is None else self.told[len(self.choices)]
+        self.choices.append(found)
+        self.gaps.append(gaps)
+        return found
+
+    def __call__(self, ids: Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
+        self.choices: list[Tensor] = []
+        self.gaps: list[Tensor] = []
+        return super().__call__(ids, use_cache)
+
+    def told_ids(self) -> list[Tensor]:
+        """`told` as a router's choices [B, T, k], -1 where nothing is told."""
+        return []
+
+
+class NatsModel(RoutedModel):
+    """NAtS-L beside a layer that is a plain gated delta rule. `fault` is what tests plant: "kept", no chunk is taken back from the rule; "early", chunks go where the one before was told to."""
 
     fault = ""
     sizes: ClassVar[dict[str, Any]] = dict(
@@ -79,7 +100,6 @@ class NatsModel(OwnModel):
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
         c, x = self.config, self.tensors["model.embeddings.weight"][ids]
-        self.gaps: list[Tensor] = []
         for i in range(c["num_hidden_layers"]):
             w = self.layer(i)
             own = {name.removeprefix("attn."): t for name, t in w.items() if name.startswith("attn.")}
@@ -113,8 +133,7 @@ class NatsModel(OwnModel):
         last = x[:, tokens // 64 * 64 :] @ w["nats_layer.weight"].T
         told = (last[..., 0::2] - last[..., 1::2]).sum(1) if tokens % 64 else 64 * (first - second)[:, -1]
         seen.recurrent[layer] = told[..., None, None]  # of the open chunk, or of the one that was closed last
-        self.gaps.append((first - second)[:, :whole].abs())
-        went = (first >= second)[:, :whole]  # [B, chunks, R]
+        went = self.choose((first >= second)[:, :whole], (first - second)[:, :whole].abs())  # [B, chunks, R]
         went = torch.cat((torch.zeros_like(went[:, :1]), went[:, :-1]), 1) if self.fault == "early" else went
         back = torch.zeros_like(went) if self.fault == "kept" else went
         linear, _ = self.rule(rows, decay, beta, back.repeat_interleave(heads // went.shape[-1], -1))
@@ -138,7 +157,8 @@ class NatsModel(OwnModel):
 
     def rule(self, rows: list[Tensor], decay: Tensor, beta: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [B, T, H, V], and the state; `back` [B, chunks, H] are chunks that are taken back."""
-        q, k, v = rows
+        kind = torch.promote_types(rows[0].dtype, torch.float32)  # as published kernels do
+        (q, k, v), decay, beta = (y.to(kind) for y in rows), decay.to(kind), beta.to(kind)
         state = start = q.new_zeros(len(q), q.shape[2], q.shape[3], v.shape[3])
         outputs = []
         for t in range(q.shape[1]):
@@ -150,10 +170,20 @@ class NatsModel(OwnModel):
             if t % 64 == 63:
                 taken = back[:, t // 64, :, None, None] if back.shape[1] else torch.zeros(())
                 state = start = torch.where(taken > 0, start, state)
-        return torch.stack(outputs, 1), state
+        return torch.stack(outputs, 1).to(rows[0].dtype), state
+
+    def told_ids(self) -> list[Tensor]:
+        """At the last tokens of chunks."""
+        found = []
+        for went in self.told or []:
+            routes = went.shape[-1]
+            ids = torch.full((len(went), 200, routes), -1)
+            ids[:, 63::64] = torch.arange(routes) + torch.where(went, 0, routes)
+            found.append(ids)
+        return found
 
 
-class LlamaLike(OwnModel):
+class LlamaLike(RoutedModel):
     """Llama's layers around another attention."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
@@ -199,8 +229,6 @@ class LlamaLike(OwnModel):
         theta = c["rope_parameters"]["rope_theta"]
         angles = torch.arange(ids.shape[1])[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-        self.gaps: list[Tensor] = []
-        self.choices: list[Tensor] = []
         for i in range(c["num_hidden_layers"]):
             w = self.layer(i)
             own = {n.removeprefix(f"{self.place}."): t for n, t in w.items() if n.startswith(f"{self.place}.")}
@@ -260,9 +288,8 @@ class RoutingModel(LlamaLike):
         q = turned(q, turn)
         k = q / ((q * q).sum(-1, keepdim=True) + 1e-6).sqrt()
         near = torch.einsum("bthd,hcd->bthc", k, w["means"])
-        cluster, best = near.argmax(-1), near.topk(2).values  # [B, T, H]
-        self.choices.append(cluster)
-        self.gaps.append(best[..., 0] - best[..., 1])
+        best = near.topk(2).values
+        cluster = self.choose(near.argmax(-1), best[..., 0] - best[..., 1])  # [B, T, H]
         place = torch.arange(h.shape[1])
         same = (cluster[:, :, None] == cluster[:, None]) & (place < place[:, None])[:, :, None]  # [B, T, S, H]
         later = same.flip(2).cumsum(2).flip(2)  # how many of them from each on
@@ -272,6 +299,10 @@ class RoutingModel(LlamaLike):
         mask = (mask | (own & alone)).permute(0, 3, 1, 2)
         scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[3] ** 0.5
         return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+    def told_ids(self) -> list[Tensor]:
+        """Numbered head after head."""
+        return [went + torch.arange(went.shape[-1]) * self.config["num_clusters"] for went in self.told or []]
 
 
 def rows_of(x: Tensor) -> Tensor:
