@@ -188,8 +188,8 @@ class StillModelMixin:
         """
         if every := getattr(self.config, "every", None):
             raise UnsupportedError(
-                f"generate() puts no token {every['id']} behind every {every['tokens']}, which this model wants. Export it: `still-export run` "
-                "does."
+                f"generate() puts no token {every['id']} behind every {every['tokens']}, which this model wants. Export it: "
+                "`still-export run` does."
             )
         generation = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
         mask = kwargs.get("attention_mask")

@@ -122,7 +122,7 @@ class FlaMixer(nn.Module):
         """A gate of the output, where there is one, and the norm of its heads."""
         if config.linear_gate is not None:
             self.g_proj = nn.Linear(config.hidden_size, self.outputs, bias=False)
-        self.o_norm = GatedRMSNorm(self.head_v_dim, config.rms_norm_eps, config.linear_gate)
+        self.o_norm: nn.Module = GatedRMSNorm(self.head_v_dim, config.rms_norm_eps, config.linear_gate)
 
 
 class FlaGatedDeltaNet(FlaMixer):
@@ -270,8 +270,8 @@ class FlaBlock(nn.Module):
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
-        kind = {FULL: FlaAttention, ROUTED: FlaRouted}.get(config.layer_types[index])
-        kind = kind or MIXERS[config.model_type.removeprefix("still_")]
+        own = MIXERS[config.model_type.removeprefix("still_")]
+        kind = {FULL: FlaAttention, ROUTED: FlaRouted}.get(config.layer_types[index], own)
         self.attn_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn: nn.Module = kind(config, index)
         self.mlp_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -38,18 +38,18 @@ class LandmarkConfigMixin(LinearConfigMixin):
         config: Any = self
         if config.cache_top_k is not None:
             raise UnsupportedModelError(
-                f"cache_top_k={config.cache_top_k} in config.json of a llama_with_landmark model: blocks that are fetched get other positions "
-                "than they were read at. All blocks are read here; leave it out."
+                f"cache_top_k={config.cache_top_k} in config.json of a llama_with_landmark model: blocks that are fetched get other "
+                "positions than they were read at. All blocks are read here; leave it out."
             )
         if not config.include_landmark_in_loss:
             raise UnsupportedModelError(
-                "include_landmark_in_loss=false in config.json of a llama_with_landmark model; covered: true, with which a landmark's logits "
-                "are those of the token behind it."
+                "include_landmark_in_loss=false in config.json of a llama_with_landmark model; covered: true, with which a landmark's "
+                "logits are those of the token behind it."
             )
         if config.mem_freq < 1 or not 0 <= config.mem_id < config.vocab_size:
             raise ConfigError(
-                f"mem_freq={config.mem_freq} and mem_id={config.mem_id} in config.json; a landmark stands behind at least 1 token, and is one "
-                f"of the {config.vocab_size} of the vocabulary. Fix them."
+                f"mem_freq={config.mem_freq} and mem_id={config.mem_id} in config.json; a landmark stands behind at least 1 token, and is "
+                f"one of the {config.vocab_size} of the vocabulary. Fix them."
             )
 
 

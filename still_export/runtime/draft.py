@@ -81,7 +81,9 @@ def open_draft(model: Runner, draft: Runner) -> Speculation:
             f"{model.folder} takes no guesses of a draft: export it with --speculate, and run it with ONNX Runtime."
         )
     if draft.every:
-        raise RunError(f"the draft {draft.folder} wants tokens of its own between those that it is given. Give another.")
+        raise RunError(
+            f"the draft {draft.folder} wants tokens of its own between those that it is given. Give another."
+        )
     if Text(model).tokenizer.get_vocab() != Text(draft).tokenizer.get_vocab():
         raise RunError(
             f"the draft {draft.folder} has another tokenizer than {model.folder}: its tokens mean something else. "

@@ -141,8 +141,8 @@ class Scheduler:
     ) -> None:
         if model.every:
             raise RunError(
-                f"this model wants a token of its own behind every {model.every[0]}, which `still-export run` and `evaluate` give it; it is not "
-                "served."
+                f"this model wants a token of its own behind every {model.every[0]}, which `still-export run` and `evaluate` give it; it "
+                "is not served."
             )
         self.model, self.text, self.waiting, self.prefixes = model, text, waiting, prefixes
         self.context = context or model.table.capacity_tokens

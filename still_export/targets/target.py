@@ -139,8 +139,8 @@ class Target:
         if (every := manifest.get("every")) and (not self.portable or manifest.get("speculate")):
             what = "--speculate" if self.portable else f"--to {self.to}"
             raise UnsupportedError(
-                f"{what}: this {manifest['model']['family']} model wants a token of its own behind every {every['tokens']}, which the runner "
-                "of --to onnx alone puts there. Export with --to onnx, without --speculate."
+                f"{what}: this {manifest['model']['family']} model wants a token of its own behind every {every['tokens']}, which the "
+                "runner of --to onnx alone puts there. Export with --to onnx, without --speculate."
             )
         if lacking := [op for op in manifest["ops"] if op in self.lacks]:
             raise UnsupportedError(

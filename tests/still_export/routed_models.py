@@ -1,4 +1,4 @@
-"""Random models whose tokens read what was chosen: NAtS-L, Landmark attention, Routing Transformer. Their formulas, one token after the other, under its published names."""
+"""Random models whose tokens read what was chosen, NAtS-L, Landmark attention and Routing Transformer, by their formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class RoutedModel(OwnModel):
 
 
 class NatsModel(RoutedModel):
-    """NAtS-L beside a layer that is a plain gated delta rule. `fault` is what tests plant: "kept", no chunk is taken back from the rule; "early", chunks go where the one before was told to."""
+    """NAtS-L beside a layer that is a plain gated delta rule. `fault` is what tests plant: "kept", no chunk is taken back from the rule;
+    "early", chunks go where the one before was told to."""
 
     fault = ""
     sizes: ClassVar[dict[str, Any]] = dict(
@@ -116,7 +117,11 @@ class NatsModel(RoutedModel):
         seen.conv[layer] = wide[..., wide.shape[-1] - c["conv_size"] + 1 :]
         taps = torch.cat([w[f"{n}_conv1d.weight"] for n in "qkv"])
         keys = heads * c["head_dim"]
-        q, k, v = silu(conv1d(wide, taps, groups=len(taps))).transpose(1, 2).split((keys, keys, flat.shape[-1] - 2 * keys), -1)
+        q, k, v = (
+            silu(conv1d(wide, taps, groups=len(taps)))
+            .transpose(1, 2)
+            .split((keys, keys, flat.shape[-1] - 2 * keys), -1)
+        )
         rows = [y.unflatten(-1, (heads, -1)) for y in (q, k, v)]
         rows[:2] = [y / ((y * y).sum(-1, keepdim=True) + 1e-6).sqrt() for y in rows[:2]]
         decay = -w["A_log"].exp() * softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
@@ -150,9 +155,7 @@ class NatsModel(RoutedModel):
         scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
         output = torch.einsum("bhts,bshd->bthd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
         parts = linear.flatten(2).unflatten(-1, (softmax, -1)), output
-        total = sum(
-            self.norm(y, w[f"o_norm.weight{n + 1}"]) * shares[..., n, None] for n, y in enumerate(parts)
-        )
+        total = sum(self.norm(y, w[f"o_norm.weight{n + 1}"]) * shares[..., n, None] for n, y in enumerate(parts))
         return (rows_of(total) * silu(gate)) @ w["o_proj.weight"].T  # type: ignore[arg-type]
 
     def rule(self, rows: list[Tensor], decay: Tensor, beta: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,13 +38,17 @@ def looped(x: dict[str, Tensor], size: int, fault: str = "") -> Tensor:
             output = shares[: len(own)] @ value[own]
             for b, share in enumerate(shares[len(own) :]):
                 inside = slice(b * size, b * size + size - 1)
-                weights = torch.full((size - 1,), 1 / (size - 1)).double() if fault == "flat" else scores[inside].softmax(0)
+                weights = (
+                    torch.full((size - 1,), 1 / (size - 1)).double() if fault == "flat" else scores[inside].softmax(0)
+                )
                 output = output + share * (weights @ value[inside])
             rows.append(output)
     return torch.stack(rows).view(-1, LAYER.heads, LAYER.dim)
 
 
-def calls(dtype: torch.dtype = torch.float32, size: int = SIZE, fault: str = "") -> Iterator[tuple[Inputs, Tensor, Tensor]]:
+def calls(
+    dtype: torch.dtype = torch.float32, size: int = SIZE, fault: str = ""
+) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls of two sequences with NaN where there is no token, lengths before them, outputs."""
     counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())

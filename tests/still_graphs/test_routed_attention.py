@@ -130,7 +130,9 @@ def test_what_does_not_fit_is_named() -> None:
     x, _, _ = next(calls())
     with pytest.raises(ShapeError, match="4 routes, which do not divide the 6 heads"):
         four = torch.zeros(2, 4, CHUNKS)
-        routed_attention(replace(x, softmax=x.softmax.new_zeros(*x.softmax.shape[:2], 4)), empty()._replace(routes=four))
+        routed_attention(
+            replace(x, softmax=x.softmax.new_zeros(*x.softmax.shape[:2], 4)), empty()._replace(routes=four)
+        )
     with pytest.raises(CapacityError, match="sequence 0 grows to 70 tokens; the state has room for 64"):
         routed_attention(x, empty(1))
     with pytest.raises(UnsupportedError, match="4 routes do not divide the 6 heads"):

@@ -6,8 +6,8 @@ from still_graphs.ops.attention import CAPACITY, COUNTS
 from still_graphs.ops.spec import AttributeSpec, OpSpec, StateSpec, TensorSpec
 
 CLUSTER_TOKENS = OpSpec(
-    # `blocks` are for BlockAttention with blocks of one token: of each head the positions of the `window` latest tokens before a token's own
-    # that have its cluster, or its own where there is none; ascending, -1 where there are fewer, and at padding.
+    # `blocks` are for BlockAttention with blocks of one token: of each head the positions of the `window` latest tokens before a token that
+    # have its cluster, or its own position where there is none; ascending, -1 where there are fewer, and at padding.
     name="ClusterTokens",
     torch_name="cluster_tokens",
     inputs=(TensorSpec("cluster", ("B", "T", "HK"), "int32", "activation"), *COUNTS),

@@ -92,7 +92,11 @@ def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, Tensor
             part = (slice(row, row + 1), slice(done, done + size))
             decay = inputs.decay[part].to(run.dtype)
             rule = LinearInputs(
-                inputs.query[part][:, :, :, None], inputs.key[part], inputs.value[part], decay[..., None], inputs.beta[part]
+                inputs.query[part][:, :, :, None],
+                inputs.key[part],
+                inputs.value[part],
+                decay[..., None],
+                inputs.beta[part],
             )
             output, run = chunked_linear_attention(rule, run)
             parts.append(output[0, :, :, 0])

@@ -14,7 +14,6 @@ from still_export.mixers.attention.keyed import Keyed
 from still_export.mixers.base import LayerOp, part_of
 from still_export.mixers.block_attention.op import read_blocks
 from still_export.mixers.experts.op import route
-from still_export.mixers.fixed import FixedStates
 from still_export.mixers.gated_delta_net.module import FlaGatedDeltaNet
 from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
@@ -60,9 +59,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
     def layer(self, key: Tensor) -> RoutedLayer:
         return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache, self.routes)
 
-    def chosen(
-        self, hidden: Tensor, before: Tensor, past: Tensor, new_tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def chosen(self, hidden: Tensor, before: Tensor, past: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Whether a chunk whose last token each is goes to softmax, int32 [B, T, R]; and what open chunks are told so far."""
         first, second = self.nats_layer(hidden).detach().unflatten(-1, (self.routes, 2)).unbind(-1)
         begins = (past[:, None] + torch.arange(hidden.shape[1], device=hidden.device)) % ROUTED_CHUNK == 0
@@ -83,24 +80,20 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         return softmax.to(torch.int32), after
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """The call of a decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
-        states, new_tokens, fixed = self.begin(hidden_states, past_key_values)
-        kept = part_of(past_key_values, self.layer_idx, RoutedLayer)
+        states, new_tokens, fixed = self.begin(hidden_states, cache_params)
+        kept = part_of(cache_params, self.layer_idx, RoutedLayer)
         past = torch.zeros_like(new_tokens) if kept is None or kept.length is None else kept.length
         mixed, gate, b, a = self.project(hidden_states)
         (query, key, value), columns = self.convolved(mixed, states["conv_state"], new_tokens)
         softmax, told = self.chosen(hidden_states, states["recurrent_state"], past, new_tokens)
         shares = self.nats_out_weights_layer(query).unflatten(-1, (self.softmax_heads, 2)).softmax(-1)
 
-        wide, linear = torch.promote_types(b.dtype, torch.float32), {}
+        wide, linear = torch.promote_types(b.dtype, torch.float32), dict[str, Tensor]()
         rows = [x.unflatten(-1, (self.heads, -1)) for x in (query, key, value)]
-        assert a is not None
+        assert a is not None and gate is not None
         rule = RoutedInputs(
             *(unit_length(x) for x in rows[:2]),
             rows[2],
@@ -124,7 +117,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
             return output, RoutedKeys(**{**vars(present), "routes": after.routes})
 
         heads = tuple(x.unflatten(-1, (self.softmax_heads, -1)) for x in (query, key, value))
-        output = self.attended(attend, Inputs, self.padded(*heads), past_key_values, block_size=ROUTED_CHUNK)
+        output = self.attended(attend, Inputs, self.padded(*heads), cache_params, block_size=ROUTED_CHUNK)
         size = heads[2].shape[-1]
         found = linear["output"].flatten(2).unflatten(-1, (self.softmax_heads, size)), output[..., :size]
         normed = self.o_norm(*found, shares, gate.unflatten(-1, (self.softmax_heads, size)))

@@ -89,7 +89,7 @@ def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype,
 )
 @torch.no_grad()
 def test_faults_are_seen(family: str, fault: str, tmp_path: Path) -> None:
-    """A chunk that is not taken back from the rule, or goes where the one before it was told to; a landmark, and a token, that sees itself."""
+    """A chunk that is not taken back from the rule, or goes where the one before it was told; a landmark or a token that sees itself."""
     theirs = linear_model(family, seed=calm_seed(family))
     theirs.save_pretrained(tmp_path)
     theirs, found = theirs.double(), pieces(load_model(tmp_path), ids(), [70, 1, 129])[0]

@@ -125,7 +125,11 @@ def test_a_kept_state_goes_on(folders: dict[str, Path]) -> None:
     ],
 )
 def test_who_puts_none_there_refuses(
-    folders: dict[str, Path], arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: dict[str, Path],
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before a byte is written."""
     assert call("export", folders["model"], "-o", tmp_path / "out", *arguments, "--quiet") != 0
@@ -133,7 +137,9 @@ def test_who_puts_none_there_refuses(
     assert not (tmp_path / "out").exists()
 
 
-def test_pytorch_and_servers_refuse(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytorch_and_servers_refuse(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UnsupportedError, match="puts no token 60 behind every 12"):
         load_model(folders["model"]).generate(torch.tensor([[3, 4]]), max_new_tokens=2)
     text = tmp_path / "text.txt"

@@ -21,10 +21,16 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     tokens, batch = b.dim("cluster", 1), b.dim("past_length", 0)
     past, new = checked_counts(b, tokens)  # [B, 1]
     step = b.arange(tokens)
-    last = b("Min", step, b("Sub", new, 1))  # padding repeats the last new token; without any a row writes what it holds
+    last = b(
+        "Min", step, b("Sub", new, 1)
+    )  # padding repeats the last new token; without any a row writes what it holds
     position = b("Max", b("Add", past, last), 0)  # [B, T]
     lead = b.shape(batch, tokens, heads, 1)
-    parts = (b.reshape(b.arange(batch), -1, 1, 1, 1), b.reshape(b.arange(heads), 1, 1, -1, 1), b.unsqueeze(position, 2, 3))
+    parts = (
+        b.reshape(b.arange(batch), -1, 1, 1, 1),
+        b.reshape(b.arange(heads), 1, 1, -1, 1),
+        b.unsqueeze(position, 2, 3),
+    )
     index = b("Concat", *(b("Expand", part, lead) for part in parts), axis=3)  # [B, T, HK, 3]
     fresh = b("GatherND", b.cast("cluster", FLOAT), b.unsqueeze(b("Max", last, 0), 2), batch_dims=1)
     brings = b.unsqueeze(b("Greater", new, 0), 2)

@@ -16,7 +16,7 @@ from still_graphs.ops.routed_attention import ROUTED_ATTENTION, ROUTED_CHUNK
 
 assert CHUNK == ROUTED_CHUNK
 RUN, HELD = "past_routed_state", "past_chunk_state"
-Of, Spread, Told = Callable[[Scope, str], Tensors], Callable[[Scope, str], str], Callable[[Scope, str], str]
+Of, Told = Callable[[Scope, str], Tensors], Callable[[Scope, str], str]
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -29,9 +29,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     b = Scope()
     tokens = b.dim("query", 1)
     past, new = checked_counts(b, tokens)  # [B, 1]
-    wide = {
-        t.name: b.wide(t.name, FLOAT if t.dtype == "float32" else dtype) for t in ROUTED_ATTENTION.inputs[:5]
-    } | {"softmax": b.cast("softmax", FLOAT)}
+    wide = {t.name: b.wide(t.name, FLOAT if t.dtype == "float32" else dtype) for t in ROUTED_ATTENTION.inputs[:5]} | {
+        "softmax": b.cast("softmax", FLOAT)
+    }
     # A token behind the last one is empty: what is not there is taken from it.
     padded = {
         name: b("Pad", x, [0] * (n := 3 if name in ("decay", "beta", "softmax") else 4) + [0, 1] + [0] * (n - 2), 0.0)
@@ -44,7 +44,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         return s("GatherND", padded[name], s.unsqueeze(s("Where", brought, place, tokens), 2), batch_dims=1)
 
     number = b.arange(b.dim("past_routes", 2))
-    last = b("Sub", b("Add", b("Mul", number, CHUNK), CHUNK - 1), past)  # [B, N], of each chunk its last token in the call
+    last = b(
+        "Sub", b("Add", b("Mul", number, CHUNK), CHUNK - 1), past
+    )  # [B, N], of each chunk its last token in the call
     closed = b("And", b("GreaterOrEqual", last, 0), b("Less", last, new))
     told = b("Transpose", at(b, "softmax", last), perm=[0, 2, 1])
     b("Where", b.unsqueeze(closed, 1), told, "past_routes", out="present_routes")
@@ -88,7 +90,7 @@ def _closed(s: Scope, run: str, held: str, ends: str, softmax: str, out: tuple[s
 
 
 def _step(
-    s: Scope, layer: Layer, tensors: Of, of_heads: Spread, softmax: Told, counts: tuple[str, str, str], keep: bool
+    s: Scope, layer: Layer, tensors: Of, of_heads: Told, softmax: Told, counts: tuple[str, str, str], keep: bool
 ) -> tuple[str, ...]:
     _, past, new = counts
     first = s("Mul", past, 0)  # [B, 1]
@@ -105,7 +107,7 @@ def _step(
 
 
 def _chunks(
-    s: Scope, layer: Layer, tensors: Of, of_heads: Spread, softmax: Told, counts: tuple[str, str, str], keep: bool
+    s: Scope, layer: Layer, tensors: Of, of_heads: Told, softmax: Told, counts: tuple[str, str, str], keep: bool
 ) -> tuple[str, ...]:
     tokens, past, new = counts
     off = s("Mod", past, CHUNK)  # [B, 1]
