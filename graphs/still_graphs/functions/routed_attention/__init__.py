@@ -16,7 +16,8 @@ from still_graphs.ops.routed_attention import ROUTED_ATTENTION, ROUTED_CHUNK
 
 assert CHUNK == ROUTED_CHUNK
 RUN, HELD = "past_routed_state", "past_chunk_state"
-Of, Told = Callable[[Scope, str], Tensors], Callable[[Scope, str], str]
+Of = Callable[[Scope, str], Tensors]
+Told = Callable[[Scope, str], str]
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
