@@ -336,7 +336,8 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         (NATS, {"nats_block_size": 32}, "nats_block_size=32 in config.json of a neural.* model; covered: 64"),
         (NATS, {"ops_for_incomplete_chunks": "attn"}, "ops_for_incomplete_chunks='attn' in .* covered: 'all'"),
         (NATS, {"attn_apply_pos_encoding": True}, "attn_apply_pos_encoding=True in .* covered: False"),
-        (NATS, {"num_nats_head": 4}, "num_nats_head=4 in config.json must divide num_heads=2 and num_attn_heads=4"),
+        ("llama_with_landmark", {"cache_top_k": 5}, "cache_top_k=5 in config.json of a llama_with_landmark model"),
+        ("llama_with_landmark", {"include_landmark_in_loss": False}, "include_landmark_in_loss=false in config.json"),
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
@@ -396,6 +397,11 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
     [
         ("gla", {"num_heads": 5}, r"^config\.json gives heads of 9.6 keys and 7.2 values, which"),
         ("gla", {"attn": {**SOFTMAX, "window_size": 0}}, r"^attn\.window_size=0 in config\.json is outside 1\.\.65536"),
+        (NATS, {"num_nats_head": 4}, "num_nats_head=4 in config.json must divide num_heads=2 and num_attn_heads=4"),
+        ("llama_with_landmark", {"mem_freq": 0}, "mem_freq=0 and mem_id=60 in config.json"),
+        ("llama_with_landmark", {"mem_id": 61}, "mem_freq=12 and mem_id=61 in config.json"),
+        ("routing_transformer", {"num_clusters": 1}, "num_clusters=1 and window_size=9 in config.json"),
+        ("routing_transformer", {"window_size": 0}, "num_clusters=5 and window_size=0 in config.json"),
         ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
         (
             "minicpm_sala",
