@@ -1,4 +1,4 @@
-"""NAtS-L, Landmark attention and Routing Transformer: what they choose, half precision, and faults that must be seen."""
+"""NAtS-L, Landmark attention and Routing Transformer: what they choose, and faults that must be seen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.still_export.models.test_linear_families import LOGITS, calm_seed, fa
 
 CLEAR = 1e-5
 """A choice of a smaller lead may be made otherwise."""
-FAMILIES = (NATS, "llama_with_landmark", "routing_transformer")
 
 
 def watched(model: Any) -> list[torch.Tensor]:
@@ -54,28 +53,6 @@ def test_tokens_go_to_the_nearest_centroid(tmp_path: Path) -> None:
         found = margins[:, :, 0].unflatten(-1, (cluster.shape[-1], -1)).argmax(-1)
         assert torch.equal(found[gaps > CLEAR], cluster[gaps > CLEAR])
         assert len(cluster.unique()) == theirs.config["num_clusters"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Errors of all logits together, each run against float64 with the weights of that type. Choices are those of float64: rounding turns
-    some in either run."""
-    theirs = linear_model(family, seed=calm_seed(family))
-    theirs.tensors = {name: x.to(dtype) for name, x in theirs.tensors.items()}
-    theirs.save_pretrained(tmp_path)
-    found = load_model(tmp_path, dtype=dtype)
-    half = dict(theirs.tensors)
-    expected = theirs.double()(ids()).logits
-    theirs.told = theirs.choices
-    theirs.tensors = half
-    own = (theirs(ids()).logits.double() - expected).norm()
-    told = iter(theirs.told_ids())
-    for module in found.modules():
-        if hasattr(module, "watch"):
-            module.watch = lambda margins: next(told).to(margins.device)
-    assert (found(ids(), use_cache=False).logits.double() - expected).norm() <= 1.5 * own
 
 
 @pytest.mark.parametrize(
