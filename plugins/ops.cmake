@@ -22,4 +22,7 @@ set(STILL_OP_FOLDERS
     "${CMAKE_CURRENT_LIST_DIR}/cpu/local_linear_attention"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/strided_attention"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/angle_sum"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/routed_attention"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/landmark_attention"
+    "${CMAKE_CURRENT_LIST_DIR}/cpu/cluster_tokens"
 )

@@ -247,6 +247,11 @@ def load_any(
         opened = open_source(source, dtype=dtype)
         if tokens > opened.config.still.deployment.capacity(opened.config):
             opened = open_source(source, dtype=dtype, deployment={"capacity_tokens": tokens})
+        if every := getattr(opened.config, "every", None):
+            raise ConfigError(
+                f"{source} wants a token of its own behind every {every['tokens']}, which runners put there: export it, and evaluate the "
+                "package."
+            )
         models["still"] = opened.read()
     except NotLinearizedError:
         models[TEACHER] = softmax(source)

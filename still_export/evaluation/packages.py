@@ -45,11 +45,12 @@ class PackageModel:
     def _logits(self, tokens: np.ndarray, kept: int) -> np.ndarray:
         """[B, kept, V] of the last tokens of [B, T]."""
         rows, count = tokens.shape
-        self.runner.start(rows, count)
+        self.runner.start(rows, self.runner.rows(count))
         if self._all_logits:
-            return self._fed(tokens)[:, -kept:]
+            between, places = self.runner.between(tokens)
+            return self._fed(between)[:, places[-kept:]]
         first = count - kept + 1
-        found = [self._fed(tokens[:, :first])[:, -1]]
+        found = [self._fed(self.runner.between(tokens[:, :first])[0])[:, -1]]
         found += [self.runner.step(tokens[:, place]).copy() for place in range(first, count)]
         return np.stack(found, axis=1)
 

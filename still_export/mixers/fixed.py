@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from still_export.errors import UnsupportedError, UnsupportedModelError
 from still_export.mixers.base import LayerOp, LayerT, Mixer, Progress, StillCacheLayer, part_of, refill, stay
 from still_export.mixers.kernel_state import KernelStateLayer, State
+from still_graphs.ops.spec import StateSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class FixedStates(StillCacheLayer):
-    """The states of one layer's ops, none of which grows."""
+    """The states of one layer's ops that do not grow."""
 
     def __init__(self, ops: Sequence[LayerOp]) -> None:
         super().__init__()
@@ -59,15 +60,19 @@ class FixedStates(StillCacheLayer):
             self.tensors = {}
 
 
+def fixed_states(ops: Sequence[LayerOp]) -> dict[str, tuple[StateSpec, LayerOp]]:
+    """The states of `ops` that do not grow, by name, and whose they are."""
+    return {s.name: (s, op) for op in ops for s in op.spec.states_with(op.attributes) if s.growth is None}
+
+
 def zero_states(ops: Sequence[LayerOp], batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """States by name of `batch` sequences that have seen nothing; those that are always float32 are float64 for float64 activations."""
     wide = torch.promote_types(dtype, torch.float32)
     return {
-        state.name: torch.zeros(
+        name: torch.zeros(
             state.sizes({**op.symbols, "B": batch}), dtype=dtype if state.dtype == "T" else wide, device=device
         )
-        for op in ops
-        for state in op.spec.states_with(op.attributes)
+        for name, (state, op) in fixed_states(ops).items()
     }
 
 
@@ -153,7 +158,7 @@ class BesideFixedStates(KernelStateLayer[State]):
         return self.beside.states() | super().states()
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        others = {state.name for op in self.beside.ops for state in op.spec.states_with(op.attributes)}
+        others = fixed_states(self.beside.ops)
         super().load({name: x for name, x in states.items() if name not in others})
         self.beside.load({name: x for name, x in states.items() if name in others})
 

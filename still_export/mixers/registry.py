@@ -9,10 +9,12 @@ from still_export.mixers.base import Mixer
 from still_export.mixers.block_attention.mixer import BlockAttentionMixer, SelectedBlocksMixer
 from still_export.mixers.chosen_heads.mixer import ChosenHeadsMixer
 from still_export.mixers.chosen_width.mixer import ChosenWidthMixer
+from still_export.mixers.cluster_attention.mixer import ClusterAttentionMixer
 from still_export.mixers.feed_forward import FeedForwardMixer
 from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
+from still_export.mixers.landmark_attention.mixer import LandmarkAttentionMixer
 from still_export.mixers.latent_attention.mixer import LatentAttentionMixer
 from still_export.mixers.liger_gla.mixer import LigerGLAMixer
 from still_export.mixers.lightning_attention.mixer import LightningAttentionMixer
@@ -23,6 +25,7 @@ from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.mamba3.mixer import Mamba3Mixer
 from still_export.mixers.mean_attention.mixer import MeanAttentionMixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
+from still_export.mixers.routed_attention.mixer import RoutedAttentionMixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
 from still_export.mixers.strided_attention.mixer import StridedAttentionMixer
@@ -55,6 +58,9 @@ MIXERS: dict[str, Mixer] = {
         ChosenWidthMixer(),
         LocalLinearAttentionMixer(),
         StridedAttentionMixer(),
+        RoutedAttentionMixer(),
+        LandmarkAttentionMixer(),
+        ClusterAttentionMixer(),
         FeedForwardMixer(),
     )
 }

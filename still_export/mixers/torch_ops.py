@@ -58,8 +58,8 @@ def register(spec: OpSpec, compute: Compute) -> None:
         given, attributes = split(arguments)
         sizes: dict[Any, Any] = {
             dim: tensor.shape[axis]
-            for spec_of in spec.inputs
-            if (tensor := given[spec_of.name]) is not None
+            for name, spec_of in zip(names, spec.all_inputs(), strict=True)
+            if (tensor := given[name]) is not None
             for axis, dim in enumerate(spec_of.shape)
         }
         like: Tensor = given[names[0]]

@@ -184,7 +184,13 @@ class StillModelMixin:
 
         Raises:
             CapacityError: A static cache has no room for so many tokens.
+            UnsupportedError: The model wants tokens of its own between.
         """
+        if every := getattr(self.config, "every", None):
+            raise UnsupportedError(
+                f"generate() puts no token {every['id']} behind every {every['tokens']}, which this model wants. Export it: "
+                "`still-export run` does."
+            )
         generation = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
         mask = kwargs.get("attention_mask")
         if (

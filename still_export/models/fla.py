@@ -16,6 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from still_export.mixers.layers import FULL
 from still_export.models.stack import Stack, StackConfig
 
+NATS, ROUTED = "neural_attention_search_linear_attn_gdn", "hybrid"
+"""NAtS-L's model_type, and what transformers calls its layers that are no plain gated delta rule."""
 HGRN2_EPSILON = HEAD_EPSILON = 1e-5
 """Of HGRN2's norm behind the rule, and of Parallax' heads: flash-linear-attention calls them without the configuration's."""
 
@@ -32,6 +34,8 @@ class FlaConfig(StackConfig):
         clamp_min: Of GLA's decay; None: it is not clamped.
         lower_bounds: HGRN2's later layers forget no more than a bound that they learned.
         qk_norm: Parallax' queries, corrections and keys have norms.
+        routes: NAtS-L's, each of neighbouring heads.
+        keep_decay: Chunks that NAtS-L's rule gives back leave their decay.
         ridge, ridge_steps: Of local linear attention, and steps of its solution; 0: there is none.
     """
 
@@ -61,6 +65,8 @@ class FlaConfig(StackConfig):
     clamp_min: float | None = None
     lower_bounds: bool = False
     qk_norm: bool = False
+    routes: int = 0
+    keep_decay: bool = False
     ridge: float = 0.0
     ridge_steps: int = 0
 
@@ -116,7 +122,7 @@ class FlaMixer(nn.Module):
         """A gate of the output, where there is one, and the norm of its heads."""
         if config.linear_gate is not None:
             self.g_proj = nn.Linear(config.hidden_size, self.outputs, bias=False)
-        self.o_norm = GatedRMSNorm(self.head_v_dim, config.rms_norm_eps, config.linear_gate)
+        self.o_norm: nn.Module = GatedRMSNorm(self.head_v_dim, config.rms_norm_eps, config.linear_gate)
 
 
 class FlaGatedDeltaNet(FlaMixer):
@@ -127,6 +133,38 @@ class FlaGatedDeltaNet(FlaMixer):
         self.a_proj, self.b_proj = (nn.Linear(config.hidden_size, self.num_v_heads, bias=False) for _ in range(2))
         self.A_log, self.dt_bias = (nn.Parameter(torch.zeros(self.num_v_heads)) for _ in range(2))
         self.add_gate_and_norm(config)
+
+
+class PairNorm(nn.Module):
+    """Norms of two rows, their sum by shares, times silu of a gate; in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight1, self.weight2 = (nn.Parameter(torch.ones(size)) for _ in range(2))
+        self.eps = eps
+
+    def forward(self, first: Tensor, second: Tensor, shares: Tensor, gate: Tensor) -> Tensor:
+        """Rows and gate [.., size], shares [.., 2]."""
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        total = torch.zeros_like(gate, dtype=wide)
+        for rows, weight, share in zip((first, second), (self.weight1, self.weight2), shares.unbind(-1), strict=True):
+            rows = rows.to(wide)
+            rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + self.eps) * weight.to(wide)
+            total = total + rows * share.to(wide)[..., None]
+        return (total * nn.functional.silu(gate.to(wide))).to(gate.dtype)
+
+
+class FlaRouted(FlaGatedDeltaNet):
+    """Of NAtS-L's routed layers."""
+
+    def add_parts(self, config: Any) -> None:
+        super().add_parts(config)
+        keys, heads = self.num_k_heads * self.head_k_dim, config.num_attention_heads
+        self.o_norm = PairNorm(self.outputs // heads, config.rms_norm_eps)
+        self.nats_layer = nn.Linear(config.hidden_size, 2 * config.routes, bias=False)
+        self.nats_out_weights_layer = nn.Linear(keys, 2 * heads, bias=False)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (GatedRMSNorm(keys // heads, config.rms_norm_eps, None) for _ in range(2))
 
 
 class FlaDeltaNet(FlaMixer):
@@ -220,6 +258,7 @@ MIXERS: dict[str, Callable[[Any, int], nn.Module]] = {
     "retnet": FlaRetNet,
     "parallax": FlaParallax,
     "local_linear": FlaLocalLinear,
+    NATS: FlaGatedDeltaNet,
 }
 """By model_type."""
 TURNED = ("retnet", "parallax", "local_linear")
@@ -231,10 +270,8 @@ class FlaBlock(nn.Module):
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
-        softmax = config.layer_types[index] == FULL
-        kind: Callable[[Any, int], nn.Module] = (
-            FlaAttention if softmax else MIXERS[config.model_type.removeprefix("still_")]
-        )
+        own = MIXERS[config.model_type.removeprefix("still_")]
+        kind = {FULL: FlaAttention, ROUTED: FlaRouted}.get(config.layer_types[index], own)
         self.attn_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn: nn.Module = kind(config, index)
         self.mlp_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)

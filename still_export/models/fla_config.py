@@ -10,7 +10,9 @@ from typing import Any
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
+from still_export.models.fla import NATS, ROUTED
 from still_export.models.stack import read_values
+from still_graphs.ops.routed_attention import ROUTED_CHUNK
 
 LINEAR = "linear_attention"
 
@@ -37,14 +39,17 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
         refused |= {"window_size": (None,), "attn": (None,)}
     if kind in ("gated_deltanet", "delta_net"):
         refused["use_short_conv"] = (True,)
+    if kind == NATS:
+        refused |= _NATS_COVERED | {"num_v_heads": (None, config.get("num_heads"))}
     if (
         kind == "retnet"
     ):  # of softmax layers, whose heads are turned otherwise, and of heads that share keys there is no checkpoint
         refused |= {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
+    given = _DEFAULTS[kind] | dict(config)
     for name, covered in refused.items():
-        if name in config and config[name] not in covered:
+        if name in given and given[name] not in covered:
             raise UnsupportedModelError(
-                f"{name}={config[name]!r} in config.json of a {kind} model; covered: {' or '.join(map(repr, covered))}."
+                f"{name}={given[name]!r} in config.json of a {kind} model; covered: {' or '.join(map(repr, covered))}."
             )
     return read_values(kind, config, partial(_values, kind))
 
@@ -92,10 +97,36 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "use_short_conv": False,
         "use_output_gate": True,
     },
+    NATS: {
+        "head_dim": 256,
+        "num_heads": 6,
+        "num_attn_heads": 12,
+        "expand_v": 2.0,
+        "use_short_conv": True,
+        "use_gate": True,
+        "attn_with_short_conv": False,
+        "attn_apply_pos_encoding": True,
+    },
     "parallax": {"num_heads": 32, "use_short_conv": False},
     "local_linear": {"num_heads": 32, "use_short_conv": False},
 }
 """What a config.json may leave out."""
+_NATS_COVERED: dict[str, tuple[Any, ...]] = {
+    "nats_block_size": (ROUTED_CHUNK,),
+    "n_ops": (2,),
+    "nats_block_agg_type": ("mean",),
+    "nats_sample_strategy": ("argmax",),
+    "ops_for_incomplete_chunks": ("all",),
+    "incomplete_block_start_with_ht": (True,),
+    "outputs_are_wighted": (True,),  # as its authors spell it
+    "use_gate": (True,),
+    "use_short_conv": (True,),
+    "conv_bias": (False,),
+    "attn_with_short_conv": (True,),
+    "attn_apply_pos_encoding": (False,),
+    "attn": (None,),
+}
+"""Of NAtS-L's settings."""
 
 
 def _gated_delta_net(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +134,27 @@ def _gated_delta_net(given: Mapping[str, Any]) -> dict[str, Any]:
     gate = {"swish": "silu"}.get(given.get("output_gate_activation", "swish"), given.get("output_gate_activation"))
     return _sizes(heads, given.get("num_v_heads") or heads, dim, dim * given["expand_v"]) | {
         "linear_gate": gate if given["use_gate"] else None
+    }
+
+
+def _nats(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, softmax, sizes = given["num_heads"], given["num_attn_heads"], _gated_delta_net(given)
+    routes = given.get("num_nats_head") or heads
+    keys, values = (heads * sizes[f"linear_{x}_head_dim"] for x in ("key", "value"))
+    if heads % routes or softmax % routes or keys % softmax or values % softmax:
+        raise ConfigError(
+            f"num_nats_head={routes} in config.json must divide num_heads={heads} and num_attn_heads={softmax}, which must divide "
+            f"{keys} channels of keys and {values} of values. Fix one of them."
+        )
+    plain = set(given.get("gdn_layers") or ())
+    return sizes | {
+        "layer_types": [LINEAR if i in plain else ROUTED for i in range(given["num_hidden_layers"])],
+        "num_attention_heads": softmax,
+        "num_key_value_heads": softmax,
+        "head_dim": max(keys, values) // softmax,
+        "qk_norm": given.get("attn_qk_norm", False),
+        "routes": routes,
+        "keep_decay": given.get("decay_for_non_gdn_blocks", False),
     }
 
 
@@ -177,6 +229,7 @@ def _local_linear(given: Mapping[str, Any]) -> dict[str, Any]:
 
 _HEADS = {
     "gated_deltanet": _gated_delta_net,
+    NATS: _nats,
     "delta_net": _delta_net,
     "gla": _gla,
     "hgrn2": _hgrn2,

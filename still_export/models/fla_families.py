@@ -9,7 +9,7 @@ from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, MOST_ROWS, WINDOWED
 from still_export.models.families import Family, make_family
-from still_export.models.fla import FlaConfig, fla_stack
+from still_export.models.fla import NATS, ROUTED, FlaConfig, fla_stack
 from still_export.models.fla_config import LINEAR
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.stack import Stack, StackForCausalLM
@@ -39,6 +39,8 @@ class FlaModelMixin(LinearModelMixin):
 
 def _family(name: str, title: str, mixer: str) -> Family:
     places = {LINEAR: Place(mixer, ("attn",)), FULL: Place(FULL, ("attn",))}
+    if name == NATS:
+        places[ROUTED] = Place("routed_attention", ("attn",))
     mixins = (FlaConfigMixin, FlaModelMixin)
     return make_family(
         __name__, FlaConfig, StackForCausalLM, mixins, title=title, name=name, linear=True, places=places
@@ -52,6 +54,7 @@ FLA_FAMILIES: tuple[Family, ...] = (
     _family("retnet", "RetNet", "gated_linear_attention"),  # a decay of each head for all tokens
     _family("delta_net", "DeltaNet", "delta_net"),
     _family("gated_deltanet", "GatedDeltaNet", "gated_delta_net"),
+    _family(NATS, "NatsLinear", "gated_delta_net"),  # and NAtS-L's layers, whose chunks go to softmax or to the rule
     _family("parallax", "Parallax", "local_linear_attention"),
     _family(
         "local_linear", "LocalLinear", "local_linear_attention"

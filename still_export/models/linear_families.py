@@ -54,11 +54,13 @@ from still_export.models.base import no_mask
 from still_export.models.families import Family, make_family
 from still_export.models.fla_families import FLA_FAMILIES
 from still_export.models.flux import FLUX
+from still_export.models.landmark import LANDMARK
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.mamba3 import MAMBA3
 from still_export.models.minicpm_sala import SALA
 from still_export.models.moh import MOH
 from still_export.models.rat import RAT
+from still_export.models.routing import ROUTING
 from still_export.models.rwkv7 import RWKV7
 from still_export.models.stack import Stack, StackForCausalLM
 from still_export.models.support import SLIDING
@@ -287,6 +289,8 @@ LINEAR_FAMILIES: dict[str, Family] = {
         RAT,
         FLUX,
         MAMBA3,
+        LANDMARK,
+        ROUTING,
     )
 }
 """Families by transformers' model_type."""

@@ -64,6 +64,16 @@ class LinearModelMixin(StillModelMixin):
             swap_experts(layer)
 
 
+class LlamaModelMixin(LinearModelMixin):
+    """Llama's base model takes one mask, not one of each kind of layers."""
+
+    def decode(self, positions: Any, cache: Any, **kwargs: Any) -> Any:
+        mask = self.model.embed_tokens.weight.new_zeros(1, 1, 1, 1)
+        return self.model(
+            attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None, **kwargs
+        )
+
+
 class MambaModelMixin(LinearModelMixin):
     """For classes with "mamba" in their name."""
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.linear_mixins import LinearConfigMixin, LlamaModelMixin, Place
 
 
 class MohConfigMixin(LinearConfigMixin):
@@ -30,21 +30,11 @@ class MohConfigMixin(LinearConfigMixin):
         return super().read_still()
 
 
-class MohModelMixin(LinearModelMixin):
-    """Llama's base model takes one mask, not one of each kind of layers."""
-
-    def decode(self, positions: Any, cache: Any, **kwargs: Any) -> Any:
-        mask = self.model.embed_tokens.weight.new_zeros(1, 1, 1, 1)
-        return self.model(
-            attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None, **kwargs
-        )
-
-
 MOH = make_family(
     __name__,
     LlamaConfig,
     LlamaForCausalLM,
-    (MohConfigMixin, MohModelMixin),
+    (MohConfigMixin, LlamaModelMixin),
     title="MohLlama",
     name="moh_llama",
     linear=True,

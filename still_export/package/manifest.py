@@ -24,6 +24,13 @@ Size = Annotated[int, Field(ge=0, le=1 << 62)]
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 
+class Every(Record):
+    """The token `id` of a model's own, which it wants behind every so many tokens."""
+
+    tokens: Count
+    id: Whole
+
+
 class File(Record):
     """A file of the package."""
 
@@ -185,6 +192,7 @@ class Manifest(Record):
     eos_token_ids: list[Whole]
     chat: Chat | None = None
     portable: str | None = None
+    every: Every | None = None
     speculate: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
     native: Native | None = None
     quantization: Quantization | None = None

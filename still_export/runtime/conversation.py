@@ -133,7 +133,8 @@ class Conversation:
     def _check_room(self, message: str, prompt: int) -> None:
         table = self.model.table
         before = self.prefix.length if self.prefix else 0
-        needed = before + prompt + self.tokens - 1
+        before, rows = self.model.given(before), self.model.rows
+        needed = rows(before + prompt + self.tokens - 1)
         if not table.bounded or needed <= table.capacity_tokens or not self.turns:
             return  # one message that is too long is refused by `generate`
         for gone in range(1, len(self.turns) + 1):
@@ -141,5 +142,5 @@ class Conversation:
             size = before + len(self.prefix.unread if self.prefix else ())
             size += sum(len(self._turn(m, first=not i)) + len(a) for i, (m, a) in enumerate(kept))
             size += len(self._turn(message, first=not kept))
-            if size + self.tokens - 1 <= table.capacity_tokens or gone == len(self.turns):
+            if rows(size + self.tokens - 1) <= table.capacity_tokens or gone == len(self.turns):
                 raise FullError(gone, table.capacity_tokens)

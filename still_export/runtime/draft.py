@@ -74,11 +74,15 @@ def open_draft(model: Runner, draft: Runner) -> Speculation:
     """Guesses of the model `draft` for `model`.
 
     Raises:
-        RunError: `model` takes no guesses, or they have different tokenizers.
+        RunError: `model` takes no guesses, `draft` makes none, or they have different tokenizers.
     """
     if not model.guesses:
         raise RunError(
             f"{model.folder} takes no guesses of a draft: export it with --speculate, and run it with ONNX Runtime."
+        )
+    if draft.every:
+        raise RunError(
+            f"the draft {draft.folder} wants tokens of its own between those that it is given. Give another."
         )
     if Text(model).tokenizer.get_vocab() != Text(draft).tokenizer.get_vocab():
         raise RunError(

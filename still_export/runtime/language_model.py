@@ -203,7 +203,8 @@ class LanguageModel:
     def snapshot(self) -> Snapshot:
         """What was read and answered by the last call; `Snapshot.save` writes it."""
         said = self._said + (self._last.tokens if self._last else [])
-        read = int(self.runner.length[0]) - (self._prefix.length if self._prefix else 0)
+        given = self.runner.given
+        read = given(int(self.runner.length[0])) - (given(self._prefix.length) if self._prefix else 0)
         return Snapshot.of(self.runner, self._place, tuple(said[read:]))
 
     def restore(self, snapshot: Snapshot | str | Path | None) -> None:

@@ -615,7 +615,7 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        if not self.replays:
+        if not self.replays or self.every:
             return super().step(token)
         found = self._floats(self._replay(token[:, None])["logits"])[:, -1]
         self.length = self.length + 1
@@ -642,7 +642,7 @@ class OrtModel(Runner):
         token is the likeliest."""
         if self.replays:
             self.reserve(count)
-        if not (self.replays and self.says_token):
+        if self.every or not (self.replays and self.says_token):
             yield from super().greedy(token, count)
             return
         for _ in range(count):

@@ -139,6 +139,11 @@ class Scheduler:
         piece: int = 256,
         prefixes: PrefixCache | None = None,
     ) -> None:
+        if model.every:
+            raise RunError(
+                f"this model wants a token of its own behind every {model.every[0]}, which `still-export run` and `evaluate` give it; it "
+                "is not served."
+            )
         self.model, self.text, self.waiting, self.prefixes = model, text, waiting, prefixes
         self.context = context or model.table.capacity_tokens
         model.check_capacity(self.context - 1)  # the last token of an answer is not fed

@@ -12,8 +12,10 @@ from still_export.models.experts import FLOAT32
 from still_export.models.linear_families import LINEAR_FAMILIES
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
-from tests.still_export.own_models import OWN
+from tests.still_export.own_models import OWN as TOKENWISE
+from tests.still_export.routed_models import ROUTED
 
+OWN = TOKENWISE | ROUTED
 VOCAB = 61
 COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB,

@@ -775,7 +775,8 @@ class Mamba3Model(OwnModel):
             z, v, k, q, step, rate, share, angle = h.split(parts, -1)
             rate, step = -softplus(rate).clamp_min(c["A_floor"]), softplus(step + w["mixer.dt_bias"])
             share, angle = share.sigmoid(), angle.tanh() * torch.pi
-            v, places = v.unflatten(-1, (heads, size)), x.new_zeros(len(x), heads, turned)
+            wide = torch.promote_types(x.dtype, torch.float32)  # of angles, as published kernels have them
+            v, places = v.unflatten(-1, (heads, size)), x.new_zeros(len(x), heads, turned, dtype=wide)
             k, q = (
                 normed(y.unflatten(-1, (groups, dim)), w[f"mixer.{n}_norm.weight"]).repeat_interleave(
                     heads // groups, 2
@@ -790,8 +791,9 @@ class Mamba3Model(OwnModel):
                 pairs = torch.polar(torch.ones_like(places), places)
 
                 def turn(y: Tensor, pairs: Tensor = pairs) -> Tensor:
-                    first = torch.view_as_complex(y[..., : 2 * turned].unflatten(-1, (-1, 2)).contiguous()) * pairs
-                    return torch.cat((torch.view_as_real(first).flatten(-2), y[..., 2 * turned :]), -1)
+                    first = y[..., : 2 * turned].to(pairs.real.dtype).unflatten(-1, (-1, 2)).contiguous()
+                    first = torch.view_as_real(torch.view_as_complex(first) * pairs).flatten(-2).to(y.dtype)
+                    return torch.cat((first, y[..., 2 * turned :]), -1)
 
                 now_q, now_k, alpha = turn(q[:, t]), turn(k[:, t]), (rate[:, t] * step[:, t]).exp()[..., None, None]
                 before = ((1 - share[:, t]) * step[:, t])[..., None, None] * alpha

@@ -96,10 +96,12 @@ class StatefulNode:
 
 
 class NodeOfStates:
-    """The same of a node with several states, by name."""
+    """The same of a node with several states, by name; `others` are the latest call's outputs beside `first`."""
 
-    def __init__(self, model: onnx.ModelProto, states: Mapping[str, torch.Tensor], in_place: bool) -> None:
-        self.session, self.in_place = session(model), in_place
+    def __init__(
+        self, model: onnx.ModelProto, states: Mapping[str, torch.Tensor], in_place: bool, first: str = "output"
+    ) -> None:
+        self.session, self.in_place, self.first = session(model), in_place, first
         self.past = {name: value(x) for name, x in states.items()}
         self.kinds = {name: x.dtype for name, x in states.items()}
 
@@ -109,7 +111,8 @@ class NodeOfStates:
         held = [value(x) for x in feeds.values()]
         for name, given in zip(feeds, held, strict=True):
             binding.bind_ortvalue_input(name, given)
-        output, made = value(torch.full_like(like, torch.nan)), {}
+        output = value(torch.full_like(like, torch.nan if like.is_floating_point() else -7))
+        made = {}
         for name, past in self.past.items():
             binding.bind_ortvalue_input(f"past_{name}", past)
             nothing = torch.full_like(
@@ -117,9 +120,15 @@ class NodeOfStates:
             )
             made[name] = past if self.in_place else value(nothing)
             binding.bind_ortvalue_output(f"present_{name}", made[name])
-        binding.bind_ortvalue_output("output", output)
+        binding.bind_ortvalue_output(self.first, output)
+        every = [o.name for o in self.session.get_outputs()]
+        others = [name for name in every if name != self.first and not name.startswith("present_")]
+        for name in others:
+            binding.bind_output(name)
         self.session.run_with_iobinding(binding)
         self.past = made
+        bound = binding.get_outputs()[len(made) + 1 :]
+        self.others = {name: torch.from_numpy(x.numpy().copy()) for name, x in zip(others, bound, strict=True)}
         return tensor(output, like.dtype)
 
     def states(self) -> dict[str, torch.Tensor]:

@@ -124,6 +124,8 @@ def _activation_type(node: ir.Node) -> int:
     # Where nothing else is declared, states are as the activations.
     if found := _declared(node, lambda tensor: tensor.dtype == "T" and not tensor.narrow) or _kept_type(node):
         return found
+    if not any(t.dtype == "T" for t in (*_spec(node).all_inputs(), *_spec(node).all_outputs())):
+        return int(ir.DataType.FLOAT)  # an op of whole numbers
     raise UnsupportedError(
         f"node {node.name or node.op_type}: the type of its activations is unknown; no input or output of it is declared. "
         "Run onnx.shape_inference before attaching functions."

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.base import layer_of
@@ -52,12 +52,16 @@ def op_of_keys(spec: OpSpec, inputs_type: type[Inputs], compute: Attend[Inputs])
     return run
 
 
-class KeyedAttention(ProjectedAttention):
-    """The projections of a family's module around such an op."""
+class Keyed(nn.Module):
+    """A module around such an op, whatever its projections."""
+
+    layer_idx: int
+    cache: str | None = None
+    """Type that keys and values are kept in; None: their own."""
 
     def layer(self, key: Tensor) -> AttentionLayer:
         """A cache layer for keys [B, T, HK, D]."""
-        return AttentionLayer(key.shape[2], self.head_dim, self.cache)
+        return AttentionLayer(key.shape[2], key.shape[3], self.cache)
 
     def attended(
         self, attend: Attend[Inputs], kind: type[Inputs], heads: tuple[Tensor, Tensor, Tensor], cache: Any, **more: Any
@@ -78,3 +82,7 @@ class KeyedAttention(ProjectedAttention):
         if layer is not None:
             layer.store(kept)
         return output
+
+
+class KeyedAttention(Keyed, ProjectedAttention):
+    """The projections of a family's module around such an op."""

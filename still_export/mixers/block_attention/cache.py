@@ -1,12 +1,13 @@
-"""What a cache holds of one layer: keys and values, and the sums of keys that blocks are chosen by."""
+"""What a cache holds of one layer: keys and values, and the sums of keys that blocks are chosen by, or what else is chosen by."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from still_export.mixers.attention.cache import AttentionLayer
 from still_kernels.attention import AttentionState
@@ -19,28 +20,45 @@ class BlockState(AttentionState):
     key_sum: Tensor | None = None
 
 
-class BlockLayer(AttentionLayer):
-    """The states of one layer; row j of the sums is of the keys from `stride` j on."""
+class RowsLayer(AttentionLayer):
+    """The states of one layer, of which `kept` has a row for each `stride` tokens beside keys and values.
 
-    of = BlockState
+    Args:
+        heads, dim, cache: Of keys and values.
+        sizes: Of `kept` before and behind its rows.
+    """
 
-    def __init__(self, heads: int, dim: int, stride: int, cache: str | None) -> None:
+    of: Any
+    kept: ClassVar[str]
+
+    def __init__(self, heads: int, dim: int, cache: str | None, stride: int, sizes: tuple[int, ...]) -> None:
         super().__init__(heads, dim, cache)
-        self.stride = stride
+        self.stride, self.sizes = stride, sizes
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> Any:
-        kept: dict[str, Any] = vars(super().empty(batch, columns, dtype, device))
+        own: dict[str, Any] = vars(super().empty(batch, columns, dtype, device))
+        first, *rest = self.sizes
         wide = torch.promote_types(dtype, torch.float32)
-        sums = torch.zeros(batch, self.heads, -(-columns // self.stride), self.dim, dtype=wide, device=device)
-        return BlockState(**{**kept, "key_sum": sums})
+        rows = torch.zeros(batch, first, -(-columns // self.stride), *rest, dtype=wide, device=device)
+        return self.of(**{**own, self.kept: rows})
 
     def grown(self, state: Any, columns: int) -> Any:
-        sums: Tensor = state.key_sum
-        kept: Any = super().grown(replace(state, key_sum=None), columns)
-        missing = -(-kept.rows // self.stride) - sums.shape[2]
-        if kept.rows == state.rows and missing <= 0:
+        rows: Tensor = getattr(state, self.kept)
+        own: Any = super().grown(replace(state, **{self.kept: None}), columns)
+        missing = -(-own.rows // self.stride) - rows.shape[2]
+        if own.rows == state.rows and missing <= 0:
             return state
-        return replace(kept, key_sum=torch.nn.functional.pad(sums, (0, 0, 0, max(0, missing))))
+        behind = (0, 0) * (rows.dim() - 3)
+        return replace(own, **{self.kept: pad(rows, (*behind, 0, max(0, missing)))})
 
     def bind(self, inputs: Any, state: Any) -> None:
         return None
+
+
+class BlockLayer(RowsLayer):
+    """Row j of the sums is of the keys from `stride` j on."""
+
+    of, kept = BlockState, "key_sum"
+
+    def __init__(self, heads: int, dim: int, stride: int, cache: str | None) -> None:
+        super().__init__(heads, dim, cache, stride, (heads, dim))

@@ -13,14 +13,12 @@ from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import layer_of
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
-from still_export.mixers.block_attention.op import block_attention, select_blocks
+from still_export.mixers.block_attention.op import read_blocks, select_blocks
 from still_export.mixers.kept import rounded
-from still_export.mixers.projections import wants_gradients
 from still_export.mixers.roles import GATE, PROJECTION
 from still_export.mixers.trainable import TrainableModule
 from still_kernels.attention import AttentionState
 from still_kernels.block_attention import Inputs
-from still_kernels.block_attention import block_attention as kernel
 from still_kernels.select_blocks import Inputs as SelectInputs
 from still_kernels.select_blocks.naive import Watch, naive_select_blocks
 
@@ -56,7 +54,8 @@ class BlockSelected(SoftmaxAttention):
         with torch.no_grad():  # a choice has no derivative
             blocks, sums = self._choose(query, key, new_tokens, state)
         inputs = Inputs(query, key, value, new_tokens, blocks, self.choice["block_size"])
-        output, kept = self._read(inputs, state, layer is not None and layer.owned)
+        held = AttentionState(state.key, state.value, state.length)
+        output, kept = read_blocks(inputs, held, layer is not None and layer.owned)
         if layer is not None:
             layer.store(kept if sums is None else BlockState(**{**vars(kept), "key_sum": sums}))
         return output
@@ -72,12 +71,6 @@ class BlockSelected(SoftmaxAttention):
         if self.readers:
             self._carried.values[self.layer_idx] = blocks
         return blocks, sums
-
-    def _read(self, inputs: Inputs, state: AttentionState, owned: bool) -> tuple[Tensor, AttentionState]:
-        held = AttentionState(state.key, state.value, state.length)
-        if torch.compiler.is_compiling():
-            return block_attention(inputs, held)
-        return kernel(inputs, held, in_place=owned and not wants_gradients(inputs.query))
 
 
 class ReusedBlocks(BlockSelected):

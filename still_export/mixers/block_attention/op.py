@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from still_export.mixers.projections import wants_gradients
 from still_export.mixers.torch_ops import Given, call, op_of_one_state, register
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
@@ -42,3 +44,10 @@ def block_attention(inputs: Inputs, state: AttentionState) -> tuple[Tensor, Atte
     results = call(BLOCK_ATTENTION, {**given, **past}, {"block_size": inputs.block_size})
     kept = {name: results[f"present_{name}"] for name in ("key", "value")}
     return results["output"], replace(state, **kept, length=state.length + inputs.new_tokens)
+
+
+def read_blocks(inputs: Inputs, state: AttentionState, owned: bool) -> tuple[Tensor, AttentionState]:
+    """The same, one node where a program is traced; into `state` where it is `owned`."""
+    if torch.compiler.is_compiling():
+        return block_attention(inputs, state)
+    return kernel(inputs, state, owned and not wants_gradients(inputs.query))

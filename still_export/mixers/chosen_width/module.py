@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.keyed import KeyedAttention
 from still_export.mixers.base import LayerOp, part_of
-from still_export.mixers.block_attention.op import block_attention
+from still_export.mixers.block_attention.op import read_blocks
 from still_export.mixers.fixed import states_of
 from still_export.mixers.linear_attention.op import linear_attention
-from still_export.mixers.projections import wants_gradients
 from still_export.mixers.roles import ROUTER
 from still_kernels.attention import AttentionState
 from still_kernels.block_attention import Inputs
-from still_kernels.block_attention import block_attention as kernel
 from still_kernels.linear_attention import Inputs as RuleInputs
 
 BLOCK = 128
@@ -104,10 +102,7 @@ class ChosenWidth(KeyedAttention):
         narrow = self.narrow(query, past_key_values)
 
         def attend(inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
-            inputs = replace(inputs, blocks=self.blocks(narrow, inputs, state))
-            if torch.compiler.is_compiling():
-                return block_attention(inputs, state)
-            return kernel(inputs, state, in_place and not wants_gradients(inputs.query))
+            return read_blocks(replace(inputs, blocks=self.blocks(narrow, inputs, state)), state, in_place)
 
         heads = (*self.turned(query, key, position_embeddings), value)
         output = self.attended(attend, Inputs, heads, past_key_values, block_size=BLOCK)

@@ -62,16 +62,20 @@ class GatedDeltaNet(FixedStateModule):
         """beta of the rule."""
         return b.sigmoid()
 
+    def convolved(self, mixed: Tensor, columns: Tensor, new_tokens: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Queries, keys and values behind the convolution [B, T, channels], and its state after the call."""
+        taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
+        mixed, columns = causal_conv(taps, columns)
+        keys = self.key_heads * self.dim
+        return mixed.split((keys, keys, self.heads * self.size), dim=-1), columns
+
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         mixed, gate, b, a = self.project(hidden_states)
-        taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
-        mixed, columns = causal_conv(taps, states["conv_state"])
-        keys = self.key_heads * self.dim
-        query, key, value = mixed.split((keys, keys, self.heads * self.size), dim=-1)
+        (query, key, value), columns = self.convolved(mixed, states["conv_state"], new_tokens)
         query, key = (unit_length(x.unflatten(-1, (self.key_heads, self.dim))) for x in (query, key))
         wide = torch.promote_types(b.dtype, torch.float32)
         inputs = Inputs(

@@ -18,6 +18,7 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
+from still_export.models.fla import NATS
 from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.linear_names import language_model
 from still_export.models.load import load_model
@@ -25,6 +26,7 @@ from still_export.models.roles import weight_roles
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
 from tests.still_export.own_models import OWN
+from tests.still_export.routed_models import RoutedModel
 from tests.still_export.tiny import padded, plain_model
 
 SALA = OWN["minicpm_sala"].sizes["sparse_config"]
@@ -139,6 +141,12 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
                 num_attention_heads=3,
             ),
         ),
+        (
+            NATS,
+            dict(decay_for_non_gdn_blocks=False, attn_qk_norm=False, num_nats_head=1, head_dim=12, expand_v=0.5),
+        ),
+        # With the seed 0 the formulas' own float32 errs by 4e-5.
+        (NATS, {"allow_neg_eigval": True, "gdn_layers": [], "num_hidden_layers": 2, "seed": 1}),
         ("delta_net", {"use_gate": True, "allow_neg_eigval": True}),
         ("gated_deltanet", {"output_gate_activation": "sigmoid", "num_v_heads": None, "attn": SOFTMAX}),
     ],
@@ -163,6 +171,29 @@ def test_half_precision_errs_as_transformers_does(family: str, dtype: torch.dtyp
     own = (rounded - expected).norm()
     for sizes in ([200], [70, 1, 129]):
         assert (pieces(found, ids(), sizes)[0].double() - expected).norm() <= 1.5 * own
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SIZES])
+@torch.no_grad()
+def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Errors of all logits together, each run against float64 with the weights of that type. Where a model tells, choices are those of
+    float64: rounding turns some in either run."""
+    theirs = linear_model(family)
+    theirs.tensors = half = {name: x.to(dtype) for name, x in theirs.tensors.items()}
+    theirs.save_pretrained(tmp_path)
+    found = load_model(tmp_path, dtype=dtype)
+    expected, told = theirs.double()(ids()).logits, iter(())
+    if isinstance(theirs, RoutedModel):
+        theirs.told = theirs.choices
+        told = iter(theirs.told_ids())
+        for module in found.modules():
+            if hasattr(module, "watch"):
+                module.watch = lambda margins: next(told)
+    theirs.tensors = half
+    own = (theirs(ids()).logits.double() - expected).norm()
+    assert (found(ids(), use_cache=False).logits.double() - expected).norm() <= 1.5 * own
+    assert next(told, None) is None
 
 
 @torch.no_grad()
@@ -263,7 +294,8 @@ def test_hybrid_models_are_covered_or_refused_by_name(kind: str) -> None:
 def test_gradients_flow(pair: tuple[Any, Any]) -> None:
     _, ours = pair
     ours(ids(1, 70), labels=ids(1, 70), use_cache=False).loss.backward()
-    learned = [p for name, p in ours.named_parameters() if "mask_allocator" not in name]  # a decision has no derivative
+    decide = ("mask_allocator", "nats_layer", "attn.means")  # a decision has no derivative
+    learned = [p for name, p in ours.named_parameters() if not any(part in name for part in decide)]
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in learned)
 
 
@@ -325,6 +357,12 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
             "lightning_scale='1' in config.json of a minicpm_sala model; covered: '1/sqr",
         ),
         ("minicpm_sala", {"mixer_types": ["minicpm4", "mamba", "minicpm4"]}, "mixer_types='mamba' in config.json"),
+        (NATS, {"nats_block_size": 128}, "nats_block_size=128 in config.json of a neural.* model; covered: 64"),
+        (NATS, {"nats_block_size": 32}, "nats_block_size=32 in config.json of a neural.* model; covered: 64"),
+        (NATS, {"ops_for_incomplete_chunks": "attn"}, "ops_for_incomplete_chunks='attn' in .* covered: 'all'"),
+        (NATS, {"attn_apply_pos_encoding": True}, "attn_apply_pos_encoding=True in .* covered: False"),
+        ("llama_with_landmark", {"cache_top_k": 5}, "cache_top_k=5 in config.json of a llama_with_landmark model"),
+        ("llama_with_landmark", {"include_landmark_in_loss": False}, "include_landmark_in_loss=false in config.json"),
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
@@ -384,6 +422,11 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
     [
         ("gla", {"num_heads": 5}, r"^config\.json gives heads of 9.6 keys and 7.2 values, which"),
         ("gla", {"attn": {**SOFTMAX, "window_size": 0}}, r"^attn\.window_size=0 in config\.json is outside 1\.\.65536"),
+        (NATS, {"num_nats_head": 4}, "num_nats_head=4 in config.json must divide num_heads=2 and num_attn_heads=4"),
+        ("llama_with_landmark", {"mem_freq": 0}, "mem_freq=0 and mem_id=60 in config.json"),
+        ("llama_with_landmark", {"mem_id": 61}, "mem_freq=12 and mem_id=61 in config.json"),
+        ("routing_transformer", {"num_clusters": 1}, "num_clusters=1 and window_size=9 in config.json"),
+        ("routing_transformer", {"window_size": 0}, "num_clusters=5 and window_size=0 in config.json"),
         ("hgrn2", {"expand_ratio": "8"}, "config.json is no valid hgrn2 configuration: TypeError"),
         (
             "minicpm_sala",

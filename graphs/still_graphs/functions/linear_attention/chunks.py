@@ -6,6 +6,7 @@ the same in PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from still_graphs.functions.builder import FLOAT, Scope
@@ -26,7 +27,30 @@ class Terms:
     inverse: str | None
 
 
-def write_chunks(b: Scope, layer: Layer, x: Tensors, output: str, present: str) -> None:
+PAST = "past_recurrent_state"
+Close = Callable[[Scope, str, str, Mapping[str, str]], tuple[str, str]]
+"""Of the states behind a chunk, the held one's decay apart, and what the chunk is fed: both as they go on."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A second state beside that of a scan, which nothing is added to.
+
+    past, present: Its names before and after the call.
+    fed: What `close` reads of each chunk, [chunks, B, ...].
+    decays: What is left of the state is left of it, too.
+    """
+
+    past: str
+    present: str
+    fed: Mapping[str, str]
+    close: Close
+    decays: bool
+
+
+def write_chunks(
+    b: Scope, layer: Layer, x: Tensors, output: str, present: str, past: str = PAST, held: Held | None = None
+) -> None:
     """Write `output` [B, T, H, G, V] and the state `present` after the call."""
     heads, shared, dim, size = layer.heads, layer.shared, layer.dim, layer.size
     tokens = b.dim(x.key, 2)
@@ -59,7 +83,8 @@ def write_chunks(b: Scope, layer: Layer, x: Tensors, output: str, present: str) 
     else:
         read = b("Pad", read, [0, 1, 0, 0, 0, 0], 0.0)  # a row of zeros, see below
     corrections = CHUNK if terms.inverse is not None else 1
-    write_scan(b, layer, x.key, (read, added, terms.scores, kept), start, corrections, CHUNK, output, present)
+    found = (read, added, terms.scores, kept)
+    write_scan(b, layer, x.key, found, start, corrections, CHUNK, output, present, past, held)
 
 
 def blocks_of(b: Scope, value: str, missing: str, *rest: int) -> str:
@@ -78,6 +103,8 @@ def write_scan(
     writes: int,
     output: str,
     present: str,
+    before: str = PAST,
+    held: Held | None = None,
 ) -> None:
     """The state from chunk to chunk: `output` [B, T, H, G, V] and the state `present`.
 
@@ -87,6 +114,7 @@ def write_scan(
             the kernels, kept [N, writes, D].
         start: What is left of the state at each token; None: all.
         writes: Rows that a chunk adds to the state.
+        before: The state before the call.
     """
     heads, shared, dim, size = layer.heads, layer.shared, layer.dim, layer.size
     rows = corrections + CHUNK * shared
@@ -108,6 +136,7 @@ def write_scan(
         last = b("Slice", start, [CHUNK - 1], [CHUNK], [1])  # [N, 1, E]
         fed["left"] = scanned(b.reshape(last, -1, layer.decay, 1), layer.decay, 1)
 
+    fed |= {} if held is None else held.fed
     c = Scope(b)
     past, chunk = c.fresh("state"), {name: c.fresh(name) for name in fed}
     # One product reads the state, and what is written comes after it for every rule: past and present may be one buffer.
@@ -116,16 +145,22 @@ def write_scan(
     result = c("Add", c("Slice", found, [corrections], [rows], [2]), c("MatMul", chunk["scores"], new))
     state = past if start is None else c("Mul", past, chunk["left"])
     state = c("Add", state, c("MatMul", chunk["kept"], new))
+    carried, states, starts, presents = [past], [state], [before], [present]
+    if held is not None:
+        beside = c.fresh("held")
+        other = c("Mul", beside, chunk["left"]) if held.decays else c("Identity", beside)
+        states = [*held.close(c, state, other, chunk)]
+        carried, starts, presents = [past, beside], [before, held.past], [present, held.present]
     body = c.graph(
         "chunk",
-        [(state, FLOAT), (result, FLOAT)],
-        [(name, FLOAT, None) for name in (past, *chunk.values())],
+        [(name, FLOAT) for name in (*states, result)],
+        [(name, FLOAT, None) for name in (*carried, *chunk.values())],
     )
-    _, results = b.multi(
+    *_, results = b.multi(
         "Scan",
-        "past_recurrent_state",
+        *starts,
         *fed.values(),
-        out=[present, b.fresh("results")],
+        out=[*presents, b.fresh("results")],
         body=body,
         num_scan_inputs=len(fed),
     )  # [chunks, B, H, C * G, V]

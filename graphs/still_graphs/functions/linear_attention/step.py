@@ -6,13 +6,14 @@ from still_graphs.functions.builder import Scope
 from still_graphs.functions.linear_attention.layer import Layer, Tensors
 
 
-def write_step(b: Scope, layer: Layer, x: Tensors, output: str, present: str) -> None:
-    """Write `output` [B, 1, H, G, V] and the state `present` after the token.
+def write_step(
+    b: Scope, layer: Layer, x: Tensors, output: str, present: str, state: str = "past_recurrent_state"
+) -> None:
+    """Write `output` [B, 1, H, G, V] and the state `present` after the token; `state` is that before it.
 
     In place: the last read of the past state is the sum that writes the present one.
     """
     key = b("Transpose", x.key, perm=[0, 1, 3, 2])  # [B, H, D, 1]
-    state = "past_recurrent_state"
     if x.decay is not None:
         state = b("Mul", state, b("Transpose", b("Exp", x.decay), perm=[0, 1, 3, 2]))
     update = x.value  # [B, H, 1, V]

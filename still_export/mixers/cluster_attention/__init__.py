@@ -1,0 +1,1 @@
+"""Routing Transformer, read causally; over still::Route, still::ClusterTokens and still::BlockAttention."""

@@ -1,0 +1,1 @@
+"""Landmark attention, over still::LandmarkAttention."""

@@ -1,0 +1,1 @@
+"""NAtS-L: chunks that go to softmax attention or to a gated delta rule; over still::RoutedAttention and still::BlockAttention."""

@@ -1,0 +1,75 @@
+"""NAtS-L, Landmark attention and Routing Transformer: what they choose, and faults that must be seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from still_export.models.fla import NATS
+from still_export.models.load import load_model
+from tests.still_export.linear_models import linear_model
+from tests.still_export.models.test_linear_families import LOGITS, calm_seed, far, ids, pieces
+
+CLEAR = 1e-5
+"""A choice of a smaller lead may be made otherwise."""
+
+
+def watched(model: Any) -> list[torch.Tensor]:
+    """What layers are told of their choices, margins [B, T, 1, E] each, in the calls from now on."""
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        if hasattr(module, "watch"):
+            module.watch = lambda margins: found.append(margins)
+    return found
+
+
+@torch.no_grad()
+def test_chunks_go_where_their_means_say(tmp_path: Path) -> None:
+    theirs = linear_model(NATS, seed=calm_seed(NATS))
+    theirs.save_pretrained(tmp_path)
+    ours, theirs = load_model(tmp_path), theirs.double()
+    theirs(ids())
+    both = torch.cat([went.flatten() for went in theirs.choices])
+    assert both.any() and not both.all()
+    seen = watched(ours)
+    ours(ids(), use_cache=False)
+    for margins, went, gaps in zip(seen, theirs.choices, theirs.gaps, strict=True):
+        last = margins[:, 63::64, 0, : went.shape[-1]] > 0  # at the last tokens of whole chunks
+        assert bool((gaps > CLEAR).any()) and torch.equal(last[gaps > CLEAR], went[gaps > CLEAR])
+
+
+@torch.no_grad()
+def test_tokens_go_to_the_nearest_centroid(tmp_path: Path) -> None:
+    theirs = linear_model("routing_transformer", seed=calm_seed("routing_transformer"))
+    theirs.save_pretrained(tmp_path)
+    ours, theirs = load_model(tmp_path), theirs.double()
+    theirs(ids())
+    seen = watched(ours)
+    ours(ids(), use_cache=False)
+    for margins, cluster, gaps in zip(seen, theirs.choices, theirs.gaps, strict=True):
+        found = margins[:, :, 0].unflatten(-1, (cluster.shape[-1], -1)).argmax(-1)
+        assert torch.equal(found[gaps > CLEAR], cluster[gaps > CLEAR])
+        assert len(cluster.unique()) == theirs.config["num_clusters"]
+
+
+@pytest.mark.parametrize(
+    "family, fault",
+    [
+        (NATS, "kept"),
+        (NATS, "early"),
+        ("llama_with_landmark", "itself"),
+        ("routing_transformer", "itself"),
+    ],
+)
+@torch.no_grad()
+def test_faults_are_seen(family: str, fault: str, tmp_path: Path) -> None:
+    """A chunk that is not taken back from the rule, or goes where the one before it was told; a landmark or a token that sees itself."""
+    theirs = linear_model(family, seed=calm_seed(family))
+    theirs.save_pretrained(tmp_path)
+    theirs, found = theirs.double(), pieces(load_model(tmp_path), ids(), [70, 1, 129])[0]
+    assert far(found, theirs(ids()).logits) <= LOGITS
+    theirs.fault = fault
+    assert far(found, theirs(ids()).logits) > 1e2 * LOGITS
