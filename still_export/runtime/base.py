@@ -334,7 +334,7 @@ class Runner(ABC):
     ) -> Iterator[int]:
         """The tokens that `_sampled` gives, by steps with guesses. Each is chosen from the logits behind those before it, by one random
         number, as without guesses: so their distribution is the same."""
-        guesser = speculation.guesser([*known, token])
+        guesser = speculation.guesser([*known, token], 0)
         while count > 0:
             begun = time.perf_counter()
             guesses = speculation.guess(guesser, count - 1)
