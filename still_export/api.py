@@ -41,7 +41,7 @@ def load(
         prefix_cache: Bytes, or "2GiB", for states of prompts and answers: a call reads what is new in its prompt alone.
         prefix_dir: Folder in which they outlive the process.
         guess: Who guesses tokens, where the package was exported with --speculate: "mtp", a head that the model was published with,
-            "lookup" in what was read and said, "none", or the folder of a draft model's package; None = mtp where there is one, else lookup.
+            "lookup" in what was read and said, "none", or the folder of a draft model's package; None = mtp where it can, else lookup.
 
     Raises:
         ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.

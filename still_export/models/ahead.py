@@ -41,6 +41,11 @@ _AGAIN = re.compile(r"(?:layers\.\d+\.)?(?:shared_head\.|embed_tokens\.|word_emb
 """The model's embedding and head once more."""
 
 
+def weight_name(name: str, head: bool = True) -> str:
+    """A weight of a head beside those of its model, where it is a `head`."""
+    return f"{PREFIX}{name}" if head and name not in SHARED else name
+
+
 class AheadMixin:
     """Goes before a family's STILL class, whose layers are the head's."""
 

@@ -36,7 +36,11 @@ class Head:
         self.model, self.session = model, session
         self._state = next(state for state in model.table if not state.op)
         self._waiting: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        self._going: tuple[int, int, np.ndarray] = (0, 0, np.zeros(0))  # sequence, its tokens, what was made of the last
+        self._going: tuple[int, int, np.ndarray] = (
+            0,
+            0,
+            np.zeros(0),
+        )  # sequence, its tokens, what was made of the last
 
     def clear(self) -> None:
         """Nothing waits: the states are those of all that the model has read."""
@@ -47,7 +51,7 @@ class Head:
         self._waiting[sequence] = []
 
     def follow(self, first: int, tokens: np.ndarray, counts: np.ndarray, hidden: np.ndarray) -> None:
-        """The R sequences from `first` on have read the first `counts` [R] of `tokens` [R, T], of which the model made `hidden` [R, T, C]."""
+        """The R sequences from `first` on have read the first `counts` [R] of `tokens` [R, T], of which `hidden` [R, T, C] were made."""
         for row, count in enumerate(counts):
             if count:
                 self._waiting[first + row].append((tokens[row, :count].copy(), hidden[row, :count].copy()))

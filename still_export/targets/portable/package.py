@@ -14,7 +14,7 @@ from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.forms import EXACT, Form, plan_forms
 from still_export.graph.quantization.policy import Layout, Quantization, parse_budget
 from still_export.mixers.cache import state_table
-from still_export.models.ahead import PREFIX, SHARED
+from still_export.models.ahead import PREFIX, SHARED, weight_name
 from still_export.models.description import describe_model
 from still_export.models.source import find_source
 from still_export.models.weights import is_coded
@@ -158,7 +158,7 @@ class Planned:
 def _own(head: Source | None) -> dict[str, Weight]:
     """The weights that a head does not share with its model, by their names beside those."""
     weights = {} if head is None else head.weights
-    return {f"{PREFIX}{name}": weight for name, weight in weights.items() if name not in SHARED}
+    return {weight_name(name): weight for name, weight in weights.items() if name not in SHARED}
 
 
 def _plan_quantization(
