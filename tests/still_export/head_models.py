@@ -75,7 +75,7 @@ class Published:
         ids, found = torch.tensor([tokens[1:]], dtype=torch.int64), []
         for token in more:
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
-            embedded = wide.embedding_norm(wide.model.model.embed_tokens(ids))
+            embedded = wide.embedding_norm(wide.model.get_input_embeddings()(ids))
             given = torch.cat([embedded, wide.hidden_norm(hidden)], dim=-1) @ wide.fc.T
             made = wide.layers.model(inputs_embeds=given).last_hidden_state
             found.append(wide.model.lm_head(made[0, -1]))
