@@ -168,7 +168,6 @@ class HeadCases:
         for number, layer in enumerate(held):
             for name, x in layer.items():
                 output = f"present_{AHEAD}{name}.{layers + number}"
-                states[output] = states[output][:, :, : len(row.tokens) - 1]
                 found[output] = (x.float() if x.dtype == torch.float64 else x).numpy()[:, :, : len(row.tokens) - 1]
         last = f"present_{AHEAD}hidden.{layers}"
         found[last] = np.array(row.hidden[-1:])
