@@ -104,7 +104,7 @@ class Head:
     ) -> np.ndarray:
         """Logits [V] of the first sequence's last token."""
         self.model.reserve(np.ones(1, np.int64), first)
-        binding, inputs = self.model._binding(first, *tokens.shape, AHEAD)
+        binding, inputs = self.model._binding(first, len(tokens), tokens.shape[1], AHEAD)
         given = {"input_ids": tokens, "new_tokens": counts, "past_length": past, "hidden": hidden}
         for name, array in given.items():
             kind = hidden.dtype if array is hidden else np.int64

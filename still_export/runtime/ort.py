@@ -570,7 +570,7 @@ class OrtModel(Runner):
         if count := len(self._watched):
             arrays = [self._array(value).copy() for value in others[:count]]
             self.seen.append((given["past_length"].copy(), counts, arrays))
-        hidden = others[count].numpy() if self.head else None
+        hidden: Any = others[count].numpy() if self.head else None
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         if wanted in (GUESSED, APART):
             self.guessed = wanted, begin, slice(first - begin, first - begin + rows), counts, tokens
