@@ -207,7 +207,7 @@ def test_without_speculate_it_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
         (lambda t: t.pop("mtp.fc.weight"), r"layers that guess tokens ahead \(MTP\).*lacks fc.weight"),
         (lambda t: t.update({"mtp.fc.weight": torch.zeros(24, 24)}), r"tensor fc.weight has shape \[24, 24\]"),
         (lambda t: t.update({"mtp.what.weight": torch.zeros(2)}), "unknown tensors model.what.weight"),
-        (lambda t: t["mtp.norm.weight"].fill_(torch.nan), "mtp.norm.weight in .* holds NaN"),
+        (lambda t: t["mtp.fc.weight"].fill_(torch.nan), "mtp.fc.weight in .* holds NaN"),
     ],
     ids=["missing", "shape", "unknown", "NaN"],
 )
