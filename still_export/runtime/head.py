@@ -21,11 +21,14 @@ from still_graphs.states import AHEAD
 if TYPE_CHECKING:
     from still_export.runtime.ort import OrtModel
 
+WAITING = 128
+"""Tokens of a sequence that wait at most."""
+
 
 class Head:
     """Follows what a model reads, and goes on from there by its own guesses, which leave nothing that is read again.
 
-    What was read waits until somebody asks, or it is a piece of a prompt: many tokens are one call.
+    What was read waits until somebody asks, or it is much: many tokens are one call.
 
     Args:
         model: Its runner.
@@ -55,7 +58,7 @@ class Head:
         for row, count in enumerate(counts):
             if count:
                 self._waiting[first + row].append((tokens[row, :count].copy(), hidden[row, :count].copy()))
-        if max(sum(len(ids) for ids, _ in each) for each in self._waiting) >= self.model.prefill_tokens:
+        if max(sum(len(ids) for ids, _ in each) for each in self._waiting) >= WAITING:
             self.catch_up()
 
     def catch_up(self) -> None:
@@ -70,7 +73,7 @@ class Head:
     def go_on(self, token: int) -> np.ndarray:
         """Logits [V] behind `token` as well, which follows the one before."""
         sequence, length, hidden = self._going
-        self.model.reserve(np.array([length + 1 - self.model.length[sequence]]), sequence)
+        self.model.reserve(np.array([length - self.model.length[sequence]]), sequence)
         return self._call(sequence, np.array([[token]]), np.array([1]), np.array([length - 1]), hidden)
 
     def _read(self, first: int, sequences: Sequence[int], further: Sequence[int] = ()) -> np.ndarray:
@@ -103,7 +106,6 @@ class Head:
         self, first: int, tokens: np.ndarray, counts: np.ndarray, past: np.ndarray, hidden: np.ndarray
     ) -> np.ndarray:
         """Logits [V] of the first sequence's last token."""
-        self.model.reserve(np.ones(1, np.int64), first)
         binding, inputs = self.model._binding(first, len(tokens), tokens.shape[1], AHEAD)
         given = {"input_ids": tokens, "new_tokens": counts, "past_length": past, "hidden": hidden}
         for name, array in given.items():
