@@ -172,14 +172,33 @@ def test_verify_asks_the_head(control: str, tmp_path: Path, monkeypatch: pytest.
     assert all(output.startswith(("mtp_", "present_mtp_")) for output in failed)
 
 
+WIDTH: dict[str, Any] = dict(
+    vocab_size=2048,
+    hidden_size=1024,
+    intermediate_size=3584,
+    num_attention_heads=8,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+)
+"""Of Qwen3.5-0.8B, with fewer tokens."""
+TWO: dict[str, Any] = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("family", LAYERS)
-@pytest.mark.parametrize("options", [dict(dtype="float16"), dict(quantize="int4", quantize_block=16)], ids=str)
-def test_verify_in_other_types(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    wide = dict(hidden_size=32, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32)
-    package = exported(
-        published(family, **wide if family == "nemotron_h" else dict(wide, intermediate_size=64)), tmp_path, **options
-    )
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (WIDTH, {}),
+        (dict(linear_value_head_dim=16, hidden_size=64, intermediate_size=96), dict(dtype="float16")),
+        (dict(linear_value_head_dim=16, hidden_size=64, intermediate_size=96), dict(quantize="int4")),
+    ],
+    ids=["published width", "float16", "int4"],
+)
+def test_verify_at_other_widths_and_types(sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+    package = exported(published("qwen3_5_text", **sizes, **TWO), tmp_path, **options)
     report = verify(package, VerifyOptions(lengths=(5,), decode_steps=3), tmp_path).report
     assert {output.output for output in report.outputs if not output.passed} == set()
 
