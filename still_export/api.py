@@ -20,7 +20,7 @@ def load(
     adapter: str | Path | None = None,
     prefix_cache: str | int = 0,
     prefix_dir: str | Path | None = None,
-    guess: str | Path = "lookup",
+    guess: str | Path | None = None,
 ) -> LanguageModel:
     """The model of an exported package, ready to answer.
 
@@ -40,17 +40,19 @@ def load(
         adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` takes another.
         prefix_cache: Bytes, or "2GiB", for states of prompts and answers: a call reads what is new in its prompt alone.
         prefix_dir: Folder in which they outlive the process.
-        guess: Who guesses tokens, where the package was exported with --speculate: "lookup" in what was read and said, "none", or
-            the folder of a draft model's package.
+        guess: Who guesses tokens, where the package was exported with --speculate: "mtp", a head that the model was published with,
+            "lookup" in what was read and said, "none", or the folder of a draft model's package; None = mtp where it can, else lookup.
 
     Raises:
         ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.
-        RunError: The package does not run here, it takes no guesses of a draft, or that has another tokenizer.
+        RunError: The package does not run here, it has no head or takes no guesses of a draft, or that has another tokenizer.
     """
     from still_export.package.folder import open_package
     from still_export.package.trust import trust_package
     from still_export.proof.reference import open_runner, runtime_of
+    from still_export.runtime.head import demand_head
     from still_export.runtime.prefix_folder import open_prefixes
+    from still_export.runtime.speculation import Speculation
 
     folder = Path(package)
     manifest = open_package(folder, check_hashes=False).manifest  # the runner compares them
@@ -60,7 +62,11 @@ def load(
     runner = open_runner(folder, manifest, chosen, provider, threads, plugin, check)
     if guess == "none":
         runner.speculation = None
-    elif guess != "lookup":
+    elif guess == "lookup":
+        runner.speculation = Speculation(runner.guesses) if runner.guesses else None
+    elif guess == "mtp":
+        demand_head(runner)
+    elif guess is not None:
         from still_export.runtime.draft import open_draft
 
         runner.speculation = open_draft(runner, load(guess, threads=threads, check=check, guess="none").runner)

@@ -16,6 +16,11 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 NEXT_TOKEN = "next_token"
 """Output of the graphs that say which token is the likeliest, int32, one for each row of logits."""
 
+LAST_HIDDEN = "last_hidden"
+"""Output of graphs for heads that guess tokens ahead: what is behind the last norm, float32."""
+AHEAD = "mtp_"
+"""Begin of the names of all that a head has: its inputs, outputs and states."""
+
 ANY = 1 << 62
 """More tokens than any call has."""
 
@@ -41,6 +46,7 @@ class State:
 
     Args:
         name: `<state>.<layer>`; the graph has `past_<name>` and `present_<name>`.
+        op: That has it; empty: the runner alone has, between calls.
         shape: "batch" first; the name of a growing dimension where the growth rule's axis is; numbers elsewhere.
         dtype: Element type by name.
         in_place: Past and present may be one buffer.
@@ -153,7 +159,8 @@ class StateTable:
         """
         ops: dict[tuple[int, str], list[State]] = {}
         for state in self.states:
-            ops.setdefault((state.layer, state.op), []).append(state)
+            if state.op:
+                ops.setdefault((state.layer, state.op), []).append(state)
         chunks = [
             next((int(s.growth["per"]) for s in found if s.growth and s.late), 1)
             for found in ops.values()

@@ -62,7 +62,7 @@ def run(
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Chat: folder in which they outlive the program; as large as the cache at most.")
     ] = None,
-    guess: Guess = "lookup",
+    guess: Guess = None,
     threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,

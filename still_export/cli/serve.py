@@ -53,7 +53,7 @@ def serve(
         Path | None, typer.Option(help="Folder in which they outlive the server; as large as the cache at most.")
     ] = None,
     stop_timeout: Annotated[int, typer.Option(min=0, help="Seconds that SIGTERM leaves to what runs.")] = 30,
-    guess: Guess = "lookup",
+    guess: Guess = None,
     threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
     provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
     runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,

@@ -74,16 +74,16 @@ def _schema(spec: OpSpec) -> Any:
     )
 
 
-def portable_graph(model: Any, weights: Weights | None = None, keep: int = 1) -> ir.Model:
+def portable_graph(model: Any, weights: Weights | None = None, keep: int = 1, ahead: bool = False) -> ir.Model:
     """`model` traced and lowered; layers that are alike once, where they read nothing of one another but hidden states.
 
     Args, Returns: As of `trace_model` and `lower_program`.
     """
     try:
-        return lower_program(trace_model(model, keep), weights)
+        return lower_program(trace_model(model, keep, ahead=ahead), weights)
     except LayersDiffer as error:
         logging.getLogger(__name__).info("tracing every layer: %s", error)
-        return lower_program(trace_model(model, keep, whole=True), weights)
+        return lower_program(trace_model(model, keep, whole=True, ahead=ahead), weights)
 
 
 def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Model:

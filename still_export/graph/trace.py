@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from still_export.graph.garbage import few_collections
 from still_export.graph.repeat import Constants, Hidden, constants_of, like, only
 from still_export.mixers.cache import empty_states, state_table
-from still_export.models import forward_with_state
-from still_graphs.states import State, StateTable, rows_after
+from still_export.models.ahead import AheadMixin
+from still_export.models.base import last_rows
+from still_export.models.step import decode_with_state, kept_rows
+from still_graphs.states import LAST_HIDDEN, State, StateTable, rows_after
 
 TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
 """Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""
@@ -51,42 +53,54 @@ def _varies(states: StateTable, dimension: str) -> bool:
 class _StatefulForward(nn.Module):
     """`forward_with_state` with its states as one flat argument list."""
 
-    def __init__(self, model: Any, states: StateTable, keep: int, alike: list[int]) -> None:
+    def __init__(self, model: Any, states: StateTable, keep: int, alike: list[int], ahead: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.ahead = model, ahead
         self.states = [state for state in states if alike[state.layer] == state.layer]
         self.keep = keep
         self.alike = alike
         self.hidden = Hidden()
 
-    def forward(self, input_ids: Tensor, new_tokens: Tensor, past_length: Tensor, past: list[Tensor]) -> list[Tensor]:
+    def forward(
+        self,
+        input_ids: Tensor,
+        new_tokens: Tensor,
+        past_length: Tensor,
+        past: list[Tensor],
+        hidden: Tensor | None = None,
+    ) -> list[Tensor]:
         given: dict[int, dict[str, Tensor]] = {layer: {} for layer in self.alike}
         for key, tensor in zip(self.states, past, strict=True):
             given[key.layer][_name(key)] = tensor
         layers = [given[layer] for layer in self.alike]
         self.hidden.states.clear()
-        logits, present = forward_with_state(self.model, input_ids, new_tokens, past_length, layers, self.keep)
+        of_head = {} if hidden is None else {"hidden": hidden}
+        every, present = decode_with_state(self.model, input_ids, new_tokens, past_length, layers, **of_head)
+        last = last_rows(every, new_tokens, kept_rows(input_ids, self.keep))
         kept = [present[key.layer][_name(key)] for key in self.states]
-        return [logits.float(), *kept, past_length + new_tokens, *self.hidden.states]
+        more = [(last if of_head else every).float()] if self.ahead else []
+        return [self.model.logits(last).float(), *kept, past_length + new_tokens, *more, *self.hidden.states]
 
 
-def trace_model(model: Any, keep: int = 1, whole: bool = False) -> TracedModel:
+def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = False) -> TracedModel:
     """Trace `model` with dynamic batch, tokens and rows of the states that grow.
 
     Args:
         model: A STILL model of any family, on the CPU; stand-ins for its weights will do.
         keep: Of how many of each sequence's last new tokens there are logits; 0: of all.
         whole: Trace all layers, also those that are like others.
+        ahead: A head guesses tokens ahead of the model, or `model` is one.
 
     Returns:
         The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits` (float32),
-        `present_<state>.<layer>`, `present_length [B]`.
+        `present_<state>.<layer>`, `present_length [B]`. With `ahead` also the output `last_hidden [B,T,C]` (float32) that heads read; of a
+        head the input `hidden` and, of the tokens that have logits, the output `last_hidden`.
     """
     config = model.config
     states = state_table(config, model.dtype)
     layers = empty_states(config, TRACE_BATCH, model.dtype, capacity=states.period * TRACE_CAPACITY_PERIODS)
     alike = list(range(config.num_hidden_layers)) if whole else like(model, states)
-    wrapper = _StatefulForward(model, states, keep, alike).eval()
+    wrapper = _StatefulForward(model, states, keep, alike, ahead).eval()
     past = [layers[state.layer][_name(state)] for state in wrapper.states]
 
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
@@ -96,18 +110,25 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False) -> TracedModel:
     shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in wrapper.states]
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
     arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)
+    of_head = [torch.zeros(TRACE_BATCH, TRACE_TOKENS, config.hidden_size)] if isinstance(model, AheadMixin) else []
     names, weights = _weight_names(wrapper), dict(model.named_parameters())
     with few_collections(), torch.no_grad(), only(model, set(alike)) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
-            arguments,
-            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes),
+            (*arguments, *of_head),
+            dynamic_shapes=(
+                {0: batch, 1: tokens},
+                {0: batch},
+                {0: batch},
+                shapes,
+                *[{0: batch, 1: tokens} for _ in of_head],
+            ),
             strict=False,
         )
     return TracedModel(
         program,
-        ["input_ids", "new_tokens", "past_length", *(key.past for key in states)],
-        ["logits", *(key.present for key in states), "present_length"],
+        ["input_ids", "new_tokens", "past_length", *(key.past for key in states), *(["hidden"] if of_head else [])],
+        ["logits", *(key.present for key in states), "present_length", *([LAST_HIDDEN] if ahead else [])],
         states,
         names,
         weights,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -106,8 +105,10 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
     return {**inherited, **text, "model_type": kind}
 
 
-def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]) -> tuple[dict[str, Weight], str]:
-    """The language model's tensors under transformers' names, and what is left out, in words; "": nothing.
+def published_names(
+    model_type: str, tensors: Weights, config: Mapping[str, Any]
+) -> tuple[dict[str, Weight], dict[str, dict[str, Weight]]]:
+    """The language model's tensors under transformers' names, and the others, by what they are for.
 
     Raises:
         CheckpointError: A convolution lacks a part.
@@ -115,7 +116,7 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
     kind = model_type.removeprefix("still_")
     rename = rwkv7.renamed if kind == "rwkv7" else partial(_renamed, parts=_NAMES.get(kind, ()))
     kept: dict[str, Weight] = {}
-    others: Counter[str] = Counter()
+    others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in _AHEAD) else None
     for name, tensor in tensors.items():
         ours = rename(_LANGUAGE.sub("model.", name))
@@ -123,11 +124,10 @@ def published_names(model_type: str, tensors: Weights, config: Mapping[str, Any]
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD
         if what:
-            others[what] += 1
+            others.setdefault(what, {})[ours] = tensor
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
-    said = " and ".join(f"{count} tensors of {what}" for what, count in sorted(others.items()))
-    return vision_readings.folded(_bounded(rwkv7.apart(_joined_convolutions(kept)))), said
+    return vision_readings.folded(_bounded(rwkv7.apart(_joined_convolutions(kept)))), others
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:

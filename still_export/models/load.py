@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from still_export.errors import (
 )
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models import convert
+from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
 from still_export.models.build import build_model, complete_weights, family_of, still_family_config
 from still_export.models.checkpoint import (
     PICKLE_SUFFIXES,
@@ -32,7 +34,7 @@ from still_export.models.checkpoint import (
 from still_export.models.families import Family
 from still_export.models.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.models.gguf import read_gguf, read_tokenizer
-from still_export.models.linear_names import language_model, published_names
+from still_export.models.linear_names import AHEAD, language_model, published_names
 from still_export.models.weights import Weight, Weights, stand_ins, value_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -60,14 +62,21 @@ class Source:
     """A STILL model before its weights are read.
 
     `family` and `config` say what it is, `weights` holds each of its parameters by name (a tied one once, under the embedding's),
-    `left_out` says what of the folder is no part of it.
+    `others` counts what of the folder is no part of it, by what it is for; `ahead` opens what of that guesses tokens ahead (None: nothing
+    that is covered), and raises CheckpointError where it is damaged.
     """
 
     family: Family
     config: Any
     weights: Weights
     generation: GenerationConfig
-    left_out: str = ""
+    others: Mapping[str, int] = field(default_factory=dict)
+    ahead: Callable[[], Source] | None = None
+
+    def left_out(self, ahead: bool = True) -> str:
+        """The others in words, "": none; without the head, where it is not `ahead` that is left out."""
+        kept = sorted((what, count) for what, count in self.others.items() if ahead or what != AHEAD)
+        return " and ".join(f"{count} tensors of {what}" for what, count in kept)
 
     def model(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model in evaluation mode around `tensors`, which have the names, shapes and types of `weights`."""
@@ -124,7 +133,7 @@ def open_source(
     for overlay in overlays:
         _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
     found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, str(source))
-    fresh, left_out = False, ""
+    fresh, others = False, dict[str, dict[str, Weight]]()
     released = found.model_type == "still" or convert.is_released(found.tensors)
     if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
         raise ConfigError(
@@ -158,7 +167,7 @@ def open_source(
                 f"{source} is a {found.model_type} model, whose layers are linear already: it is exported as it is. Leave out "
                 "--attach-untrained, adapters and options of STILL; --capacity-tokens may be given."
             )
-        found.tensors, left_out = published_names(found.model_type, found.tensors, found.config)
+        found.tensors, others = published_names(found.model_type, found.tensors, found.config)
         still = LayersConfig()
     else:
         if not attach_untrained and found.still is None and overlays:
@@ -174,7 +183,7 @@ def open_source(
             )
         if found.still is not None and still_config is not None:
             raise _trained("the adapter")
-        found.tensors, left_out = published_names(found.model_type, found.tensors, found.config)
+        found.tensors, others = published_names(found.model_type, found.tensors, found.config)
         still, fresh = found.still or still_config or StillConfig(), True
     still = replace(still, deployment=replace(still.deployment, **deployment or {}))
     family = family_of(found.model_type)
@@ -196,7 +205,29 @@ def open_source(
         raise CheckpointError(
             f"generation_config.json of {source} is not valid: {reason} Fix the named value."
         ) from error
-    return Source(family, config, weights, generation, left_out)
+    ahead, values = None, ahead_config(config, found.config) if AHEAD in others else None
+    if values is not None:
+        ahead = partial(_ahead, family, values, still, {**_shared(weights), **ahead_tensors(others[AHEAD])}, generation)
+    counts = {what: len(tensors) for what, tensors in others.items()}
+    return Source(family, config, weights, generation, counts, ahead)
+
+
+def _shared(weights: Weights) -> dict[str, Weight]:
+    return {name: weights[name] for name in SHARED if name in weights}
+
+
+def _ahead(
+    family: Family, values: Mapping[str, Any], still: LayersConfig, tensors: Weights, generation: GenerationConfig
+) -> Source:
+    """The head that guesses tokens ahead, of its own tensors and those that it shares with the model."""
+    family = ahead_family(family)
+    config = still_family_config(family, values, replace(still, layer_types=None))
+    try:
+        return Source(family, config, complete_weights(family, config, tensors), generation)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{AHEAD} (MTP), which --speculate exports: {error} Without --speculate they are left out."
+        ) from error
 
 
 def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype:

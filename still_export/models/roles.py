@@ -14,7 +14,7 @@ def weight_roles(model: Any) -> dict[str, str]:
     Raises:
         UnsupportedModelError: A module does not say what one of its weights is for.
     """
-    roles = {"lm_head.weight": HEAD, "model.embed_tokens.weight": EMBEDDING}
+    roles = {"lm_head.weight": HEAD, "model.embed_tokens.weight": EMBEDDING, **getattr(model, "weight_roles", {})}
     for i, layer in enumerate(model.model.layers):
         for part, module in layer.named_children():
             mixes = getattr(module, "weight_roles", None)

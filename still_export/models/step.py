@@ -34,9 +34,25 @@ def forward_with_state(
     Returns:
         Logits [B, min(T, keep), V], or [B, T, V], and the states after the call in the order and shapes of `states`.
     """
+    hidden, states = decode_with_state(model, input_ids, new_tokens, past_length, states)
+    return model.logits(last_rows(hidden, new_tokens, kept_rows(input_ids, keep))), states
+
+
+def decode_with_state(
+    model: Any,
+    input_ids: Tensor,
+    new_tokens: Tensor,
+    past_length: Tensor,
+    states: Sequence[dict[str, Tensor]],
+    **given: Tensor,
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """The same as far as the hidden states behind the last norm, [B, T, channels]; `given` is what the model takes beside tokens."""
     cache = StillCache.from_states(model.config, states, past_length)
     cache.progress.begin(new_tokens, None)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-    hidden = model.decode(positions, cache, input_ids=input_ids).last_hidden_state
-    kept = keep if keep < 2 else torch.sym_min(input_ids.shape[1], keep)
-    return model.logits(last_rows(hidden, new_tokens, kept)), cache.states()
+    return model.decode(positions, cache, input_ids=input_ids, **given).last_hidden_state, cache.states()
+
+
+def kept_rows(input_ids: Tensor, keep: int) -> Any:
+    """Rows that are left of the tokens [B, T] where `keep` are asked for, as of `forward_with_state`."""
+    return keep if keep < 2 else torch.sym_min(input_ids.shape[1], keep)

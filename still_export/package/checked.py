@@ -14,6 +14,7 @@ from typing import Any
 
 from still_export.package.files import MANIFEST, check_name, inside
 from still_export.package.refusals import CheckError
+from still_graphs.states import AHEAD
 
 FORMAT_VERSION = 2
 """Of manifest.json."""
@@ -69,9 +70,9 @@ def check_rules(manifest: dict[str, Any], source: str) -> None:
         if state["name"] in names:
             raise _refusal(source, f"{field}.name", f"is that of another state, {state['name']!r:.40}")
         names.add(state["name"])
-        if state["layer"] >= model["layers"]:
+        if (state["layer"] >= model["layers"]) != state["name"].startswith(AHEAD):
             raise _refusal(source, f"{field}.layer", f"is {state['layer']}; the model has {model['layers']} layers")
-        if state["op"] not in manifest["ops"]:
+        if state["op"] and state["op"] not in manifest["ops"]:
             raise _refusal(source, f"{field}.op", f"is {state['op']!r:.40}, which ops does not have")
         if growth and growth["axis"] >= len(shape):
             raise _refusal(source, f"{field}.growth.axis", f"is {growth['axis']}, which the shape does not have")

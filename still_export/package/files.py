@@ -21,6 +21,8 @@ PORTABLE = "portable.onnx"
 """The graph that every target is lowered from, over the same weights."""
 FOLD = "fold.onnx"
 """The graph that takes the tokens of a call of guesses that hold into the states, over the same weights."""
+HEAD = "mtp.onnx"
+"""The graph of a head that guesses tokens ahead of the model's, over the same weights."""
 PLUGIN = "libstill_tensorrt"
 """How the names of plugin libraries begin."""
 

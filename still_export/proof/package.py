@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
 from still_export.fields import option
+from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
 from still_export.proof.sessions import Target
 from still_export.proof.verify import Report, Verifier, check_dtype
@@ -19,6 +21,7 @@ from still_export.targets.registry import packaged_target, runtime_of
 
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
+    from still_export.models.load import Source
     from still_export.models.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
@@ -213,7 +216,8 @@ def _torch_cases(
     import torch
 
     from still_export.graph.quantization.policy import rounds_activations
-    from still_export.graph.quantization.read import held_names, held_source, round_activations
+    from still_export.graph.quantization.read import held_names, held_source, round_activations, with_held_head
+    from still_export.proof.ahead import HeadCases
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.torch_cases import TorchCases, affordable
     from still_kernels.registry import ties_of
@@ -245,7 +249,18 @@ def _torch_cases(
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     beside = LayerwiseModel(manifest, own, ties_of(manifest).alike, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    return TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
+    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
+    if HEAD in manifest["files"]:
+
+        def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:
+            model = with_held_head(source, package.path, manifest).read().to(kind)
+            if rounds:
+                held = held_names(package.path, HEAD)
+                round_activations(model, held, manifest["quantization"]["block_size"], head=True)
+            return model
+
+        cases.head = HeadCases(partial(head, wide, exact, False), partial(head, own, None, rounded), cases.chunk, seed)
+    return cases
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:

@@ -48,9 +48,12 @@ class Session:
 
     def load(self, feed: Arrays) -> None:
         """Take the state that `feed` gives, in whatever float type, with room for its tokens."""
-        states = {s.name: feed[s.past].astype(NUMPY_TYPES[s.dtype], copy=False) for s in self.model.table}
+        table = self.model.table
+        empty = table.shapes(len(feed["past_length"]), dict.fromkeys(table.growths, 0))
+        given = {s.name: feed.get(s.past, np.zeros(empty[s.name])) for s in table}  # a head is asked by itself
+        states = {s.name: given[s.name].astype(NUMPY_TYPES[s.dtype], copy=False) for s in table}
         self.model.load(states, feed["past_length"], int(np.max(feed["new_tokens"])))
-        self._shapes = {s.name: feed[s.past].shape for s in self.model.table}
+        self._shapes = {s.name: feed[s.past].shape for s in table if s.past in feed}
 
     def infer(self, feed: Arrays) -> Arrays:
         """Outputs of one call whose state is given."""
@@ -69,6 +72,8 @@ class Session:
     def _outputs(self, logits: np.ndarray) -> Arrays:
         outputs = {"logits": logits, "present_length": self.model.length}
         for name, array in self.model.state_arrays().items():
+            if name not in self._shapes:
+                continue
             # The runner may have more room than was given, or less, where sequences are left empty.
             found = np.zeros(self._shapes[name], array.dtype)
             part = tuple(slice(0, min(n, m)) for n, m in zip(found.shape, array.shape, strict=True))
@@ -154,7 +159,7 @@ class Guessing(Session):
 def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:
     """Outputs with zeros in the rows of states that nobody reads."""
     found = {name: array.copy() for name, array in outputs.items()}
-    for state in table:
+    for state in [state for state in table if state.present in outputs]:
         for sequence, length in enumerate(outputs["present_length"]):
             axis, rows = table.unread(state, int(length))
             np.moveaxis(found[state.present][sequence : sequence + 1], axis, 0)[rows] = 0

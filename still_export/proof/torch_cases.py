@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, next_feed
+from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, everything, nothing
@@ -55,6 +56,9 @@ class TorchCases:
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
         seed: Of the prompts.
+
+    Attributes:
+        head: Questions to the head that guesses tokens ahead, which a package may have.
     """
 
     follows = True
@@ -90,6 +94,7 @@ class TorchCases:
         self.count = len(self._drafts)
         self._drawn: dict[int, _Draft] = {}
         self._layers: list[int] = []  # that route
+        self.head: HeadCases | None = None
 
     def begin(self, number: int) -> Sequence[Arrays]:
         """As of CaseSource."""

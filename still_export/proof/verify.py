@@ -128,6 +128,7 @@ class Verifier:
                     checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
             if session.model.guesses:
                 judged += self._guessed(Guessing(session.model), judged, selections)
+            heads = self._heads(session, checks)
         checks += self.target.checks(self.replays)
         cases = [case for case, *_ in judged]
         bounds = Bounds(cases, self.target.coarse, self.dtype)
@@ -138,7 +139,8 @@ class Verifier:
         with staged_files(folder) as work:
             self._save(cases, work)
             (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
-        return self._judge(judged, bounds, selections, checks, line)
+        report = self._judge(judged, bounds, selections, checks, line)
+        return replace(report, outputs=[*report.outputs, *heads])
 
     def _save(self, cases: list[Case], folder: Path) -> None:
         """Write the calls as polygraphy reads them, an array at a time: its own `save_json` holds all of them, four times."""
@@ -236,6 +238,16 @@ class Verifier:
             found.append((case, self.ties.settle(pairs, case.leads), turned))
             total.add(self._compared(case, pairs + turned))
         return found
+
+    def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
+        """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
+        cases = getattr(self.cases, "head", None)
+        if cases is None or getattr(session.model, "head", None) is None:
+            return []
+        case, pairs, check = cases.judged(session)
+        checks.append(check)
+        bounds = Bounds([case], self.target.coarse, self.dtype)
+        return [report_of(case, output, pairs, bounds) for output in pairs[0][0]]
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:
         """Whether a tie within a call of the case asks for another prompt; `found` is what differs in `pairs` and in `turned`."""

@@ -17,7 +17,7 @@ import numpy as np
 from still_export.package.checked import read_manifest
 from still_export.runtime.sampling import RunError, Sampling, likeliest
 from still_export.runtime.speculation import Speculation
-from still_graphs.states import StateTable
+from still_graphs.states import AHEAD, StateTable
 
 NUMPY_TYPES = {
     "float32": np.float32,
@@ -243,7 +243,9 @@ class Runner(ABC):
 
     def take(self, sequence: int = 0) -> dict[str, np.ndarray]:
         """The state of one sequence by name, [1, ...], cut to the rows that hold something; the next call may write over it."""
-        shapes = self.table.shapes(1, self.table.rows(int(self.length[sequence])))
+        length = int(self.length[sequence])
+        shapes, heads = (self.table.shapes(1, self.table.rows(n)) for n in (length, max(length - 1, 0)))
+        shapes |= {name: shape for name, shape in heads.items() if name.startswith(AHEAD)}  # the first token has no row
         rows = {name: tuple(slice(0, n) for n in shape[1:]) for name, shape in shapes.items()}
         return {n: array[(slice(sequence, sequence + 1), *rows[n])] for n, array in self._views().items()}
 
@@ -369,7 +371,7 @@ class Runner(ABC):
     ) -> Iterator[int]:
         """The tokens that `_sampled` gives, by steps with guesses. Each is chosen from the logits behind those before it, by one random
         number, as without guesses: so their distribution is the same."""
-        guesser = speculation.guesser([*known, token])
+        guesser = speculation.guesser([*known, token], 0)
         while count > 0:
             begun = time.perf_counter()
             guesses = speculation.guess(guesser, count - 1)

@@ -18,7 +18,7 @@ from still_export.package.checked import SCHEMA
 RUNTIME = "runtime"
 SHARED = ("base", "sampling", "speculation", "text", "conversation", "prefixes", "program")
 CHECKS = ("refusals", "files", "checked", "external", "trust", "archive")
-RUNNERS = {"ort": (), "tensorrt": ("trt_engine", "cuda_driver")}
+RUNNERS = {"ort": ("head",), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""
 PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError, likeliest
-from still_export.runtime.speculation import Speculation
+from still_export.runtime.speculation import Guessed, Speculation
 from still_export.runtime.text import Text
 
 
@@ -25,7 +25,7 @@ class Draft:
         runner.start()
         self._last: Drafted | None = None
 
-    def guesser(self, tokens: Sequence[int]) -> Drafted:
+    def guesser(self, tokens: Sequence[int], sequence: int = 0) -> Drafted:
         """Of a sequence that begins with `tokens`; what the latest one has read of them is not read again."""
         new, last = Drafted(self, tokens), self._last
         if last is not None and new.tokens[: last.read] == last.tokens[: last.read]:
@@ -34,21 +34,13 @@ class Draft:
         return new
 
 
-class Drafted:
+class Drafted(Guessed):
     """What a draft has read of a sequence, and the state after it: its own guesses are forgotten."""
 
     def __init__(self, draft: Draft, tokens: Sequence[int]) -> None:
-        self.draft, self.tokens, self.read = draft, list(tokens), 0
+        super().__init__(tokens)
+        self.draft, self.read = draft, 0
         self.state: dict[str, np.ndarray] = {}
-        self.outcomes: list[tuple[int, bool]] = []
-        self._guesses: list[int] = []
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """As of Guesser."""
-        for guess, token in zip(self._guesses, tokens, strict=False):
-            self.outcomes.append((0, guess == token))
-        self.tokens += tokens
-        self._guesses = []
 
     def sure(self) -> int | None:
         """As of Guesser; none at the end of the draft's capacity."""
@@ -66,7 +58,7 @@ class Drafted:
         guesses = [int(likeliest(logits[:vocabulary]))]
         while len(guesses) < most:
             guesses.append(int(likeliest(runner.step(np.array(guesses[-1:]))[0, :vocabulary])))
-        self._guesses = guesses
+        self.guesses = guesses
         return guesses
 
 

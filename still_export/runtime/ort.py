@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, MODEL, Hashing, check_hash
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.runtime.head import Ahead, Head
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError
 from still_export.runtime.speculation import Speculation
-from still_graphs.states import NEXT_TOKEN, REPLAY, State, rows_after
+from still_graphs.states import AHEAD, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
 
 CUDA = "CUDAExecutionProvider"
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
@@ -169,10 +170,11 @@ def recorded_text(manifest: dict[str, Any], field: str) -> str:
     return json.dumps(manifest.get(field), sort_keys=True)
 
 
-def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
-    """Raise RunError where the manifest says otherwise than the graph about states, vocabulary, capacity or quantization."""
-    inputs = {i.name: i for i in session.get_inputs()}
-    outputs = {o.name: o for o in session.get_outputs()}
+def check_graph(session: Any, manifest: dict[str, Any], source: Path, *others: Any) -> None:
+    """Raise RunError where the manifest says otherwise than the graph, and those of `others`, about states, vocabulary, capacity or
+    quantization."""
+    inputs = {i.name: i for each in (session, *others) for i in each.get_inputs()}
+    outputs = {o.name: o for each in (session, *others) for o in each.get_outputs()}
     types = {
         "tensor(float)": "float32",
         "tensor(float16)": "float16",
@@ -187,6 +189,8 @@ def check_graph(session: Any, manifest: dict[str, Any], source: Path) -> None:
         )
 
     for i, state in enumerate(manifest["states"]):
+        if not state["op"]:
+            continue
         found = inputs.get(f"past_{state['name']}")
         if found is None or f"present_{state['name']}" not in outputs:
             raise differs(f"states[{i}].name", state["name"], "not there")
@@ -284,10 +288,15 @@ class OrtModel(Runner):
             )
         finally:
             hashing.finish()
-        check_graph(self.session, self.manifest, self.folder / "manifest.json")
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
-        self._fold: Any = self._open_fold() if self.guesses else None  # not in the midst of an answer
+        self._fold: Any = self._open_beside(FOLD) if self.guesses else None  # not in the midst of an answer
+        self.head: Head | None = None
+        if any(state.name.startswith(AHEAD) for state in self.table):
+            head = self.head = Head(self, self._open_beside(HEAD))
+            self.speculation = Speculation(self.guesses, lambda tokens, sequence: Ahead(head, tokens, sequence))
+        others = [self.head.session] if self.head else []
+        check_graph(self.session, self.manifest, self.folder / "manifest.json", *others)
         self.guessed: tuple[str, int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
@@ -319,6 +328,8 @@ class OrtModel(Runner):
 
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
+        if self.head:
+            self.head.clear()
 
     def _resize(self, tokens: int) -> None:
         self.check_capacity(tokens)
@@ -386,11 +397,17 @@ class OrtModel(Runner):
             for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
             session = self._fold if wanted == FOLDED else self.session
-            binding = session.io_binding()
+            shapes: dict[str, tuple[int, ...]]
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
+            if wanted == AHEAD and self.head:
+                session, channels = self.head.session, self.manifest["model"]["hidden_size"]
+                shapes = {AHEAD + name: shape for name, shape in shapes.items()}
+                shapes[f"{AHEAD}hidden"] = sequences, tokens, channels
+            binding = session.io_binding()
             # On the session's device: a host array would be copied there when it is bound, before it is filled.
             inputs = {
-                n: self._value.ortvalue_from_numpy(np.zeros(s, np.int64), self.device, 0) for n, s in shapes.items()
+                n: self._value.ortvalue_from_numpy(np.zeros(s, np.int64 if len(s) < 3 else np.float32), self.device, 0)
+                for n, s in shapes.items()
             }
             read = {value.name for value in session.get_inputs()}
             for name, value in (*inputs.items(), *self._adapter.items()):
@@ -399,7 +416,8 @@ class OrtModel(Runner):
             given = [value.name for value in session.get_outputs()]
             replayed = self._replays(session) if wanted == APART else []
             logits = "logits" if wanted in (GUESSED, APART) else wanted
-            for name in (logits, "present_length", *replayed, *self._watched):
+            names = (logits, "present_length", *replayed, *self._watched, LAST_HIDDEN)
+            for name in names if wanted != AHEAD else (f"{AHEAD}logits", AHEAD + LAST_HIDDEN):
                 if name in given:
                     binding.bind_output(name, self.device if name in replayed else "cpu")
             for state in self.table:
@@ -449,17 +467,31 @@ class OrtModel(Runner):
             return self._call(input_ids, counts, first, APART)
         if not self.replays or len(counts) < self.batch:
             return self._call(input_ids, counts, first, GUESSED)
-        found = self._floats(self._replay(input_ids, counts)["logits"])
+        values = self._replay(input_ids, counts)
         self.guessed = GUESSED, 0, slice(0, self.batch), counts, input_ids.shape[1]
-        return found
+        if self.head:
+            self._brought = input_ids, values[LAST_HIDDEN].numpy()
+        return self._floats(values["logits"])
 
-    def _open_fold(self) -> Any:
-        """Session of the graph that takes what holds into states."""
-        names = weight_files(self.folder, self.manifest, FOLD)  # those of the model, whose hashes were compared
+    def _open_beside(self, graph: str) -> Any:
+        """Session of another graph over the model's weights, whose hashes were compared."""
+        names = weight_files(self.folder, self.manifest, graph)
         assert set(names) <= set(self.manifest["files"])
         options = self._session_options()
-        options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
-        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=FOLD)
+        if graph == FOLD:
+            options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
+        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=graph)
+
+    def run_apart(self, session: Any, binding: Any) -> None:
+        """Run a call that no CUDA graph replays.
+
+        Raises:
+            RunError: The runtime cannot.
+        """
+        try:
+            session.run_with_iobinding(binding, self._options(NO_GRAPH))
+        except Exception as error:  # onnxruntime's own types, which have no common base
+            raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
 
     def accept(self, accepted: np.ndarray) -> None:
         if self.guessed is None:
@@ -486,9 +518,12 @@ class OrtModel(Runner):
                     binding.bind_ortvalue_input(name, value)
             inputs["new_tokens"].update_inplace(accepted)
             inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + len(brought)]))
-            self._fold.run_with_iobinding(binding, self._options(NO_GRAPH))
+            self.run_apart(self._fold, binding)
         self._advance(slice(first, first + len(brought)), accepted)
         self.guessed = None
+        if self.head:
+            ids, hidden = self._brought
+            self.head.follow(first, ids, accepted, hidden)
 
     def _advance(self, sequences: slice, counts: np.ndarray) -> None:
         """The sequences have seen so many tokens more, and what was not written in place lies in the other buffers."""
@@ -513,7 +548,7 @@ class OrtModel(Runner):
 
     def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
         """Run one call; its output `wanted`."""
-        count, tokens = input_ids.shape
+        rows, tokens = input_ids.shape
         counts = self._counts(input_ids, new_tokens)
         self.guessed = None
         self.reserve(counts, first)
@@ -527,21 +562,28 @@ class OrtModel(Runner):
             binding, inputs = self._binding(begin, len(counts), tokens, wanted)
             for name, array in given.items():
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
-            self.session.run_with_iobinding(binding, self._options(NO_GRAPH))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
-        if self._watched:
-            before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
-            others = binding.get_outputs()[before : before + len(self._watched)]
-            self.seen.append((given["past_length"].copy(), counts, [self._array(value).copy() for value in others]))
+        self.run_apart(self.session, binding)
+        before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
+        others = binding.get_outputs()[before:]
+        if count := len(self._watched):
+            arrays = [self._array(value).copy() for value in others[:count]]
+            self.seen.append((given["past_length"].copy(), counts, arrays))
+        hidden: Any = others[count].numpy() if self.head else None
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         if wanted in (GUESSED, APART):
-            self.guessed = wanted, begin, slice(first - begin, first - begin + count), counts, tokens
+            self.guessed = wanted, begin, slice(first - begin, first - begin + rows), counts, tokens
+            self._brought = input_ids, hidden
         else:
             self._advance(sequences, counts)
-        return found[first - begin : first - begin + count]
+            if self.head:
+                self.head.follow(begin, input_ids, counts, hidden)
+        return found[first - begin : first - begin + rows]
 
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
+        if self.head:
+            self.head.drop(sequence)
         for state in self.table:
             value, given = self._past[state.name], arrays.get(state.name)
             array = self._array(value)
@@ -556,6 +598,8 @@ class OrtModel(Runner):
         return {name: array.copy() for name, array in self._views().items()}
 
     def _views(self) -> dict[str, np.ndarray]:
+        if self.head:
+            self.head.catch_up()
         return {s.name: self._array(self._past[s.name]) for s in self.table}
 
     def _write_states(self, arrays: dict[str, np.ndarray]) -> None:
@@ -563,6 +607,8 @@ class OrtModel(Runner):
             self._past[state.name] = self._tensor(arrays[state.name], state.dtype)
         self._bindings, self.guessed = {}, None
         self._captured = {}
+        if self.head:
+            self.head.clear()
 
     def _options(self, graph: int) -> Any:
         """Run options with which the CUDA provider captures and replays the graph of this number; None where it has none."""
@@ -593,14 +639,18 @@ class OrtModel(Runner):
             shape, kind = (self.batch, tokens, self.manifest["model"]["vocab_size"]), self._logit_type()
             values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)
             values["present_length"] = self._value.ortvalue_from_numpy(np.zeros(self.batch, np.int64), self.device, 0)
+            if self.head:
+                made = np.zeros((self.batch, tokens, self.manifest["model"]["hidden_size"]), np.float32)
+                values[LAST_HIDDEN] = self._value.ortvalue_from_numpy(made, self.device, 0)
             if self.says_token:
                 chosen = np.zeros((self.batch, tokens), np.int32)
                 values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(chosen, self.device, 0)
-            for name in values.keys() & {"logits", "present_length", NEXT_TOKEN}:
+            for name in values.keys() & {"logits", "present_length", NEXT_TOKEN, LAST_HIDDEN}:
                 binding.bind_ortvalue_output(name, values[name])
             for state in self.table:
-                binding.bind_ortvalue_input(state.past, self._past[state.name])
-                binding.bind_ortvalue_output(state.present, self._past[state.name])
+                if not state.name.startswith(AHEAD):
+                    binding.bind_ortvalue_input(state.past, self._past[state.name])
+                    binding.bind_ortvalue_output(state.present, self._past[state.name])
             self._graphs += 1
             options = self._options(self._graphs)
             self.session.run_with_iobinding(binding, options)
@@ -617,9 +667,15 @@ class OrtModel(Runner):
         """As of Runner; the replay of a captured step where the session replays."""
         if not self.replays or self.every:
             return super().step(token)
-        found = self._floats(self._replay(token[:, None])["logits"])[:, -1]
+        return self._floats(self._stepped(token)["logits"])[:, -1]
+
+    def _stepped(self, token: np.ndarray) -> dict[str, Any]:
+        """What the replay of a step gives, which is read then."""
+        values = self._replay(token[:, None])
         self.length = self.length + 1
-        return found
+        if self.head:
+            self.head.follow(0, token[:, None], np.ones(self.batch, np.int64), values[LAST_HIDDEN].numpy())
+        return values
 
     def _replay(self, input_ids: np.ndarray, counts: np.ndarray | None = None) -> dict[str, Any]:
         """Replay the captured call over `input_ids` of every sequence, [B, T], of which each brings `counts`, [B]; None: one of one.
@@ -646,8 +702,7 @@ class OrtModel(Runner):
             yield from super().greedy(token, count)
             return
         for _ in range(count):
-            token = self._replay(token[:, None])[NEXT_TOKEN].numpy()[:, -1]
-            self.length = self.length + 1
+            token = self._stepped(token)[NEXT_TOKEN].numpy()[:, -1]
             yield token
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 LEAST, LONGEST = 3, 8
 """Tokens of an n-gram that is looked up: two are too often followed by something else; more than eight find nothing that eight do not."""
 HITS = {LONGEST: 0.8, LEAST: 0.4, 0: 0.7}
-"""By how sure a guess is (tokens of its n-gram; 0: a draft model), how often its next token holds, before that is known."""
+"""By how sure a guess is (tokens of its n-gram; 0: a model's), how often its next token holds, before that is known."""
 LEARNED = 0.1
 """Part of each token that was said in that share."""
 MORE = 0.35
@@ -45,6 +45,37 @@ class Guesser(Protocol):
 
     def guess(self, most: int) -> list[int]:
         """Tokens that may follow, at most `most`."""
+
+
+class Guessed:
+    """What guessers by a model have in common: each guess is as sure as another.
+
+    Args:
+        tokens: Known so far.
+
+    Attributes:
+        tokens: All that it knows. guesses: The last ones, until they are told.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens, self.guesses = list(tokens), list[int]()
+        self.outcomes: list[tuple[int, bool]] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """As of Guesser."""
+        for guess, token in zip(self.guesses, tokens, strict=False):
+            self.outcomes.append((0, guess == token))
+        self.tokens += tokens
+        self.guesses = []
+
+    def sure(self) -> int | None:
+        """As of Guesser."""
+        return 0
+
+
+def look_up(tokens: Sequence[int], sequence: int = 0) -> Lookup:
+    """A guesser by n-grams, of any sequence."""
+    return Lookup(tokens)
 
 
 class Lookup:
@@ -102,13 +133,13 @@ class Speculation:
 
     Args:
         most: Guesses of a step at most.
-        guesser: Makes one for a sequence that begins with these tokens.
+        guesser: Makes one for a sequence that begins with these tokens, and has this number.
 
     Attributes:
         steps: With guesses. guesses, held: Of those, together. won_s: Seconds that plain steps would have taken more.
     """
 
-    def __init__(self, most: int, guesser: Callable[[Sequence[int]], Guesser] = Lookup) -> None:
+    def __init__(self, most: int, guesser: Callable[[Sequence[int], int], Guesser] = look_up) -> None:
         self.most, self.guesser = most, guesser
         self.steps = self.guesses = self.held = 0
         self.won_s = 0.0

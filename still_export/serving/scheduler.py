@@ -357,7 +357,7 @@ class Scheduler:
         if speculation is None:
             return []
         if row.guesser is None:
-            row.guesser = speculation.guesser([*request.prompt, *request.tokens])
+            row.guesser = speculation.guesser([*request.prompt, *request.tokens], row.number)
         return speculation.guess(row.guesser, request.max_tokens - len(request.tokens) - 1, sequences)
 
     def _speak_guessed(self, rows: list[_Row], last: list[list[int]], begun: float) -> None:

@@ -62,7 +62,7 @@ def quantize_graph(
         order = None if form.order is None else form.order.tobytes()
         for node in products:
             kept = (form.zero_points, form.half_scales, form.super_blocks)
-            kind = (id(node.inputs[0]), alone, form.bits, *kept, weight.dtype, order)
+            kind = (alone or id(node.inputs[0]), form.bits, *kept, weight.dtype, order)
             groups.setdefault(kind, []).append((weight, node))
         gathers += [(weight, node) for node in rows]
     places = []

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, LEAST, MIDDLE, ORDER, ROWS, SUMS
 from still_export.graph.quantization.policy import FLOAT8
 from still_export.mixers.experts.module import Stacked
+from still_export.models.ahead import weight_name
 from still_export.models.blocks import BlockWeight, Float8Weight
 from still_export.models.super_blocks import from_tiles
 from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
-from still_export.package.files import MODEL
+from still_export.package.files import HEAD, MODEL
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -79,24 +80,36 @@ def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) ->
         folder: A package of it.
         manifest: Its manifest.
     """
+    return _with_held(source, folder / MODEL, manifest)
+
+
+def with_held_head(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
+    """The same of the head that guesses tokens ahead of the model `source`, where the package has it."""
+    assert source.ahead is not None
+    return _with_held(source.ahead(), folder / HEAD, manifest)
+
+
+def _with_held(source: Source, graph: Path, manifest: dict[str, Any]) -> Source:
     if manifest.get("quantization") is None:
         return source
-    sizes = {name: int(weight.shape[0]) for name, weight in source.weights.items() if weight.shape}
-    held = _held_weights(folder / MODEL, manifest["quantization"]["block_size"], sizes)
+    names = {weight_name(name, graph.name == HEAD): name for name in source.weights}
+    sizes = {name: int(source.weights[own].shape[0]) for name, own in names.items() if source.weights[own].shape}
+    held = _held_weights(graph, manifest["quantization"]["block_size"], sizes)
     weights: dict[str, Weight] = dict(source.weights)
     for name, read in held.items():
-        known = weights[name]
-        weights[name] = Deferred(
+        known = weights[names[name]]
+        weights[names[name]] = Deferred(
             known.shape, known.dtype, partial(_as_type, read, known.dtype), rows=partial(_as_type, read, known.dtype)
         )
     return replace(source, weights=weights)
 
 
-def held_names(folder: Path) -> dict[str, np.ndarray | None]:
-    """The weights in blocks of the package in `folder`, by the model's names: their inputs as the blocks have them, None: in order."""
+def held_names(folder: Path, graph: str = MODEL) -> dict[str, np.ndarray | None]:
+    """The weights in blocks of a graph of the package in `folder`, by their names in it: their inputs as the blocks have them, None: in
+    order."""
     import onnx_ir as ir
 
-    parts = {name: value.const_value for name, value in ir.load(folder / MODEL).graph.initializers.items()}
+    parts = {name: value.const_value for name, value in ir.load(folder / graph).graph.initializers.items()}
     joined = [n.rpartition(".")[0] for n in parts if n.endswith((".scales", *K_QUANT.values()))]
     orders = {names: None if (o := parts.get(f"{names}.{ORDER}")) is None else o.numpy().copy() for names in joined}
     return {name: order for names, order in orders.items() for name in names.split(TOGETHER)}
@@ -200,7 +213,11 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
 
 
 def round_activations(
-    model: nn.Module, names: Mapping[str, np.ndarray | None], block_size: int, scheme: str = ""
+    model: nn.Module,
+    names: Mapping[str, np.ndarray | None],
+    block_size: int,
+    scheme: str = "",
+    head: bool = False,
 ) -> None:
     """Let the products with the weights `names` round what they read to 8 bits: block by block, as MatMulNBits does on CPUs, or token by
     token to e4m3, as kernels for weights in that do.
@@ -208,9 +225,10 @@ def round_activations(
     Args:
         names: With the inputs as the blocks have them, None: in order.
         scheme: Of policy.SCHEMES.
+        head: The model is a head that guesses tokens ahead.
     """
     eight_bits_of = in_e4m3 if scheme == FLOAT8 else partial(eight_bits, block_size=block_size)
-    weights = dict(model.named_parameters())
+    weights = {weight_name(name, head): weight for name, weight in model.named_parameters()}
     rounded = {id(weights[name]): order for name, order in names.items()}
 
     def hook(order: np.ndarray | None, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:

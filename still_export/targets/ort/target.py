@@ -12,7 +12,7 @@ from still_export.graph.fuse import fuse_nodes, nodes_fused
 from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
-from still_export.package.files import FOLD, MODEL
+from still_export.package.files import FOLD, HEAD, MODEL
 from still_export.package.trust import trust
 from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.kernels import add_native
@@ -35,6 +35,7 @@ from still_graphs.passes.fuse_low_rank import (
 )
 from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings, rotary_embeddings_fused
 from still_graphs.passes.keep_replay import fold_graph, gives_replay, keep_replay
+from still_graphs.passes.part_head import has_head, part_head
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.pipelines import Step
 
@@ -174,7 +175,10 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
             lowering.folder, library, options.cpu, options.onnxruntime_include, options.archs
         )
         trust(lowering.folder / manifest["native"]["library"])
-    if manifest.get("speculate"):  # over the weights as they were written
+    if has_head(graph):  # over the weights as they were written
+        for name in (HEAD, MODEL):
+            ir.save(part_head(ir.load(lowering.folder / MODEL), name == HEAD), lowering.folder / name)
+    if manifest.get("speculate"):
         ir.save(fold_graph(ir.load(lowering.folder / MODEL)), lowering.folder / FOLD)
     write_programs(lowering.folder, ["ort"])
 

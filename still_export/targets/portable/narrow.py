@@ -17,7 +17,7 @@ import onnx_ir as ir
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import Progress
 from still_export.graph.weights_file import VIEW, save_streaming
-from still_export.package.files import DATA, MODEL, PORTABLE
+from still_export.package.files import DATA, HEAD, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, write_manifest
 from still_export.runtime.bundle import PROGRAMS
 from still_graphs.edits import add_node, forget, store, typed
@@ -48,6 +48,10 @@ def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
     if manifest.get("quantization"):
         raise ConfigError(
             f"--dtype {dtype}: bits of weights are chosen at export; export the model with --dtype {dtype}."
+        )
+    if HEAD in manifest["files"]:
+        raise ConfigError(
+            f"--dtype {dtype}: the package has a head that guesses tokens ahead (MTP); export the model with --dtype {dtype}."
         )
     if config.get("still", {}).get("cache"):
         raise ConfigError(

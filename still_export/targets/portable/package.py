@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
+from still_export.graph.ahead import ahead_states, join_head
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.forms import EXACT, Form, plan_forms
 from still_export.graph.quantization.policy import Layout, Quantization, parse_budget
+from still_export.mixers.cache import state_table
+from still_export.models.ahead import PREFIX, SHARED, weight_name
 from still_export.models.description import describe_model
 from still_export.models.source import find_source
 from still_export.models.weights import is_coded
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from still_export.models.load import Source
-    from still_export.models.weights import Weights
+    from still_export.models.weights import Weight
 
 
 def write_portable(
@@ -63,27 +66,32 @@ def write_portable(
     text = _write_text_files(options, folder)
     progress("reading the model")
     source = find_source(options)
-    if source.left_out:
-        logging.getLogger(__name__).warning("left out, as no part of the language model: %s", source.left_out)
+    head = source.ahead() if source.ahead and options.speculate and not options.adapters else None
+    if left_out := source.left_out(ahead=head is None):
+        logging.getLogger(__name__).warning("left out, as no part of the language model: %s", left_out)
     model = source.outline()
     manifest = {**_describe(model, options, command), **text}
+    if head is not None:
+        layers, channels = manifest["model"]["layers"], manifest["model"]["hidden_size"]
+        own = ahead_states(state_table(head.config, model.dtype), layers, channels)
+        manifest["states"] += [state.to_dict() for state in own]
     cache, dtype = model.config.still.deployment.cache, manifest["model"]["dtype"]
     check(manifest)
     _check_speculation(options.speculate, manifest["states"])
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     model.generation_config.save_pretrained(folder)
-    planned = _plan_quantization(source, model, options, layout(dtype), to, progress)
+    planned = _plan_quantization(source, head, options, layout(dtype), to, progress)
     progress("tracing")
-    manifest |= _write_graph(model, source.weights, options, folder, progress, manifest, planned, dump)
+    manifest |= _write_graph(source, head, options, folder, progress, manifest, planned, dump)
     progress("hashing")
     write_manifest(folder, manifest)
     return Package(folder, manifest)
 
 
 def _write_graph(
-    model: Any,
-    weights: Weights,
+    source: Source,
+    head: Source | None,
     options: ExportOptions,
     folder: Path,
     say: Progress,
@@ -95,7 +103,11 @@ def _write_graph(
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
 
-    lowered = portable_graph(model, weights, 0 if options.all_logits else 1 + options.speculate)
+    keep = 0 if options.all_logits else 1 + options.speculate
+    weights = {**source.weights, **_own(head)}
+    lowered = portable_graph(source.outline(), source.weights, keep, ahead=head is not None)
+    if head is not None:
+        join_head(lowered, portable_graph(head.outline(), head.weights, ahead=True), manifest["model"]["layers"])
     if dump is not None:
         dump("lower_program", lowered)
     said: dict[str, Any] = {}
@@ -143,16 +155,26 @@ class Planned:
     said: dict[str, Any]
 
 
+def _own(head: Source | None) -> dict[str, Weight]:
+    """The weights that a head does not share with its model, by their names beside those."""
+    weights = {} if head is None else head.weights
+    return {weight_name(name): weight for name, weight in weights.items() if name not in SHARED}
+
+
 def _plan_quantization(
-    source: Source, model: Any, options: ExportOptions, layout: Layout, to: str, progress: Progress
+    source: Source, head: Source | None, options: ExportOptions, layout: Layout, to: str, progress: Progress
 ) -> Planned | None:
     """The forms of the weights, calibrated where that is asked for; None: they are not quantized."""
     if (asked := options.quantization(layout, to)) is None:
         return None
     from still_export.models.roles import weight_roles
 
+    model, own = source.outline(), _own(head)
     roles = weight_roles(model)
-    asked, forms = plan_forms(source.weights, roles, asked)
+    if head is not None:
+        of_head = weight_roles(head.outline())
+        roles |= {name: of_head[name.removeprefix(PREFIX)] for name in own}
+    asked, forms = plan_forms({**source.weights, **own}, roles, asked)
     if not options.calibrates:
         return Planned(roles, forms, asked, {})
     from still_export.graph.quantization.calibrate import calibrate, read_rows
@@ -161,8 +183,9 @@ def _plan_quantization(
     tokenizer = load_tokenizer(options.model, options.revision)
     texts = read_rows(options.calibrate, tokenizer, int(model.config.vocab_size))
     budget = None if options.quantize_budget is None else parse_budget(options.quantize_budget)
-    forms, said = calibrate(source, forms, asked, texts, budget, progress)
-    return Planned(roles, forms, asked, {"calibration": said})
+    measured = {name: form for name, form in forms.items() if name not in own}
+    measured, said = calibrate(source, measured, asked, texts, budget, progress)
+    return Planned(roles, {**forms, **measured}, asked, {"calibration": said})
 
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def test_concatenated_experts_and_the_text_of_a_model_that_sees_images(tmp_path:
     others = {"mtp.fc.weight": torch.zeros(2, 2), "model.visual.patch_embed.weight": torch.zeros(2, 2)}
     save_file(named | others, tmp_path / "model.safetensors", {"format": "pt"})
     source = open_source(tmp_path)
-    assert source.left_out == "1 tensors of images and 1 tensors of layers that guess tokens ahead"
+    assert source.left_out() == "1 tensors of images and 1 tensors of layers that guess tokens ahead"
     found = source.read()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
@@ -280,7 +280,7 @@ def test_layers_that_guess_tokens_ahead_are_left_out_and_said(tmp_path: Path) ->
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1, "num_mtp_layers": 1}))
     source = open_source(tmp_path)
-    assert source.left_out == "1 tensors of layers that guess tokens ahead"
+    assert source.left_out() == "1 tensors of layers that guess tokens ahead"
     assert all(torch.equal(a, b) for a, b in zip(source.read().parameters(), expected.parameters(), strict=True))
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0, "num_mtp_layers": 0}))
     with pytest.raises(CheckpointError, match="num_hidden_layers=3, the weights have 4 layers"):

@@ -71,7 +71,7 @@ def model(guessing_package: Path) -> OrtModel:
 def test_answers_alone(model: OrtModel, guessing_package: Path) -> None:
     plain = still_export.load(guessing_package, threads=1, guess="none")
     told = [list[int]()]
-    model.speculation = Always(4, lambda tokens: Told(told, tokens))
+    model.speculation = Always(4, lambda tokens, sequence: Told(told, tokens))
     guessing = LanguageModel(model, PrefixCache(model.table, 1 << 24))
     for case in CASES:
         for stop in ("", "zz"):
@@ -96,7 +96,7 @@ def test_answers_alone(model: OrtModel, guessing_package: Path) -> None:
 def test_an_answer_that_is_given_up_leaves_its_own_tokens(model: OrtModel, guessing_package: Path) -> None:
     plain = still_export.load(guessing_package, threads=1, guess="none").generate(IDS[:9], max_tokens=30)
     told = [[*IDS[:9], *plain.tokens]]
-    model.speculation = Always(4, lambda tokens: Told(told, tokens))
+    model.speculation = Always(4, lambda tokens, sequence: Told(told, tokens))
     for count in (1, 2, 5, 9):
         model.start()
         tokens = model.generate(IDS[:9], 30, Sampling())
@@ -117,7 +117,7 @@ def test_the_distribution_is_that_of_plain_sampling(model: OrtModel) -> None:
     likely = np.argsort(-exact)[:6]
     counts: Counter[int] = Counter()
     model.speculation = Always(
-        4, lambda tokens: SimpleNamespace(guess=lambda most: [int(likely[1])] * most, extend=list, sure=int)
+        4, lambda tokens, sequence: SimpleNamespace(guess=lambda most: [int(likely[1])] * most, extend=list, sure=int)
     )
     draws, tokens = 400, Sampling(0.7, seed=3)
     model.start()
@@ -140,11 +140,11 @@ def test_answers_beside_others(model: OrtModel, guessing_package: Path, byte_pac
     told = [case.prompt + right[case][0] for case in CASES]
     for rows, guesser in (
         (3, None),
-        (2, lambda tokens: Told(told, tokens)),
+        (2, lambda tokens, sequence: Told(told, tokens)),
         (3, Draft(OrtModel(byte_package), 257).guesser),
     ):
         prefixes = None if guesser is None else PrefixCache(model.table, 1 << 24)
-        model.speculation = Always(4, guesser or (lambda tokens: Told(told, tokens)))
+        model.speculation = Always(4, guesser or (lambda tokens, sequence: Told(told, tokens)))
         scheduler = Scheduler(model, text, rows, piece=16, prefixes=prefixes)
         for stop in (False, True):  # the second time what was kept is read
             cases = [replace(c, stop=right[c][1][5:7]) if stop and right[c][1][5:7] else c for c in CASES]

@@ -1,0 +1,111 @@
+"""Heads that guess tokens ahead (MTP) of published checkpoints, as small models of their families.
+
+Such a head reads the model's last hidden state, behind its norm, beside the embedding of the token that came next: both are normed, and one
+linear layer takes them together. Layers of the family's own with a cache of theirs, a norm and the model's own head say what follows that
+token; what is behind the norm stands where the model's hidden state did when the head goes on with its own guess.
+
+Source: how vLLM reads them (model_executor/models/qwen3_5_mtp.py, qwen3_next_mtp.py, nemotron_h_mtp.py, bailing_moe_mtp.py) and
+transformers (modeling_layers.py, MtpModel).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from still_export.mixers.roles import FEED_FORWARD
+from still_export.models.families import Family
+from still_export.models.weights import Weight, Weights
+
+PREFIX = "mtp."
+"""Of the names of a head's own weights and nodes beside the model's."""
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+"""Weights of a head that are the model's."""
+_PARTS = {
+    **dict.fromkeys(("fc", "eh_proj"), "fc"),
+    **dict.fromkeys(("pre_fc_norm_embedding", "enorm"), "embedding_norm"),
+    **dict.fromkeys(("pre_fc_norm_hidden", "hnorm"), "hidden_norm"),
+    "final_layernorm": "model.norm",
+}
+"""What lies around a head's layers, by published names that lie beside the layers or in one of them."""
+_NAME = re.compile(r"(?:.*\b)?mtp\.(.*)|model\.(layers\.(\d{1,6})\..*)")
+_PART = re.compile(rf"(?:layers\.\d+\.)?({'|'.join(_PARTS)})\.(.*)")
+_AGAIN = re.compile(r"(?:layers\.\d+\.)?(?:shared_head\.|embed_tokens\.|word_embeddings\.|lm_head\.)")
+"""The model's embedding and head once more."""
+
+
+def weight_name(name: str, head: bool = True) -> str:
+    """A weight of a head beside those of its model, where it is a `head`."""
+    return f"{PREFIX}{name}" if head and name not in SHARED else name
+
+
+class AheadMixin:
+    """Goes before a family's STILL class, whose layers are the head's."""
+
+    config: Any
+    model: Any
+    weight_roles: ClassVar = {"fc.weight": FEED_FORWARD}
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.embedding_norm, self.hidden_norm = (copy.deepcopy(self.model.norm) for _ in range(2))
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def decode(self, positions: Tensor, cache: Any, *, input_ids: Tensor, hidden: Tensor, **kwargs: Any) -> Any:
+        """As of StillModelMixin. `hidden` [B, T, channels]: of each token, what the model had made of the one before it."""
+        tokens = self.embedding_norm(self.model.embed_tokens(input_ids))
+        given = self.fc(torch.cat([tokens, self.hidden_norm(hidden.to(tokens.dtype))], dim=-1))
+        return super().decode(positions, cache, inputs_embeds=given, **kwargs)  # type: ignore[misc]
+
+
+@cache
+def ahead_family(family: Family) -> Family:
+    """The family of the heads of `family`."""
+    name = f"{family.still_model.__name__}Ahead"
+    return replace(family, still_model=type(name, (AheadMixin, family.still_model), {"__module__": __name__}))
+
+
+def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What config.json would say of the head alone; None: the model has none, or one whose definition is not covered.
+
+    Args:
+        config: Of the model.
+        values: Its config.json.
+    """
+    kind = config.model_type.removeprefix("still_")
+    layers = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+        if values.get("mtp_num_hidden_layers", 1) != 1 or values.get("mtp_use_dedicated_embeddings"):
+            return None
+        return {**values, **layers, "mlp_only_layers": []}
+    if kind == "bailing_hybrid" and config.num_mtp_layers == 1:
+        return {**values, **layers, "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
+    if kind == "nemotron_h" and config.num_nextn_predict_layers == 1:
+        types = list(config.mtp_layers_block_type)
+        if "linear_attention" in types:  # its state would need what the model's states need
+            return None
+        dropped = ("hybrid_override_pattern", "mtp_hybrid_override_pattern", "layers_block_type")
+        kept = {name: value for name, value in values.items() if name not in dropped}
+        return {**kept, "layer_types": types, "num_hidden_layers": len(types), "num_nextn_predict_layers": 0}
+    return None
+
+
+def ahead_tensors(tensors: Weights) -> dict[str, Weight]:
+    """A head's own tensors under the names of its model, `tensors` as they are published or behind the model's layers."""
+    found: dict[str, Weight] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        assert match is not None, name
+        rest = match[1] if match[1] is not None else f"layers.0.{match[2].split('.', 2)[2]}"
+        if _AGAIN.match(rest):
+            continue
+        part = _PART.fullmatch(rest)
+        found[f"{_PARTS[part[1]]}.{part[2]}" if part else f"model.{rest}"] = tensor
+    return found

@@ -1,0 +1,176 @@
+"""The proof of a head that guesses tokens ahead (MTP): beside PyTorch, on what the runtime's model made of tokens, guesses between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.mixers.cache import empty_states
+from still_export.models.base import last_rows
+from still_export.models.step import decode_with_state
+from still_export.package.calls import Arrays
+from still_export.proof.cases import Case, errors_of
+from still_export.proof.checks import Check
+from still_export.proof.codes import as_numbers
+from still_export.proof.sessions import Session
+from still_graphs.states import AHEAD
+from still_kernels.forms import pytorch_forms
+from still_kernels.ties import Pairs
+
+ROUNDS = 6
+"""Of guesses, of each of which some hold."""
+LOGITS, READ = f"{AHEAD}logits", f"{AHEAD}read"
+"""Outputs that are compared beside the head's states: its logits, and the model's of the hidden states that it reads."""
+NEAR = 8.0
+"""Times the error of PyTorch's own run that scores of a router may differ and either choice is right."""
+
+
+@dataclass
+class _Row:
+    """What a runtime's model read in one sequence and made of it; the head's answers behind so many tokens, to tokens that follow; the
+    model's own logits from some place on."""
+
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[np.ndarray] = field(default_factory=list)
+    asked: list[tuple[int, list[int], np.ndarray]] = field(default_factory=list)
+    read: tuple[int, np.ndarray] = (0, np.zeros(0))
+
+
+class HeadCases:
+    """Questions to a head, drawn at random.
+
+    Args:
+        right, own: Read the head in PyTorch, in a wider type than the package's and as the package computes.
+        chunk: Tokens at whose multiples calls may differ.
+        seed: Of the prompts.
+    """
+
+    def __init__(self, right: Callable[[], Any], own: Callable[[], Any], chunk: int, seed: int = 0) -> None:
+        self.right, self.own = right, own
+        self.lengths, self.random = (chunk + 5, 1, 2 * chunk - 1), np.random.default_rng(seed)
+
+    def judged(self, session: Session) -> tuple[Case, Pairs, Check]:
+        """A case of all questions, its outputs, one pair for each sequence, and how many of the logits could be compared."""
+        pairs: Pairs = []
+        own: list[Arrays] = []
+        sums: dict[str, list[float]] = {}
+        kept = rows = 0
+        asked = self._run(session)
+        answers = []
+        for read in (self.right, self.own):
+            model = read()  # one of them at a time is in memory
+            answers.append([self._answers(model, row, states) for row, states in asked])
+            del model
+        for (row, states), (right, margins), (ours, other) in zip(asked, *answers, strict=True):
+            found = {LOGITS: np.concatenate([x for _, _, x in row.asked])[None], READ: row.read[1][None], **states}
+            right, ours, found = (as_numbers(x) for x in (right, ours, found))
+            if margins is not None and other is not None:
+                error = NEAR * np.abs(margins - other).max()
+                tied = np.abs(margins).reshape(len(margins), -1).min(-1) <= error
+                for each in (ours, found):
+                    each[LOGITS] = np.where(tied[None, :, None], right[LOGITS], each[LOGITS])
+                kept -= int(tied.sum())
+            kept, rows = kept + right[LOGITS].shape[1], rows + right[LOGITS].shape[1]
+            pairs.append((right, found))
+            own.append({})
+            for name, expected in right.items():
+                errors, total = errors_of(expected, ours[name])
+                own[-1][name] = errors.astype(np.float32)
+                sums.setdefault(name, []).append(total / max(expected.size, 1))
+        case = Case("head, guessed", [], [expected for expected, _ in pairs], own=own)
+        case.own_mean = {name: float(np.mean(each)) for name, each in sums.items()}
+        return case, pairs, Check("the head's logits", kept > 0, f"{rows - kept} of {rows} behind a router's near tie")
+
+    def _run(self, session: Session) -> list[tuple[_Row, Arrays]]:
+        """Let the runtime read prompts, guess, and read what follows; what it read and said, and the head's states, by sequence."""
+        model, random = session.model, self.random
+        head, vocabulary = model.head, int(model.manifest["model"]["vocab_size"])
+        count = min(len(self.lengths), model.most_rows or len(self.lengths))
+        rows = [_Row() for _ in range(count)]
+        follow: Callable[..., None] = head.follow
+
+        def followed(first: int, tokens: np.ndarray, counts: np.ndarray, hidden: np.ndarray) -> None:
+            for number, brought in enumerate(counts):
+                rows[first + number].tokens += tokens[number, :brought].tolist()
+                rows[first + number].hidden += [*hidden[number, :brought].copy()]
+            follow(first, tokens, counts, hidden)
+
+        def drawn(*shape: int) -> np.ndarray:
+            return random.integers(vocabulary, size=shape)
+
+        head.follow = followed
+        try:
+            model.start(count)
+            lengths = np.array(self.lengths[:count])
+            half = lengths // 2
+            model.feed(drawn(count, int(half.max(initial=1))), half)
+            model.feed(drawn(count, int((lengths - half).max())), lengths - half)
+            for turn in range(ROUNDS):
+                following = drawn(count, 1 + model.guesses)
+                for number, row in enumerate(rows):
+                    guesses = [int(following[number, 0]), *drawn(model.guesses - 1).tolist()]
+                    logits = [head.begin(number, guesses[0]), *map(head.go_on, guesses[1:])]
+                    row.asked.append((len(row.tokens), guesses, np.array(logits)))
+                if turn == ROUNDS // 2:
+                    model.step(following[:, 0])
+                    continue
+                said = model.guess(following)
+                held = random.integers(turn == 0, 2 + model.guesses, count)
+                for row, logits, number in zip(rows, said, held, strict=True):
+                    row.read = (len(row.tokens), logits[:number]) if number else row.read
+                model.accept(held)
+            states = [
+                {f"present_{name}": array for name, array in model.take(number).items() if name.startswith(AHEAD)}
+                for number in range(count)
+            ]
+        finally:
+            del head.follow
+        return list(zip(rows, states, strict=True))
+
+    @torch.no_grad()
+    def _answers(self, model: Any, row: _Row, states: Arrays) -> tuple[Arrays, np.ndarray | None]:
+        """PyTorch's answers to a sequence's questions, and what routers compared for each of its logits."""
+        watched: list[Tensor] = []
+        routers = [module for module in model.modules() if hasattr(module, "watch")]
+        for module in routers:
+            module.watch = lambda margins: watched.append(margins[:, -1].double())
+        hidden = torch.tensor(np.array(row.hidden))[None]
+        tokens = torch.tensor(row.tokens)[None]
+        empty = empty_states(model.config, 1, model.dtype, len(row.tokens) + len(row.asked[0][1]))
+
+        def call(ids: Tensor, made: Tensor, past: int, before: list[dict[str, Tensor]]) -> Any:
+            watched.clear()
+            new, length = torch.tensor([ids.shape[1]]), torch.tensor([past])
+            kept = [{name: x.clone() for name, x in layer.items()} for layer in before]
+            every, after = decode_with_state(model, ids, new, length, kept, hidden=made)
+            last = last_rows(every, new, 1)
+            return model.logits(last)[0].double().numpy(), last, after, [x.numpy() for x in watched]
+
+        with pytorch_forms():
+            held = call(tokens[:, 1:], hidden[:, :-1], 0, empty)[2] if len(row.tokens) > 1 else empty
+            logits, margins = [], []
+            for length, guesses, _ in row.asked:
+                made, after = hidden[:, length - 1 : length], held
+                for number, token in enumerate(guesses):
+                    found = call(torch.tensor([[token]]), made, length - 1 + number, after)
+                    logits.append(found[0])
+                    _, made, after, seen = found
+                    margins.append(np.concatenate([x.ravel() for x in seen]) if seen else np.zeros(0))
+        for module in routers:
+            module.watch = None
+        layers = int(next(iter(states)).rpartition(".")[2])
+        found = {LOGITS: np.concatenate(logits)[None]}
+        for number, layer in enumerate(held):
+            for name, x in layer.items():
+                output = f"present_{AHEAD}{name}.{layers + number}"
+                found[output] = (x.float() if x.dtype == torch.float64 else x).numpy()[:, :, : len(row.tokens) - 1]
+        last = f"present_{AHEAD}hidden.{layers}"
+        found[last] = np.array(row.hidden[-1:])
+        begin, said = row.read
+        found[READ] = model.logits(hidden[:, begin : begin + len(said)].to(model.dtype)).double().numpy()
+        return found, np.array(margins) if margins[0].size else None
