@@ -16,6 +16,10 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 NEXT_TOKEN = "next_token"
 """Output of the graphs that say which token is the likeliest, int32, one for each row of logits."""
 
+EMBEDDINGS, POSITIONS = GIVEN = ("inputs_embeds", "position_ids")
+"""Inputs, with defaults, of the graphs of models that see images. Embeddings [B, T, C] stand where a token's id is -1; positions int64
+[3, B, T] in time, height and width, -1: as tokens are counted. Dimensions of 1 are repeated."""
+
 ANY = 1 << 62
 """More tokens than any call has."""
 

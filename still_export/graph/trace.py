@@ -12,7 +12,7 @@ from still_export.graph.garbage import few_collections
 from still_export.graph.repeat import Constants, Hidden, constants_of, like, only
 from still_export.mixers.cache import empty_states, state_table
 from still_export.models import forward_with_state
-from still_graphs.states import State, StateTable, rows_after
+from still_graphs.states import GIVEN, State, StateTable, rows_after
 
 TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
 """Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""
@@ -59,13 +59,16 @@ class _StatefulForward(nn.Module):
         self.alike = alike
         self.hidden = Hidden()
 
-    def forward(self, input_ids: Tensor, new_tokens: Tensor, past_length: Tensor, past: list[Tensor]) -> list[Tensor]:
+    def forward(
+        self, input_ids: Tensor, new_tokens: Tensor, past_length: Tensor, past: list[Tensor], seen: list[Tensor]
+    ) -> list[Tensor]:
         given: dict[int, dict[str, Tensor]] = {layer: {} for layer in self.alike}
         for key, tensor in zip(self.states, past, strict=True):
             given[key.layer][_name(key)] = tensor
         layers = [given[layer] for layer in self.alike]
         self.hidden.states.clear()
-        logits, present = forward_with_state(self.model, input_ids, new_tokens, past_length, layers, self.keep)
+        images = dict(zip(GIVEN, seen, strict=False))
+        logits, present = forward_with_state(self.model, input_ids, new_tokens, past_length, layers, self.keep, images)
         kept = [present[key.layer][_name(key)] for key in self.states]
         return [logits.float(), *kept, past_length + new_tokens, *self.hidden.states]
 
@@ -79,8 +82,8 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False) -> TracedModel:
         whole: Trace all layers, also those that are like others.
 
     Returns:
-        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits` (float32),
-        `present_<state>.<layer>`, `present_length [B]`.
+        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`, of a model that sees images
+        GIVEN; outputs `logits` (float32), `present_<state>.<layer>`, `present_length [B]`.
     """
     config = model.config
     states = state_table(config, model.dtype)
@@ -95,18 +98,22 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False) -> TracedModel:
     named = {"batch": batch, **growing}
     shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in wrapper.states]
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
-    arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)
+    ids = torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64)
+    seen = [torch.zeros(*ids.shape, config.hidden_size, dtype=model.dtype), ids.expand(3, *ids.shape).clone()]
+    seen = seen if getattr(config, "vision_config", None) else []
+    sizes = [{0: batch, 1: tokens}, {1: batch, 2: tokens}][: len(seen)]
+    arguments = (ids, counts + TRACE_TOKENS, counts, past, seen)
     names, weights = _weight_names(wrapper), dict(model.named_parameters())
     with few_collections(), torch.no_grad(), only(model, set(alike)) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
             arguments,
-            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes),
+            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes, sizes),
             strict=False,
         )
     return TracedModel(
         program,
-        ["input_ids", "new_tokens", "past_length", *(key.past for key in states)],
+        ["input_ids", "new_tokens", "past_length", *(key.past for key in states), *GIVEN[: len(seen)]],
         ["logits", *(key.present for key in states), "present_length"],
         states,
         names,

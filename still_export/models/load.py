@@ -33,6 +33,7 @@ from still_export.models.families import Family
 from still_export.models.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.models.gguf import read_gguf, read_tokenizer
 from still_export.models.linear_names import language_model, published_names
+from still_export.models.vision import Vision, take_vision
 from still_export.models.weights import Weight, Weights, stand_ins, value_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -53,6 +54,7 @@ class _Checkpoint:
     still: StillConfig | None = None
     configured: Path | None = None  # the file that `still` is from
     added: list[Path] = field(default_factory=list)  # files of overlays' tensors
+    sight: dict[str, Any] | None = None  # config.json of a model that sees images
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Source:
     """A STILL model before its weights are read.
 
     `family` and `config` say what it is, `weights` holds each of its parameters by name (a tied one once, under the embedding's),
-    `left_out` says what of the folder is no part of it.
+    `left_out` says what of the folder is no part of it, `vision` is the encoder of images where it was asked for.
     """
 
     family: Family
@@ -68,6 +70,7 @@ class Source:
     weights: Weights
     generation: GenerationConfig
     left_out: str = ""
+    vision: Vision | None = None
 
     def model(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The model in evaluation mode around `tensors`, which have the names, shapes and types of `weights`."""
@@ -98,6 +101,7 @@ def open_source(
     overlays: Sequence[str | Path] = (),
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
+    vision: bool = False,
 ) -> Any:
     """A STILL model whose weights are read, and checked, when they are asked for.
 
@@ -111,6 +115,7 @@ def open_source(
         overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps.
         dtype: float32, float16, bfloat16, or auto = as stored.
         revision: Of a hub id.
+        vision: With the encoder of images; the model takes its embeddings.
 
     Raises:
         ModelNotFoundError: `source` is no model.
@@ -124,6 +129,9 @@ def open_source(
     for overlay in overlays:
         _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
     found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, str(source))
+    sees = take_vision(found.sight, found.tensors, str(source)) if vision else None
+    if sees is not None:
+        found.config["vision_config"] = sees.config.to_dict()
     fresh, left_out = False, ""
     released = found.model_type == "still" or convert.is_released(found.tensors)
     if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
@@ -196,7 +204,7 @@ def open_source(
         raise CheckpointError(
             f"generation_config.json of {source} is not valid: {reason} Fix the named value."
         ) from error
-    return Source(family, config, weights, generation, left_out)
+    return Source(family, config, weights, generation, left_out, sees)
 
 
 def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype:
@@ -294,7 +302,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         return _Checkpoint(model_type, values, dict(blocks))
     config = read_config(path)
     quantized = config.pop("quantization_config", None)
-    config = language_model(config)
+    sight, config = config, language_model(config)
     quantized = config.pop("quantization_config", quantized)
     optimized = path / "hf_quant_config.json"
     if quantized is None and optimized.is_file():  # older folders of Model Optimizer say it there alone
@@ -310,6 +318,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         tensors,
         read_checked(adapter, Adapter) if adapter.is_file() else None,
         read_checked(generation, Generation) if generation.is_file() else {},
+        sight=sight,
     )
 
 

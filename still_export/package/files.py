@@ -21,6 +21,8 @@ PORTABLE = "portable.onnx"
 """The graph that every target is lowered from, over the same weights."""
 FOLD = "fold.onnx"
 """The graph that takes the tokens of a call of guesses that hold into the states, over the same weights."""
+VISION = "vision.onnx"
+"""The graph of the encoder of images; its weights lie beside it."""
 PLUGIN = "libstill_tensorrt"
 """How the names of plugin libraries begin."""
 

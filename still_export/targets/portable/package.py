@@ -16,7 +16,7 @@ from still_export.models.description import describe_model
 from still_export.models.source import find_source
 from still_export.models.weights import is_coded
 from still_export.package.chat_format import chat_format
-from still_export.package.files import DATA, PORTABLE
+from still_export.package.files import DATA, PORTABLE, VISION
 from still_export.package.folder import Package, write_manifest
 from still_export.runtime.ort import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
@@ -76,6 +76,13 @@ def write_portable(
     planned = _plan_quantization(source, model, options, layout(dtype), to, progress)
     progress("tracing")
     manifest |= _write_graph(model, source.weights, options, folder, progress, manifest, planned, dump)
+    if source.vision is not None:
+        from still_export.graph.vision import vision_graph
+        from still_export.graph.weights_file import save_streaming
+
+        progress("tracing the encoder of images")
+        save_streaming(vision_graph(source.vision), folder / VISION, f"{VISION}.data")
+        manifest["vision"] = source.vision.said
     progress("hashing")
     write_manifest(folder, manifest)
     return Package(folder, manifest)
