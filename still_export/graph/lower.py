@@ -171,6 +171,8 @@ def _give_defaults(model: ir.Model) -> None:
         value.shape = ir.Shape(shape)
         value.const_value = ir.tensor(default, dtype=dtype, name=value.name)
         model.graph.initializers.add(value)
+        for node in [node for node, _ in value.uses() if node.op_type != "Where"]:  # traced with dimensions of 1
+            node.outputs[0].shape = ir.Shape(shape)
 
 
 @contextlib.contextmanager

@@ -99,16 +99,16 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False) -> TracedModel:
     shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in wrapper.states]
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
     ids = torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64)
-    seen = [torch.zeros(*ids.shape, config.hidden_size, dtype=model.dtype), ids.expand(3, *ids.shape).clone()]
+    # Of dimensions of 1, as their defaults: the graph shall not take batch and tokens from what may be left out.
+    seen = [torch.zeros(1, 1, config.hidden_size, dtype=model.dtype), torch.full((3, 1, 1), -1)]
     seen = seen if getattr(config, "vision_config", None) else []
-    sizes = [{0: batch, 1: tokens}, {1: batch, 2: tokens}][: len(seen)]
     arguments = (ids, counts + TRACE_TOKENS, counts, past, seen)
     names, weights = _weight_names(wrapper), dict(model.named_parameters())
     with few_collections(), torch.no_grad(), only(model, set(alike)) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
             arguments,
-            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes, sizes),
+            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, {0: batch}, shapes, [None] * len(seen)),
             strict=False,
         )
     return TracedModel(

@@ -53,6 +53,4 @@ def decode_given(
         return model.decode(positions, cache, input_ids=input_ids)
     own = model.model.embed_tokens(input_ids.clamp_min(0))
     embedded = torch.where(input_ids[..., None] < 0, given[EMBEDDINGS].to(own.dtype), own)
-    return model.decode(
-        torch.where(given[POSITIONS] < 0, positions, given[POSITIONS]), cache, inputs_embeds=embedded
-    )
+    return model.decode(torch.where(given[POSITIONS] < 0, positions, given[POSITIONS]), cache, inputs_embeds=embedded)

@@ -58,7 +58,12 @@ def take_vision(config: Mapping[str, Any] | None, tensors: MutableMapping[str, W
         CheckpointError: Its tensors are not those that the configuration demands.
     """
     kind = (config or {}).get("model_type")
-    if config is None or kind not in SEEN or not isinstance(config.get("vision_config"), dict) or None in map(config.get, TOKENS):
+    if (
+        config is None
+        or kind not in SEEN
+        or not isinstance(config.get("vision_config"), dict)
+        or None in map(config.get, TOKENS)
+    ):
         raise UnsupportedModelError(
             f"--vision: {source} has no encoder of images that is covered; covered: {', '.join(SEEN)} as they are published. Export "
             "without it for the language model alone."
@@ -132,9 +137,7 @@ class VisionEncoder(nn.Module):
 
     def _positions(self, row: Tensor, rows: Tensor, column: Tensor, columns: Tensor) -> Tensor:
         """The table of positions, a square, stretched over the image, corners on corners: [N, channels]."""
-        (down, along), (low, high) = (
-            zip(*(self._taps(row, rows), self._taps(column, columns)), strict=True)
-        )
+        (down, along), (low, high) = zip(*(self._taps(row, rows), self._taps(column, columns)), strict=True)
         places = down[:, :, None] * self.side + along[:, None]
         weights = low[:, :, None] * high[:, None]
         table: Tensor = self.visual.pos_embed(places.flatten(1))

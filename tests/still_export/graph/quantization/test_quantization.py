@@ -68,7 +68,9 @@ def test_rounding_to_nearest_is_onnxruntimes(bits: int) -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(40, 96, generator=generator)
     halves = torch.randint(-15, 16, (40, 96), generator=generator) / 2
-    between = torch.tensor([15.0, *[0.5 - 2.0**-25] * 31]).repeat(40, 3)  # scale 1: what raising by 0.5 would round to 1
+    between = torch.tensor([15.0, *[0.5 - 2.0**-25] * 31]).repeat(
+        40, 3
+    )  # scale 1: what raising by 0.5 would round to 1
     for weight in (drawn, drawn.abs(), -drawn.abs(), halves, drawn * (drawn > 1.5), between, drawn.bfloat16()):
         made = quantize(weight, bits, 32, "rtn")
         config = DefaultWeightOnlyQuantConfig(block_size=32, bits=bits, is_symmetric=bits == 8)
