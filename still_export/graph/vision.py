@@ -28,10 +28,7 @@ def vision_graph(vision: Vision) -> ir.Model:
         program = torch.export.export(encoder, (pixels, grid), dynamic_shapes=(sizes, None), strict=False)
     names = {name: name.removeprefix("visual.") for name, _ in encoder.named_parameters()}
     model = onnx_of(program, INPUTS, [OUTPUT], names, {})
-    for value, shape in (
-        (model.graph.inputs[0], ["images", "patches", pixels.shape[2]]),
-        (model.graph.outputs[0], ["images", "embeddings", vision.config.out_hidden_size]),
-    ):
-        value.shape = ir.Shape(shape)
+    model.graph.inputs[0].shape = ir.Shape(["images", "patches", pixels.shape[2]])
+    model.graph.outputs[0].shape = ir.Shape(["images", "embeddings", int(vision.config.out_hidden_size)])
     give_weights(model, names, vision.weights)
     return model

@@ -98,8 +98,9 @@ class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
         self.rows: Tensor | None = None
         if getattr(config, "vision_config", None):
             rows = torch.zeros(len(self.inv_freq), dtype=torch.int64)
-            for row in (1, 2):
-                rows[row : 3 * self.mrope_section[row] : 3] = row
+            for row, channels in enumerate(self.mrope_section or ()):
+                if row:
+                    rows[row : 3 * channels : 3] = row
             del self.rows
             self.register_buffer("rows", rows, persistent=False)
 

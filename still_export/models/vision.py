@@ -157,6 +157,7 @@ class VisionEncoder(nn.Module):
         heads = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1))
         query, key, value = heads.unbind(2)  # [F, N, H, D]
         query, key = (rotate(x.float(), cos, sin).to(x.dtype) for x in (query, key))
-        mixed = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
         result: Tensor = module.proj(mixed.transpose(1, 2).flatten(2))
         return result

@@ -327,8 +327,8 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
 def _case(draft: _Draft, answers: list[Arrays]) -> Case:
     """The case of a draft and what is known of the answers to its chain."""
     if not draft.steps:
-        after = zip(answers, draft.feeds[1:], strict=False)
-        following = ({**next_feed(a, f["input_ids"]), **given_of(f)} for a, f in after)
+        fed = zip(answers, draft.feeds[1:], strict=False)
+        following = ({**next_feed(a, f["input_ids"]), **given_of(f)} for a, f in fed)
         return Case(draft.name, [draft.feeds[0], *following], answers)
     lengths = [int(answer["present_length"][0] - answers[0]["present_length"][0]) for answer in answers]
     after = dict(zip(lengths, answers, strict=True))  # by number of steps

@@ -101,6 +101,7 @@ def _write_graph(
     """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
+    from still_export.models.checkpoint import give_pages_back
 
     lowered = portable_graph(model, weights, 0 if options.all_logits else 1 + options.speculate)
     if dump is not None:
@@ -131,7 +132,12 @@ def _write_graph(
     lowered.metadata_props.update(
         {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
     )
-    save_streaming(lowered, folder / PORTABLE, DATA, lambda done, total: say("writing the weights", done, total))
+
+    def written(done: int, total: int) -> None:
+        give_pages_back()
+        say("writing the weights", done, total)
+
+    save_streaming(lowered, folder / PORTABLE, DATA, written)
     if coded := sum(map(is_coded, weights.values())):
         exact = [part for role in said.get("quantization", {}).get("roles", {}).values() for part in role]
         kept = sum(part["weights"] for part in exact if part["method"] == EXACT)
