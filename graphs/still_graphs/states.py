@@ -20,6 +20,9 @@ LAST_HIDDEN = "last_hidden"
 """Output of graphs for heads that guess tokens ahead: what is behind the last norm, float32."""
 AHEAD = "mtp_"
 """Begin of the names of all that a head has: its inputs, outputs and states."""
+EMBEDDINGS, POSITIONS = GIVEN = ("inputs_embeds", "position_ids")
+"""Inputs, with defaults, of the graphs of models that see images. Embeddings [B, T, C] stand where a token's id is -1; positions int64
+[3, B, T] in time, height and width, -1: as tokens are counted. Dimensions of 1 are repeated."""
 
 ANY = 1 << 62
 """More tokens than any call has."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
@@ -19,7 +20,7 @@ from still_export.models.weights import Weight, Weights, value_of
 from still_export.version import __version__
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
 from still_graphs.ops.spec import CACHE
-from still_graphs.states import StateTable
+from still_graphs.states import EMBEDDINGS, GIVEN, StateTable
 
 IR_VERSION = 10
 
@@ -103,11 +104,44 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
     traced_ops = [s for s in OPS.values() if s.traced]
     table = {getattr(getattr(torch.ops, s.domain), s.torch_name).default: _translation(s) for s in traced_ops}
     absent = {name for s in traced.states if traced.alike[s.layer] != s.layer for name in (s.past, s.present)}
+    model = onnx_of(
+        traced.program,
+        [name for name in traced.input_names if name not in absent],
+        [*(name for name in traced.output_names if name not in absent), *hidden_names(traced.alike)],
+        traced.weight_names,
+        table,
+    )
+    with few_collections():
+        repeat_layers(model, traced.alike, traced.constants, traced.input_names, traced.output_names)
+    weights = traced.weights if weights is None else weights
+    _drop_absent(model)
+    _widen_norms(model)
+    _name_dimensions(model, traced.states)
+    give_weights(model, traced.weight_names, weights)
+    _give_defaults(model)
+    return model
+
+
+def onnx_of(
+    traced: torch.export.ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    weights: Collection[str],
+    table: dict[Any, Any],
+) -> ir.Model:
+    """A traced program in ONNX.
+
+    Args:
+        traced: The program.
+        inputs, outputs: Their names, in order.
+        weights: Names that the program gives its weights, whose values are left out.
+        table: What ops of ours become.
+    """
     with few_collections(), _without_exporter_noise():
         program = torch.onnx.export(
-            traced.program,
-            input_names=[name for name in traced.input_names if name not in absent],
-            output_names=[*(name for name in traced.output_names if name not in absent), *hidden_names(traced.alike)],
+            traced,
+            input_names=inputs,
+            output_names=outputs,
             opset_version=OPSET,
             custom_translation_table=table,
             dynamo=True,
@@ -116,20 +150,29 @@ def lower_program(traced: TracedModel, weights: Weights | None = None) -> ir.Mod
         )
         assert program is not None  # only with a file name
         model = program.model
-        for name in set(traced.weight_names).intersection(model.graph.initializers):
+        for name in set(weights).intersection(model.graph.initializers):
             model.graph.initializers[name].const_value = None  # the optimizer shall neither read nor fold weights
         program.optimize()
         model = program.model
-        repeat_layers(model, traced.alike, traced.constants, traced.input_names, traced.output_names)
-    weights = traced.weights if weights is None else weights
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "still-export", __version__
-    _drop_absent(model)
-    _widen_norms(model)
-    _name_dimensions(model, traced.states)
-    _give_weights(model, traced.weight_names, weights, _store_transposed(model, traced.weight_names))
-    _drop_trace_metadata(model)
     return model
+
+
+def _give_defaults(model: ir.Model) -> None:
+    """Let what a model that sees images is given be left out: embeddings of no token, positions as tokens are counted."""
+    for value in [value for value in model.graph.inputs if value.name in GIVEN]:
+        dtype, sizes = value.dtype or ir.DataType.FLOAT, [*(value.shape or ())]
+        embeds = value.name == EMBEDDINGS
+        shape: list[int | str] = [f"{value.name}_{axis}" for axis in ("batch", "tokens")]
+        shape = [*shape, int(sizes[-1])] if embeds else [3, *shape]
+        least = [size if isinstance(size, int) else 1 for size in shape]
+        default = np.full(least, 0 if embeds else -1, dtype.numpy())
+        value.shape = ir.Shape(shape)
+        value.const_value = ir.tensor(default, dtype=dtype, name=value.name)
+        model.graph.initializers.add(value)
+        for node in [node for node, _ in value.uses() if node.op_type != "Where"]:  # traced with dimensions of 1
+            node.outputs[0].shape = ir.Shape(shape)
 
 
 @contextlib.contextmanager
@@ -247,12 +290,19 @@ def _store_transposed(model: ir.Model, names: dict[str, str]) -> set[str]:
     return turned
 
 
-def _give_weights(model: ir.Model, names: dict[str, str], weights: Weights, turned: set[str]) -> None:
-    """Name weights as the model does, and let each read its values when it is asked for them."""
+def give_weights(model: ir.Model, names: dict[str, str], weights: Weights) -> None:
+    """Name weights as the model does, and let each read its values when it is asked for them; what the trace said of nodes goes.
+
+    Args:
+        names: The model's by the program's.
+        weights: Values by the model's names; those of products are stored as [in, out].
+    """
+    turned = _store_transposed(model, names)
     for old in [name for name in names if name in model.graph.initializers]:
         value, name = model.graph.initializers.pop(old), names[old]
         value.name, value.const_value = name, lazy_tensor(name, weights[name], old in turned)
         model.graph.initializers[name] = value
+    _drop_trace_metadata(model)
 
 
 def lazy_tensor(name: str, weight: Weight, turned: bool = False) -> ir.LazyTensor:

@@ -82,6 +82,9 @@ class ExportOptions:
     speculate: int = option(
         0, "Tokens that may be guessed in one step, at most a chunk.", shown="none", least=0, panel=MODEL
     )
+    vision: bool = option(
+        False, "Of a model that sees images: their encoder, vision.onnx, and embeddings as an input.", panel=MODEL
+    )
     adapters: bool = option(False, "`run --adapter` may add a LoRA adapter.", panel=BITS)
 
     def __post_init__(self) -> None:
@@ -89,6 +92,8 @@ class ExportOptions:
             raise ConfigError(f"--speculate {self.speculate}: a number of tokens, or 0 for none.")
         if self.speculate and self.all_logits:
             raise ConfigError("--all-logits is not for --speculate, which has logits of the last tokens of a call.")
+        if self.vision and (self.speculate or self.calibrates):
+            raise ConfigError("--vision is not for --speculate and for rounding by text; export without one of them.")
         if self.quantize is None and (self.quantize_method or self.quantize_block or self.lora or self.adapters):
             raise ConfigError("--quantize-method, --quantize-block, --lora and --adapters are for --quantize.")
         if self.quantize_budget is not None:

@@ -14,7 +14,7 @@ from still_export.mixers.cache import empty_states, state_table
 from still_export.models.ahead import AheadMixin
 from still_export.models.base import last_rows
 from still_export.models.step import decode_with_state, kept_rows
-from still_graphs.states import LAST_HIDDEN, State, StateTable, rows_after
+from still_graphs.states import GIVEN, LAST_HIDDEN, State, StateTable, rows_after
 
 TRACE_BATCH, TRACE_TOKENS, TRACE_CAPACITY_PERIODS = 3, 5, 4
 """Example sizes of the trace: all different and none 1, so that no dimension is specialised or taken for another."""
@@ -67,6 +67,7 @@ class _StatefulForward(nn.Module):
         new_tokens: Tensor,
         past_length: Tensor,
         past: list[Tensor],
+        seen: list[Tensor],
         hidden: Tensor | None = None,
     ) -> list[Tensor]:
         given: dict[int, dict[str, Tensor]] = {layer: {} for layer in self.alike}
@@ -74,11 +75,11 @@ class _StatefulForward(nn.Module):
             given[key.layer][_name(key)] = tensor
         layers = [given[layer] for layer in self.alike]
         self.hidden.states.clear()
-        of_head = {} if hidden is None else {"hidden": hidden}
-        every, present = decode_with_state(self.model, input_ids, new_tokens, past_length, layers, **of_head)
+        more_given = dict(zip(GIVEN, seen, strict=False)) | ({} if hidden is None else {"hidden": hidden})
+        every, present = decode_with_state(self.model, input_ids, new_tokens, past_length, layers, **more_given)
         last = last_rows(every, new_tokens, kept_rows(input_ids, self.keep))
         kept = [present[key.layer][_name(key)] for key in self.states]
-        more = [(last if of_head else every).float()] if self.ahead else []
+        more = [(every if hidden is None else last).float()] if self.ahead else []
         return [self.model.logits(last).float(), *kept, past_length + new_tokens, *more, *self.hidden.states]
 
 
@@ -92,9 +93,10 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
         ahead: A head guesses tokens ahead of the model, or `model` is one.
 
     Returns:
-        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`; outputs `logits` (float32),
-        `present_<state>.<layer>`, `present_length [B]`. With `ahead` also the output `last_hidden [B,T,C]` (float32) that heads read; of a
-        head the input `hidden` and, of the tokens that have logits, the output `last_hidden`.
+        The program; inputs `input_ids [B,T]`, `new_tokens [B]`, `past_length [B]`, `past_<state>.<layer>`, of a model that sees images
+        GIVEN; outputs `logits` (float32), `present_<state>.<layer>`, `present_length [B]`. With `ahead` also the output
+        `last_hidden [B,T,C]` (float32) that heads read; of a head the input `hidden` and, of the tokens that have logits, the output
+        `last_hidden`.
     """
     config = model.config
     states = state_table(config, model.dtype)
@@ -109,25 +111,33 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
     named = {"batch": batch, **growing}
     shapes = [{axis: named[d] for axis, d in enumerate(state.shape) if d in named} for state in wrapper.states]
     counts = torch.zeros(TRACE_BATCH, dtype=torch.int64)
-    arguments = (torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64), counts + TRACE_TOKENS, counts, past)
+    ids = torch.zeros(TRACE_BATCH, TRACE_TOKENS, dtype=torch.int64)
+    # Of dimensions of 1, as their defaults: the graph shall not take batch and tokens from what may be left out.
+    seen = [torch.zeros(1, 1, config.hidden_size, dtype=model.dtype), torch.full((3, 1, 1), -1)]
+    seen = seen if getattr(config, "vision_config", None) else []
     of_head = [torch.zeros(TRACE_BATCH, TRACE_TOKENS, config.hidden_size)] if isinstance(model, AheadMixin) else []
+    arguments = (ids, counts + TRACE_TOKENS, counts, past, seen, *of_head)
     names, weights = _weight_names(wrapper), dict(model.named_parameters())
     with few_collections(), torch.no_grad(), only(model, set(alike)) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
-            (*arguments, *of_head),
+            arguments,
             dynamic_shapes=(
                 {0: batch, 1: tokens},
                 {0: batch},
                 {0: batch},
                 shapes,
+                [None] * len(seen),
                 *[{0: batch, 1: tokens} for _ in of_head],
             ),
             strict=False,
         )
     return TracedModel(
         program,
-        ["input_ids", "new_tokens", "past_length", *(key.past for key in states), *(["hidden"] if of_head else [])],
+        [
+            *("input_ids", "new_tokens", "past_length", *(key.past for key in states)),
+            *(*GIVEN[: len(seen)], *(["hidden"] if of_head else [])),
+        ],
         ["logits", *(key.present for key in states), "present_length", *([LAST_HIDDEN] if ahead else [])],
         states,
         names,

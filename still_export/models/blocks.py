@@ -74,8 +74,8 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
         return codes.astype(np.uint8)
     if codes.shape[-1] % 2:
         codes = np.concatenate([codes, np.zeros_like(codes[..., :1])], axis=-1)
-    codes = codes.astype(np.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    pairs = np.ascontiguousarray(codes, np.uint8).view("<u2")
+    return (pairs | pairs >> 4).astype(np.uint8)
 
 
 def unpack(packed: np.ndarray, bits: int) -> np.ndarray:

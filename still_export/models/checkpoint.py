@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from still_export.models.files import Config, read_checked, read_json
 from still_export.models.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.weights import Deferred
 
+MADV_PAGEOUT = 21
+"""Of Linux' madvise: pages are written where they were changed, and dropped."""
 EXPERTS_DIM = 3
 """Dimensions of a tensor that holds all experts of a layer, or a convolution."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -223,6 +226,19 @@ def in_range(name: str, tensor: Tensor, dtype: torch.dtype, origin: str = "") ->
             f"(up to {torch.finfo(dtype).max:.6g}). Use --dtype bfloat16 or float32."
         )
     return result
+
+
+def give_pages_back() -> None:
+    """Let the system have the pages of safetensors files that were read: mapped, they count as this process's memory."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    system = ctypes.CDLL(None)
+    for line in maps.splitlines():
+        if line.endswith(".safetensors"):
+            begin, end = (int(x, 16) for x in line.split(maxsplit=1)[0].split("-"))
+            system.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_PAGEOUT)  # refused by old systems
 
 
 def is_finite(tensor: Tensor) -> bool:

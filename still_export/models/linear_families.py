@@ -93,12 +93,26 @@ class KimiConfigMixin(LinearConfigMixin):
 
 
 class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
-    """RoPE of text alone, whose places in time, height and width are one number."""
+    """RoPE of text alone, whose places in time, height and width are one number. Of a model that sees images each channel has its row."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.rows: Tensor | None = None
+        if getattr(config, "vision_config", None):
+            rows = torch.zeros(len(self.inv_freq), dtype=torch.int64)
+            for row, channels in enumerate(self.mrope_section or ()):
+                if row:
+                    rows[row : 3 * channels : 3] = row
+            del self.rows
+            self.register_buffer("rows", rows, persistent=False)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        places = position_ids if position_ids.ndim == 2 else position_ids[0]
-        angles = places[..., None].float() * self.inv_freq.float()
+        if self.rows is not None:
+            angles = position_ids[self.rows].movedim(0, -1).float() * self.inv_freq.float()
+        else:
+            places = position_ids if position_ids.ndim == 2 else position_ids[0]
+            angles = places[..., None].float() * self.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return tuple((turn * self.attention_scaling).to(x.dtype) for turn in (angles.cos(), angles.sin()))  # type: ignore[return-value]
 

@@ -35,6 +35,7 @@ from still_export.models.families import Family
 from still_export.models.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.models.gguf import read_gguf, read_tokenizer
 from still_export.models.linear_names import AHEAD, language_model, published_names
+from still_export.models.vision import Vision, take_vision
 from still_export.models.weights import Weight, Weights, stand_ins, value_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -55,6 +56,7 @@ class _Checkpoint:
     still: StillConfig | None = None
     configured: Path | None = None  # the file that `still` is from
     added: list[Path] = field(default_factory=list)  # files of overlays' tensors
+    sight: dict[str, Any] | None = None  # config.json of a model that sees images
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Source:
 
     `family` and `config` say what it is, `weights` holds each of its parameters by name (a tied one once, under the embedding's),
     `others` counts what of the folder is no part of it, by what it is for; `ahead` opens what of that guesses tokens ahead (None: nothing
-    that is covered), and raises CheckpointError where it is damaged.
+    that is covered), and raises CheckpointError where it is damaged; `vision` is the encoder of images where it was asked for.
     """
 
     family: Family
@@ -72,6 +74,7 @@ class Source:
     generation: GenerationConfig
     others: Mapping[str, int] = field(default_factory=dict)
     ahead: Callable[[], Source] | None = None
+    vision: Vision | None = None
 
     def left_out(self, ahead: bool = True) -> str:
         """The others in words, "": none; without the head, where it is not `ahead` that is left out."""
@@ -107,6 +110,7 @@ def open_source(
     overlays: Sequence[str | Path] = (),
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
+    vision: bool = False,
 ) -> Any:
     """A STILL model whose weights are read, and checked, when they are asked for.
 
@@ -120,6 +124,7 @@ def open_source(
         overlays: Folders, hub ids or safetensors files whose tensors are added to the model's: LoRA adapters, LoLCATs feature maps.
         dtype: float32, float16, bfloat16, or auto = as stored.
         revision: Of a hub id.
+        vision: With the encoder of images; the model takes its embeddings.
 
     Raises:
         ModelNotFoundError: `source` is no model.
@@ -133,6 +138,9 @@ def open_source(
     for overlay in overlays:
         _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
     found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, str(source))
+    sees = take_vision(found.sight, found.tensors, str(source)) if vision else None
+    if sees is not None:
+        found.config["vision_config"] = sees.config.to_dict()
     fresh, others = False, dict[str, dict[str, Weight]]()
     released = found.model_type == "still" or convert.is_released(found.tensors)
     if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
@@ -209,7 +217,7 @@ def open_source(
     if values is not None:
         ahead = partial(_ahead, family, values, still, {**_shared(weights), **ahead_tensors(others[AHEAD])}, generation)
     counts = {what: len(tensors) for what, tensors in others.items()}
-    return Source(family, config, weights, generation, counts, ahead)
+    return Source(family, config, weights, generation, counts, ahead, sees)
 
 
 def _shared(weights: Weights) -> dict[str, Weight]:
@@ -325,7 +333,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         return _Checkpoint(model_type, values, dict(blocks))
     config = read_config(path)
     quantized = config.pop("quantization_config", None)
-    config = language_model(config)
+    sight, config = config, language_model(config)
     quantized = config.pop("quantization_config", quantized)
     optimized = path / "hf_quant_config.json"
     if quantized is None and optimized.is_file():  # older folders of Model Optimizer say it there alone
@@ -341,6 +349,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         tensors,
         read_checked(adapter, Adapter) if adapter.is_file() else None,
         read_checked(generation, Generation) if generation.is_file() else {},
+        sight=sight,
     )
 
 

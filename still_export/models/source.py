@@ -23,6 +23,8 @@ class ModelOptions(Protocol):
     def overlays(self) -> tuple[str, ...]: ...
     @property
     def revision(self) -> str | None: ...
+    @property
+    def vision(self) -> bool: ...
 
     def still_config(self) -> StillConfig | None:
         """The STILL configuration asked for, None where nothing was."""
@@ -45,4 +47,5 @@ def find_source(options: ModelOptions) -> Source:
         overlays=options.overlays,
         dtype=dtype,
         revision=options.revision,
+        vision=options.vision,
     )

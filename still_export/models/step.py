@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from still_export.mixers.cache import StillCache
 from still_export.models.base import last_rows
+from still_graphs.states import EMBEDDINGS, POSITIONS
 
 
 def forward_with_state(
@@ -19,6 +20,7 @@ def forward_with_state(
     past_length: Tensor,
     states: Sequence[dict[str, Tensor]],
     keep: int = 1,
+    given: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Run a STILL model without data-dependent control flow, hidden state or Python counters.
 
@@ -30,11 +32,12 @@ def forward_with_state(
         states: Per layer, tensors by name, those of its ops' OpSpecs. All-zero states with past_length 0 start a sequence; see
             `still_export.mixers.cache.empty_states`.
         keep: Of how many of each sequence's last new tokens there are logits, where it has so many; 0: of all.
+        given: What `still_graphs.states.GIVEN` names, of a model that sees images.
 
     Returns:
         Logits [B, min(T, keep), V], or [B, T, V], and the states after the call in the order and shapes of `states`.
     """
-    hidden, states = decode_with_state(model, input_ids, new_tokens, past_length, states)
+    hidden, states = decode_with_state(model, input_ids, new_tokens, past_length, states, **(given or {}))
     return model.logits(last_rows(hidden, new_tokens, kept_rows(input_ids, keep))), states
 
 
@@ -50,9 +53,20 @@ def decode_with_state(
     cache = StillCache.from_states(model.config, states, past_length)
     cache.progress.begin(new_tokens, None)
     positions = past_length[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-    return model.decode(positions, cache, input_ids=input_ids, **given).last_hidden_state, cache.states()
+    return decode_given(model, positions, cache, input_ids, given).last_hidden_state, cache.states()
 
 
 def kept_rows(input_ids: Tensor, keep: int) -> Any:
     """Rows that are left of the tokens [B, T] where `keep` are asked for, as of `forward_with_state`."""
     return keep if keep < 2 else torch.sym_min(input_ids.shape[1], keep)
+
+
+def decode_given(
+    model: Any, positions: Tensor, cache: StillCache, input_ids: Tensor, given: Mapping[str, Tensor]
+) -> Any:
+    """The base model on tokens [B, T] at `positions` [B, T]; with embeddings and positions of `given` in the place of some."""
+    if EMBEDDINGS not in given:
+        return model.decode(positions, cache, input_ids=input_ids, **given)
+    own = model.model.embed_tokens(input_ids.clamp_min(0))
+    embedded = torch.where(input_ids[..., None] < 0, given[EMBEDDINGS].to(own.dtype), own)
+    return model.decode(torch.where(given[POSITIONS] < 0, positions, given[POSITIONS]), cache, inputs_embeds=embedded)

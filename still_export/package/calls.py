@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from still_graphs.states import GIVEN
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -15,6 +17,11 @@ def next_feed(outputs: Arrays, tokens: np.ndarray, new_tokens: np.ndarray | None
     feed["input_ids"] = tokens
     feed["new_tokens"] = np.full(tokens.shape[0], tokens.shape[1], np.int64) if new_tokens is None else new_tokens
     return feed
+
+
+def given_of(feed: Arrays) -> Arrays:
+    """What a feed has of images."""
+    return {name: feed[name] for name in GIVEN if name in feed}
 
 
 def typed_states(arrays: Arrays, manifest: dict[str, Any]) -> Arrays:

@@ -23,6 +23,8 @@ FOLD = "fold.onnx"
 """The graph that takes the tokens of a call of guesses that hold into the states, over the same weights."""
 HEAD = "mtp.onnx"
 """The graph of a head that guesses tokens ahead of the model's, over the same weights."""
+VISION = "vision.onnx"
+"""The graph of the encoder of images; its weights lie beside it."""
 PLUGIN = "libstill_tensorrt"
 """How the names of plugin libraries begin."""
 

@@ -176,6 +176,16 @@ class Engine(Record):
     stripped: bool = False
 
 
+class Vision(Record):
+    """The encoder of images, vision.onnx: it gives an embedding for `merge` x `merge` patches of `patch_values` numbers, for the places of
+    tokens of these ids."""
+
+    merge: Annotated[int, Field(ge=1, le=64)]
+    patch_values: Annotated[int, Field(ge=1, le=1 << 20)]
+    image_token_id: Whole
+    video_token_id: Whole
+
+
 class Manifest(Record):
     """manifest.json, docs/reference/manifest.md field by field."""
 
@@ -194,6 +204,7 @@ class Manifest(Record):
     portable: str | None = None
     every: Every | None = None
     speculate: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
+    vision: Vision | None = None
     native: Native | None = None
     quantization: Quantization | None = None
     source_codes: SourceCodes | None = None

@@ -17,8 +17,9 @@ from still_export.mixers.cache import StillCache, state_table
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.models.base import last_rows
 from still_export.models.load import Source
+from still_export.models.step import decode_given
 from still_export.models.weights import Weight, narrow_value_of, row_pieces
-from still_export.package.calls import Arrays
+from still_export.package.calls import Arrays, given_of
 from still_export.proof.codes import as_numbers
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
@@ -61,6 +62,7 @@ class Call:
             or, without one, leaves those of `right` to the next call.
         feed: The right states before the call, `past_<state>.<layer>`.
         every: Logits of every token, where the package gives those of the last.
+        given: What the call has of images, by `still_graphs.states.GIVEN`, over its tokens.
     """
 
     tokens: np.ndarray
@@ -69,6 +71,7 @@ class Call:
     right: Arrays | None = None
     feed: Arrays | None = None
     every: bool = False
+    given: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Chain:
     @classmethod
     def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
         """The single call that `feed` describes."""
-        return cls(feed, [Call(feed["input_ids"], feed["new_tokens"], keep)])
+        return cls(feed, [Call(feed["input_ids"], feed["new_tokens"], keep, given=given_of(feed))])
 
 
 class LayerwiseModel:
@@ -254,6 +257,7 @@ class _Layer:
         self.seen: dict[str, Tensor] = {}
         self.follow: Tensor | None = None
         self.told: Tensor | None = None
+        self.given: dict[str, Tensor] = {}
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if isinstance(module, HybridOpModule)]
         for module in [module for module in watched if module not in selecting][-1:]:
@@ -315,7 +319,7 @@ class _Layer:
         layers[self.index].forward = compute
         positions = length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         try:
-            result = self.model.decode(positions, cache, input_ids=tokens).last_hidden_state
+            result = decode_given(self.model, positions, cache, tokens, self.given).last_hidden_state
         except _Reached:
             result = found[0]
         finally:
@@ -354,6 +358,7 @@ class _Chain:
         layer.told = None if told is None else torch.from_numpy(told).to(self.device)
         for i, call in enumerate(self.chain.calls):
             layer.follow = None if follow is None else self._at(follow, i)
+            layer.given = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
             at = (self.hidden[i], self.tokens[i], self.new[i], self.lengths[i])

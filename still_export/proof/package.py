@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +116,11 @@ def verify(
         report = Verifier(proof.package, cases, target, proof.steps).run(output, started(cases.count))
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
+    if manifest.get("vision") and options.calls is None:
+        from still_export.proof.vision import vision_check
+
+        asked = _options(proof.package, options.model, manifest["model"]["dtype"])
+        report = replace(report, checks=[*report.checks, vision_check(proof.package, asked, options.seed)])
     if not proof.quantized or options.calls is not None:
         return Verdict(report, target)
     from still_export.proof.quantized import quantization_loss_of
@@ -265,8 +270,6 @@ def _torch_cases(
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
     """What was exported, in `dtype`, read from where `model` lies now."""
-    from dataclasses import replace
-
     from still_export.graph.options import ExportOptions
 
     options = ExportOptions.from_manifest(package.manifest)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, last_logits, typed_states
+from still_export.package.calls import Arrays, given_of, last_logits, typed_states
 from still_export.package.folder import Package
 from still_export.proof.checks import Check
 from still_export.proof.reference import open_runner
@@ -58,7 +59,9 @@ class Session:
     def infer(self, feed: Arrays) -> Arrays:
         """Outputs of one call whose state is given."""
         self.load(feed)
-        return self._outputs(self.model.feed(feed["input_ids"], feed["new_tokens"]))
+        ids, new, given = feed["input_ids"], feed["new_tokens"], given_of(feed)
+        seen: Any = self.model
+        return self._outputs(seen.feed_seen(ids, given, new) if given else self.model.feed(ids, new))
 
     def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
         """Outputs of calls of which the first has states and the others go on from its."""
@@ -233,7 +236,11 @@ class Target:
     def saved(self, feeds: list[Arrays], expected: list[Arrays]) -> tuple[list[Arrays], list[Arrays]]:
         """Calls that polygraphy's own command can repeat, with the types that it must pass."""
         manifest = self.package.manifest
-        calls = [(typed_states(f, manifest), typed_states(e, manifest)) for f, e in zip(feeds, expected, strict=True)]
+        calls = [
+            (typed_states(f, manifest), typed_states(e, manifest))
+            for f, e in zip(feeds, expected, strict=True)
+            if not given_of(f)  # polygraphy takes no inputs that have defaults
+        ]
         if manifest.get("speculate"):  # its graph has logits of several tokens
             calls = [
                 (f, {n: x for n, x in e.items() if n != "logits" or f["input_ids"].shape[1] == 1}) for f, e in calls

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.calls import Arrays, next_feed
+from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, everything, nothing
+from still_export.runtime.images import image_positions
 from still_export.targets.registry import packaged_target
-from still_graphs.states import StateTable
+from still_graphs.states import EMBEDDINGS, POSITIONS, StateTable
 from still_kernels.registry import ties_of
 from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
 
@@ -76,6 +77,7 @@ class TorchCases:
         self.ties = ties_of(manifest)
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(manifest["model"]["vocab_size"])
+        self.sees, self.channels = bool(manifest.get("vision")), int(manifest["model"]["hidden_size"])
         table = StateTable.of(manifest)
         self.chunk = table.period if table.period > 1 else CHUNK
         # An engine that takes more sequences may run other kernels for them, one that takes fewer takes those. Its own batch may
@@ -138,6 +140,8 @@ class TorchCases:
         if self.sequences > 1:
             yield self._ragged
         yield self._pieces
+        if self.sees:
+            yield self._images
         yield partial(self._decode, self.decode_steps, np.array([self.decode_prompt]))
         if self.sequences > 1:
             counts = np.resize([self.decode_prompt, 1, self.chunk, self.chunk + 1], self.sequences)
@@ -172,6 +176,26 @@ class TorchCases:
         start = self._start(first, max(sum(sizes), 1))
         feeds = [start, *(next_feed({}, tokens) for tokens in more)]
         return _Draft("prefill in pieces", feeds, Chain(start, [*map(_call, feeds)]))
+
+    def _images(self) -> _Draft:
+        """Prompts with images, which pieces cut, and two tokens behind them; positions are those of images for every token."""
+        text, grids = self.random.integers(1, 9, 3), [(1, *self.random.integers(2, 7, 2)) for _ in range(2)]
+        seen = np.repeat(
+            [False, True, False, True, False], [text[0], np.prod(grids[0]), text[1], np.prod(grids[1]), text[2]]
+        )
+        ids = np.where(seen, -1, self._tokens(1, len(seen)))
+        given = {
+            EMBEDDINGS: self.random.standard_normal((1, len(seen), self.channels), np.float32),
+            POSITIONS: image_positions(seen, grids, 1)[:, None],
+        }
+        ends = [text[0] + np.prod(grids[0]) // 2 + 1, len(seen) - 2, len(seen) - 1, len(seen)]
+        feeds = []
+        for begin, end in pairwise([0, *map(int, ends)]):
+            part = {EMBEDDINGS: given[EMBEDDINGS][:, begin:end], POSITIONS: given[POSITIONS][..., begin:end]}
+            call = {name: np.ascontiguousarray(x) for name, x in part.items()}
+            feeds.append({**next_feed({}, ids[:, begin:end]), **call})
+        feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **given_of(feeds[0])}
+        return _Draft("prompt with images, in pieces", feeds, Chain(feeds[0], [*map(_call, feeds)]))
 
     def _decode(self, steps: int, counts: np.ndarray) -> _Draft:
         prompt = self._tokens(len(counts), int(counts.max()))
@@ -270,7 +294,7 @@ class _Answered:
 
 
 def _call(feed: Arrays) -> Call:
-    return Call(feed["input_ids"], feed["new_tokens"])
+    return Call(feed["input_ids"], feed["new_tokens"], given=given_of(feed))
 
 
 def _cut(call: Call, ties: Ties) -> list[Call]:
@@ -279,8 +303,18 @@ def _cut(call: Call, ties: Ties) -> list[Call]:
     calls = []
     for start in range(0, call.tokens.shape[1], size):
         tokens = call.tokens[:, start : start + size]
-        calls.append(replace(call, tokens=tokens, new_tokens=np.clip(call.new_tokens - start, 0, tokens.shape[1])))
-    parts = [Call(part.tokens, part.new_tokens, ties.is_score, every=call.every) for part in calls[:-1]]
+        given = {
+            name: np.ascontiguousarray(
+                x[:, start : start + size] if name == EMBEDDINGS else x[..., start : start + size]
+            )
+            for name, x in call.given.items()
+        }
+        new = np.clip(call.new_tokens - start, 0, tokens.shape[1])
+        calls.append(replace(call, tokens=tokens, new_tokens=new, given=given))
+    parts = [
+        replace(Call(part.tokens, part.new_tokens, ties.is_score), every=call.every, given=part.given)
+        for part in calls[:-1]
+    ]
     return [*parts, replace(calls[-1], keep=lambda name: call.keep(name) or ties.is_score(name))]
 
 
@@ -309,7 +343,8 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
 def _case(draft: _Draft, answers: list[Arrays]) -> Case:
     """The case of a draft and what is known of the answers to its chain."""
     if not draft.steps:
-        following = (next_feed(a, f["input_ids"]) for a, f in zip(answers, draft.feeds[1:], strict=False))
+        fed = zip(answers, draft.feeds[1:], strict=False)
+        following = ({**next_feed(a, f["input_ids"]), **given_of(f)} for a, f in fed)
         return Case(draft.name, [draft.feeds[0], *following], answers)
     lengths = [int(answer["present_length"][0] - answers[0]["present_length"][0]) for answer in answers]
     after = dict(zip(lengths, answers, strict=True))  # by number of steps

@@ -28,7 +28,7 @@ from still_export.runtime.head import Ahead, Head
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError
 from still_export.runtime.speculation import Speculation
-from still_graphs.states import AHEAD, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
+from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
 
 CUDA = "CUDAExecutionProvider"
 RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
@@ -303,6 +303,7 @@ class OrtModel(Runner):
         self._run_options = onnxruntime.RunOptions
         self._graphs = 0  # captured so far
         self._adapter: dict[str, Any] = {}  # values of the inputs that an adapter has
+        self._given: dict[str, Any] = {}  # of those that images have, for the call that is made
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
@@ -410,7 +411,7 @@ class OrtModel(Runner):
                 for n, s in shapes.items()
             }
             read = {value.name for value in session.get_inputs()}
-            for name, value in (*inputs.items(), *self._adapter.items()):
+            for name, value in (*inputs.items(), *self._adapter.items(), *self._given.items()):
                 if wanted != FOLDED or name in read:  # an adapter's inputs have defaults, which a session does not name
                     binding.bind_ortvalue_input(name, value)
             given = [value.name for value in session.get_outputs()]
@@ -446,6 +447,30 @@ class OrtModel(Runner):
                 binding.bind_ortvalue_output(state.present, present)
             self._bindings[key] = binding, inputs
         return self._bindings[key]
+
+    def feed_seen(
+        self, input_ids: np.ndarray, given: Mapping[str, np.ndarray], new_tokens: np.ndarray | None = None
+    ) -> np.ndarray:
+        """As `feed`, of all sequences, with what images stand for: `inputs_embeds` [B, T, C] in the place of tokens whose id is -1,
+        `position_ids` [3, B, T] in time, height and width, -1: as tokens are counted. Dimensions of 1 are repeated.
+
+        Raises:
+            RunError: The package was exported without --vision, the inputs have other names, or not all sequences are fed.
+        """
+        if not self.manifest.get("vision") or not set(given) <= set(GIVEN) or len(input_ids) != self.batch:
+            raise RunError(
+                f"given {', '.join(given) or 'nothing'} for {len(input_ids)} of {self.batch} sequences: packages exported with --vision "
+                f"take {' and '.join(GIVEN)}, of all sequences at once."
+            )
+        types = dict(zip(GIVEN, (self.manifest["model"]["dtype"], "int64"), strict=True))
+        self._given = {
+            n: self._tensor(np.ascontiguousarray(x, NUMPY_TYPES[types[n]]), types[n]) for n, x in given.items()
+        }
+        try:
+            return self.feed(input_ids, new_tokens)
+        finally:
+            self._given = {}
+            self._bindings = {}  # with the inputs of this call
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
         logits = self._call(input_ids, new_tokens, first, "logits")
@@ -558,6 +583,8 @@ class OrtModel(Runner):
             begin = 0
         sequences = slice(begin, begin + len(counts))
         given = {"input_ids": input_ids, "new_tokens": counts, "past_length": self.length[sequences]}
+        if self._given:
+            self._bindings = {}
         try:
             binding, inputs = self._binding(begin, len(counts), tokens, wanted)
             for name, array in given.items():

@@ -88,6 +88,11 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
     if asked.speculate and not target.speculates:
         known = ", ".join(t.name for t in registry.TARGETS if t.speculates)
         raise ConfigError(f"--speculate is for {known}, not for {target.name}. Export without it.")
+    if asked.vision and not target.sees:
+        known = ", ".join(t.name for t in registry.TARGETS if t.sees)
+        raise ConfigError(
+            f"--vision is for {known}, not for {target.name}. Export without it for the language model alone."
+        )
     cache = asked.still.get("cache")
     if not any(cache in t.caches for t in registry.TARGETS) or cache in target.caches:
         return  # a type that no target has is refused with those that there are

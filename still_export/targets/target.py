@@ -83,6 +83,7 @@ class Target:
         runtime: Who runs it here, None: nobody.
         host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
         build: Builds its engines in a package, with options of its own, and tells each step; None: it has none.
+        sees: Its packages may have images.
         speculates: Its packages may have steps of guessed tokens.
         decode_steps: Steps of greedy decoding that a verification compares.
     """
@@ -108,6 +109,7 @@ class Target:
     runtime: Runtime | None = None
     host: str | None = None
     build: Callable[[Package, Any, Any], list[Path]] | None = None
+    sees: bool = False
     speculates: bool = False
     decode_steps: int = 72
 

@@ -1,4 +1,4 @@
-"""Run a command and say how much memory it took: of its own (anonymous), and with the files that it mapped.
+"""Run a command and say how much memory it took: of its own (anonymous), and with the files that it mapped, and its time.
 
 python -m tools.benchmarks.peak_memory [--record FOLDER] -- still-export MODEL --to onnx -o DIR
 """
@@ -6,6 +6,7 @@ python -m tools.benchmarks.peak_memory [--record FOLDER] -- still-export MODEL -
 from __future__ import annotations
 
 import argparse
+import resource
 import shlex
 import subprocess
 import sys
@@ -46,9 +47,14 @@ def main() -> int:
                 peak[name] = max(peak[name], value)
             time.sleep(INTERVAL_S)
     found = Findings()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     own, files = (round(peak[name] / 1024) for name in ("RssAnon", "VmRSS"))
     found.add(
-        anonymous_mib=own, with_files_mib=files, seconds=round(time.monotonic() - begin, 1), exit_code=child.returncode
+        anonymous_mib=own,
+        with_files_mib=files,
+        seconds=round(time.monotonic() - begin, 1),
+        processor_seconds=round(used.ru_utime + used.ru_stime, 1),
+        exit_code=child.returncode,
     )
     found.record(options.record, "peak memory", {"command": shlex.join(command)}, ["still_export"])
     return child.returncode

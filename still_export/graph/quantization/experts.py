@@ -117,7 +117,8 @@ def quantize_experts(model: ir.Model, stacks: Mapping[str, StackedWeight]) -> No
 def _words(packed: np.ndarray) -> np.ndarray:
     """Bytes [rows, n] as words, the first byte lowest; filled up with 0."""
     short = -packed.shape[1] % WORD
-    return np.ascontiguousarray(np.pad(packed, ((0, 0), (0, short)))).view("<i4")
+    filled = np.pad(packed, ((0, 0), (0, short))) if short else packed  # a copy, also where nothing is added
+    return np.ascontiguousarray(filled).view("<i4")
 
 
 def _there(values: np.ndarray | None) -> np.ndarray:

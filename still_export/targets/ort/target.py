@@ -227,6 +227,7 @@ ORT_CPU = Target(
     own_layouts=has_kernels,
     steps=(SCALES, FUSE, STRIP, THIN, GUESS, *BODIES),
     speculates=True,
+    sees=True,
     finish=finish,
     caches=("float16", "int8"),
     traits=traits,

@@ -53,6 +53,10 @@ def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
         raise ConfigError(
             f"--dtype {dtype}: the package has a head that guesses tokens ahead (MTP); export the model with --dtype {dtype}."
         )
+    if manifest.get("vision"):
+        raise ConfigError(
+            f"--dtype {dtype}: the package has an encoder of images; export the model with --dtype {dtype}."
+        )
     if config.get("still", {}).get("cache"):
         raise ConfigError(
             f"--dtype {dtype}: the package keeps keys and values in {config['still']['cache']}; export the model with --dtype {dtype}."

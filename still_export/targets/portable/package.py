@@ -19,7 +19,7 @@ from still_export.models.description import describe_model
 from still_export.models.source import find_source
 from still_export.models.weights import is_coded
 from still_export.package.chat_format import chat_format
-from still_export.package.files import DATA, PORTABLE
+from still_export.package.files import DATA, PORTABLE, VISION
 from still_export.package.folder import Package, write_manifest
 from still_export.runtime.ort import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
@@ -84,6 +84,13 @@ def write_portable(
     planned = _plan_quantization(source, head, options, layout(dtype), to, progress)
     progress("tracing")
     manifest |= _write_graph(source, head, options, folder, progress, manifest, planned, dump)
+    if source.vision is not None:
+        from still_export.graph.vision import vision_graph
+        from still_export.graph.weights_file import save_streaming
+
+        progress("tracing the encoder of images")
+        save_streaming(vision_graph(source.vision), folder / VISION, f"{VISION}.data")
+        manifest["vision"] = source.vision.said
     progress("hashing")
     write_manifest(folder, manifest)
     return Package(folder, manifest)
@@ -102,6 +109,7 @@ def _write_graph(
     """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
+    from still_export.models.checkpoint import give_pages_back
 
     keep = 0 if options.all_logits else 1 + options.speculate
     weights = {**source.weights, **_own(head)}
@@ -136,7 +144,12 @@ def _write_graph(
     lowered.metadata_props.update(
         {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
     )
-    save_streaming(lowered, folder / PORTABLE, DATA, lambda done, total: say("writing the weights", done, total))
+
+    def written(done: int, total: int) -> None:
+        give_pages_back()
+        say("writing the weights", done, total)
+
+    save_streaming(lowered, folder / PORTABLE, DATA, written)
     if coded := sum(map(is_coded, weights.values())):
         exact = [part for role in said.get("quantization", {}).get("roles", {}).values() for part in role]
         kept = sum(part["weights"] for part in exact if part["method"] == EXACT)

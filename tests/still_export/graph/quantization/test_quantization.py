@@ -60,6 +60,27 @@ def test_quantizers_keep_half_a_step(method: str, bits: int) -> None:
     assert (found.zero_points is None) == (bits == 8)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_to_nearest_is_onnxruntimes(bits: int) -> None:
+    """Bit for bit: random blocks, halves that lie between two codes, blocks of zeros or of one sign, an odd number of blocks."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
+
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(40, 96, generator=generator)
+    halves = torch.randint(-15, 16, (40, 96), generator=generator) / 2
+    between = torch.tensor([15.0, *[0.5 - 2.0**-25] * 31]).repeat(
+        40, 3
+    )  # scale 1: what raising by 0.5 would round to 1
+    for weight in (drawn, drawn.abs(), -drawn.abs(), halves, drawn * (drawn > 1.5), between, drawn.bfloat16()):
+        made = quantize(weight, bits, 32, "rtn")
+        config = DefaultWeightOnlyQuantConfig(block_size=32, bits=bits, is_symmetric=bits == 8)
+        found = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight.float().numpy().T))
+        held = (made.packed, made.scales, made.zero_points)
+        for ours, theirs in zip(held[: 2 if bits == 8 else 3], found, strict=False):
+            assert ours is not None
+            np.testing.assert_array_equal(ours.ravel(), theirs.ravel())
+
+
 def test_slabs_change_nothing(monkeypatch: Any) -> None:
     weight = torch.from_numpy(normal(33, 64))
     whole = quantize(weight, 4, 32, "k_quant")
