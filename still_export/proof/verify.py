@@ -242,7 +242,7 @@ class Verifier:
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
         """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
         cases = getattr(self.cases, "head", None)
-        if cases is None or getattr(session.model, "head", None) is None:
+        if cases is None or session.model.head is None:
             return []
         case, pairs, check = cases.judged(session)
         checks.append(check)

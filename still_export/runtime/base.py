@@ -79,6 +79,8 @@ class Runner(ABC):
     """The call of `guess` that waits for `accept`; None: there is none."""
     speculation: Speculation | None = None
     """Guesses in `generate`; None: nobody does."""
+    head: Any = None
+    """Guesses tokens ahead (`still_export.runtime.head`); None: the package has none, or this runner cannot."""
     adapter = ""
     """Digest of the LoRA adapter that is added to the weights; empty: none."""
 

@@ -140,7 +140,7 @@ class Ahead(Guessed):
 
 def demand_head(model: Runner) -> None:
     """Raise RunError where no head guesses for `model`."""
-    if getattr(model, "head", None) is None:
+    if model.head is None:
         raise RunError(
             f"{model.folder} has no head that guesses tokens ahead (MTP): export with --speculate a model that was published with one "
             "(Qwen3.5, Qwen3-Next, Nemotron-H, Ling), and run it with ONNX Runtime."

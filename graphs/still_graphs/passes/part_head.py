@@ -6,8 +6,6 @@ ensures: no node, function or weight of the other's.
 
 from __future__ import annotations
 
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
-
 from still_graphs.later_ir import ir
 from still_graphs.states import AHEAD
 
@@ -19,6 +17,8 @@ def has_head(model: ir.Model) -> bool:
 
 def part_head(model: ir.Model, head: bool) -> ir.Model:
     """`model` without the head, or the head alone; in place."""
+    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass  # those who only look have none
+
     for values in (model.graph.inputs, model.graph.outputs):
         values[:] = [value for value in values if _of_head(str(value.name)) == head]
     RemoveUnusedNodesPass()(model)
