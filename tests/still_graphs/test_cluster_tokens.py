@@ -44,7 +44,9 @@ def calls(window: int) -> Iterator[tuple[Inputs, list[list[list[list[int]]]]]]:
 
 @pytest.mark.parametrize("window", [1, 7, 400])
 def test_definition_and_body_equal_the_loop(window: int) -> None:
-    model = node_model(CLUSTER_TOKENS, {"HK": HEADS, "N": ROWS, "window": window}, torch.float32, window=window)
+    model = node_model(
+        CLUSTER_TOKENS, {"HK": HEADS, "N": ROWS, "cluster_window": window}, torch.float32, cluster_window=window
+    )
     state = torch.zeros(2, HEADS, ROWS)
     nodes = [NodeOfStates(model, {"clusters": state}, in_place, "blocks") for in_place in (True, False)]
     for inputs, expected in calls(window):
@@ -61,9 +63,9 @@ def test_definition_and_body_equal_the_loop(window: int) -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x, _ = next(calls(7))
-    with pytest.raises(ShapeError, match="window=0 must be at least 1"):
-        cluster_tokens(replace(x, window=0), torch.zeros(2, HEADS, ROWS))
+    with pytest.raises(ShapeError, match="cluster_window=0 must be at least 1"):
+        cluster_tokens(replace(x, cluster_window=0), torch.zeros(2, HEADS, ROWS))
     with pytest.raises(CapacityError, match="sequence 0 grows to 70 tokens; the state has room for 64"):
         cluster_tokens(x, torch.zeros(2, HEADS, 64))
-    with pytest.raises(UnsupportedError, match="window=0 must be at least 1"):
-        node_model(CLUSTER_TOKENS, {"HK": HEADS, "N": ROWS, "window": 0}, torch.float32, window=0)
+    with pytest.raises(UnsupportedError, match="cluster_window=0 must be at least 1"):
+        node_model(CLUSTER_TOKENS, {"HK": HEADS, "N": ROWS, "cluster_window": 0}, torch.float32, cluster_window=0)

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ShapeError, match="4 routes, which do not divide the 6 heads"):
         four = torch.zeros(2, 4, CHUNKS)
         routed_attention(
-            replace(x, softmax=x.softmax.new_zeros(*x.softmax.shape[:2], 4)), empty()._replace(routes=four)
+            replace(x, softmax=x.softmax.new_zeros(*x.softmax.shape[:2], 4)), empty()._replace(chunk_routes=four)
         )
     with pytest.raises(CapacityError, match="sequence 0 grows to 70 tokens; the state has room for 64"):
         routed_attention(x, empty(1))

@@ -6,13 +6,13 @@ from still_graphs.ops.attention import CAPACITY, COUNTS
 from still_graphs.ops.spec import AttributeSpec, OpSpec, StateSpec, TensorSpec
 
 CLUSTER_TOKENS = OpSpec(
-    # `blocks` are for BlockAttention with blocks of one token: of each head the positions of the `window` latest tokens before a token that
-    # have its cluster, or its own position where there is none; ascending, -1 where there are fewer, and at padding.
+    # `blocks` are for BlockAttention with blocks of one token: of each head the positions of the `cluster_window` latest tokens before a
+    # token that have its cluster, or its own position where there is none; ascending, -1 where there are fewer, and at padding.
     name="ClusterTokens",
     torch_name="cluster_tokens",
     inputs=(TensorSpec("cluster", ("B", "T", "HK"), "int32", "activation"), *COUNTS),
     # In place: rows are gathered before they are written, and what is written is read from the writer's output.
     states=(StateSpec("clusters", ("B", "HK", "N"), "float32", CAPACITY),),
-    outputs=(TensorSpec("blocks", ("B", "T", "HK", "window"), "int32", "activation"),),
-    attributes=(AttributeSpec("window", 64),),
+    outputs=(TensorSpec("blocks", ("B", "T", "HK", "cluster_window"), "int32", "activation"),),
+    attributes=(AttributeSpec("cluster_window", 64),),
 )

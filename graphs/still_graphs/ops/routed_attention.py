@@ -25,11 +25,11 @@ ROUTED_ATTENTION = OpSpec(
         TensorSpec("softmax", ("B", "T", "R"), "int32", "activation"),
         *COUNTS,
     ),
-    # In place: what is written of either matrix comes after all reads of both. `routes` is 1 for chunks that went to softmax.
+    # In place: what is written of either matrix comes after all reads of both. `chunk_routes` is 1 for chunks that went to softmax.
     states=(
         StateSpec("routed_state", _STATE, "float32"),
         StateSpec("chunk_state", _STATE, "float32"),  # before the open chunk
-        StateSpec("routes", ("B", "R", "N"), "float32", Growth("routed_chunks", 2, per=ROUTED_CHUNK)),
+        StateSpec("chunk_routes", ("B", "R", "N"), "float32", Growth("routed_chunks", 2, per=ROUTED_CHUNK)),
     ),
     outputs=(
         TensorSpec("output", ("B", "T", "H", "V"), "T", "activation"),

@@ -22,13 +22,13 @@ class Inputs:
     cluster: Of each head, int [B, T, HK].
     new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
     past_length: Tokens that each has seen, int [B].
-    window: Tokens at most.
+    cluster_window: Tokens at most.
     """
 
     cluster: Tensor
     new_tokens: Tensor
     past_length: Tensor
-    window: int = 64
+    cluster_window: int = 64
 
     def check(self, state: Tensor) -> None:
         """Raise ShapeError or CapacityError, which name what does not fit."""
@@ -36,8 +36,8 @@ class Inputs:
         sizes = sizes_of(CLUSTER_TOKENS, {**shapes, "past_clusters": state.shape})
         if list(state.shape[:2]) != [sizes["B"], sizes["HK"]]:
             raise ShapeError(f"clusters: expected {[sizes['B'], sizes['HK']]} and rows, got {list(state.shape)}.")
-        if self.window < 1:
-            raise ShapeError(f"window={self.window} must be at least 1.")
+        if self.cluster_window < 1:
+            raise ShapeError(f"cluster_window={self.cluster_window} must be at least 1.")
         for row, (count, length) in enumerate(zip(self.new_tokens.tolist(), self.past_length.tolist(), strict=True)):
             if length < 0 or not 0 <= count <= sizes["T"]:
                 raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {sizes['T']}.")
@@ -48,14 +48,14 @@ class Inputs:
 
 
 def cluster_tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks int32 [B, T, HK, window] as of the op, and the clusters of all tokens [B, HK, N] after the call.
+    """Blocks int32 [B, T, HK, cluster_window] as of the op, and the clusters of all tokens [B, HK, N] after the call.
 
     Raises:
         ShapeError: A tensor or attribute does not fit.
         CapacityError: A sequence outgrows the state.
     """
     inputs.check(state)
-    present, window = state.clone(), inputs.window
+    present, window = state.clone(), inputs.cluster_window
     blocks = torch.full((*inputs.cluster.shape, window), -1, dtype=torch.int32, device=state.device)
     for row, (past, new) in enumerate(zip(inputs.past_length.tolist(), inputs.new_tokens.tolist(), strict=True)):
         own = inputs.cluster[row, :new].T.to(state.dtype)  # [HK, T]

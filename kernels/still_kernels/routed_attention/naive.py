@@ -21,7 +21,7 @@ class RoutedState(NamedTuple):
 
     routed_state: Tensor
     chunk_state: Tensor
-    routes: Tensor
+    chunk_routes: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Inputs:
         for row, (count, length) in enumerate(zip(new, lengths, strict=True)):
             if length < 0 or not 0 <= count <= sizes["T"]:
                 raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {sizes['T']}.")
-            if length + count > (room := state.routes.shape[2] * ROUTED_CHUNK):
+            if length + count > (room := state.chunk_routes.shape[2] * ROUTED_CHUNK):
                 raise CapacityError(f"sequence {row} grows to {length + count} tokens; the state has room for {room}.")
         return sizes["H"] // sizes["R"], sizes["T"]
 
@@ -83,7 +83,7 @@ def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, Tensor
         CapacityError: A sequence outgrows the state.
     """
     group, tokens = inputs.check(state)
-    routes, runs, starts, outputs = state.routes.clone(), [], [], []
+    routes, runs, starts, outputs = state.chunk_routes.clone(), [], [], []
     for row, (at, count) in enumerate(zip(inputs.past_length.tolist(), inputs.new_tokens.tolist(), strict=True)):
         run, start, done = state.routed_state[row : row + 1], state.chunk_state[row : row + 1], 0
         parts = []

@@ -25,7 +25,7 @@ class ClusterAttentionMixer(KeysMixer):
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         own = sizes(config)
         return (
-            LayerOp(CLUSTER_TOKENS, {"window": config.window_size}, own),
+            LayerOp(CLUSTER_TOKENS, {"cluster_window": config.window_size}, own),
             LayerOp(BLOCK_ATTENTION, {"block_size": 1}, own),
         )
 

@@ -26,7 +26,7 @@ from still_kernels.route.naive import Inputs as RouteInputs
 from still_kernels.route.naive import margins, naive_route
 
 cluster_tokens = op_of_one_state(CLUSTER_TOKENS, ClusterInputs, kernel)
-"""Of inputs and the clusters so far: blocks int32 [B, T, HK, window], and the clusters after the call."""
+"""Of inputs and the clusters so far: blocks int32 [B, T, HK, cluster_window], and the clusters after the call."""
 MARK = 1e3
 """Added to the logit of the cluster that was chosen: unit vectors' are far below."""
 

@@ -17,9 +17,9 @@ from still_kernels.attention import AttentionState
 
 @dataclass(frozen=True)
 class RoutedKeys(AttentionState):
-    """As of attention, and `routes` [B, R, ceil(N / 64)], in at least float32."""
+    """As of attention, and `chunk_routes` [B, R, ceil(N / 64)], in at least float32."""
 
-    routes: Tensor | None = None
+    chunk_routes: Tensor | None = None
 
 
 class RoutedLayer(BesideFixedStates[Any], RowsLayer):
@@ -30,7 +30,7 @@ class RoutedLayer(BesideFixedStates[Any], RowsLayer):
         routes: R.
     """
 
-    of, kept = RoutedKeys, "routes"
+    of, kept = RoutedKeys, "chunk_routes"
 
     def __init__(self, ops: Sequence[LayerOp], heads: int, dim: int, cache: str | None, routes: int) -> None:
         super().__init__(ops, heads, dim, cache, ROUTED_CHUNK, (routes,))

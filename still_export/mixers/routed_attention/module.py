@@ -106,7 +106,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         )
 
         def attend(inputs: Inputs, state: Any, in_place: bool) -> tuple[Tensor, AttentionState]:
-            before = RoutedState(states["routed_state"], states["chunk_state"], state.routes)
+            before = RoutedState(states["routed_state"], states["chunk_state"], state.chunk_routes)
             linear["output"], blocks, after = routed_attention(rule, before)
             if fixed is not None:
                 fixed.store({"conv_state": columns, "recurrent_state": told, **_matrices(after)})
@@ -114,7 +114,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
             blocks = blocks[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
             held = AttentionState(state.key, state.value, state.length)
             output, present = read_blocks(replace(inputs, blocks=blocks), held, in_place)
-            return output, RoutedKeys(**{**vars(present), "routes": after.routes})
+            return output, RoutedKeys(**{**vars(present), "chunk_routes": after.chunk_routes})
 
         heads = tuple(x.unflatten(-1, (self.softmax_heads, -1)) for x in (query, key, value))
         output = self.attended(attend, Inputs, self.padded(*heads), cache_params, block_size=ROUTED_CHUNK)
@@ -134,4 +134,4 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
 
 
 def _matrices(after: RoutedState) -> dict[str, Tensor]:
-    return {name: x for name, x in after._asdict().items() if name != "routes"}
+    return {name: x for name, x in after._asdict().items() if name != "chunk_routes"}

@@ -142,7 +142,7 @@ def test_a_cache_larger_than_memory_is_refused(tmp_path: Path) -> None:
 
 def model() -> Any:
     """What a digest asks of a runner."""
-    return SimpleNamespace(manifest={"files": {}}, table=TABLE, adapter="")
+    return SimpleNamespace(manifest={"files": {}}, table=TABLE, adapter="", every=None)
 
 
 def shelf(folder: Path, package: str = "p", most: int = 1 << 20) -> PrefixCache:

@@ -14,9 +14,9 @@ from still_graphs.ops.cluster_tokens import CLUSTER_TOKENS
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`: positions are compared as float32, which holds them up to 2^24."""
-    window, heads = {a.name: int(a.i) for a in node.attribute}.get("window", 64), dims["HK"]
+    window, heads = {a.name: int(a.i) for a in node.attribute}.get("cluster_window", 64), dims["HK"]
     if window < 1:
-        raise UnsupportedError(f"{node.name or node.op_type}: window={window} must be at least 1.")
+        raise UnsupportedError(f"{node.name or node.op_type}: cluster_window={window} must be at least 1.")
     b = Scope()
     tokens, batch = b.dim("cluster", 1), b.dim("past_length", 0)
     past, new = checked_counts(b, tokens)  # [B, 1]
