@@ -16,6 +16,7 @@ from still_export.package.calls import Arrays, next_feed
 from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, nothing
 from still_export.runtime.torch import TorchModel
 from still_kernels.forms import has_kernels
+from still_kernels.ties import CHOSEN
 from tests.still_export.linear_models import FAMILIES, linear_model
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
 
@@ -65,7 +66,8 @@ def check(source: Source) -> None:
     for chain, answers in zip(chains, layers.run(chains), strict=True):
         for call, right, answer in zip(chain.calls, by_calls(whole, chain), answers, strict=True):
             kept = [name for name in right if name in ("logits", "present_length") or call.keep(name)]
-            assert sorted(n for n in answer if f"_{MARGINS}." not in n) == sorted(kept)
+            told = (f"present_{MARGINS}.", f"present_{CHOSEN}.")
+            assert sorted(n for n in answer if not n.startswith(told)) == sorted(kept)
             for name in kept:
                 assert answer[name].dtype == right[name].dtype
                 np.testing.assert_array_equal(answer[name], right[name], err_msg=name)
