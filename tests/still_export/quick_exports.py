@@ -3,13 +3,15 @@ translated once a process, and the library of translations is read once.
 
 What is traced for the first time is traced as ever, and all that this project does with a graph is done each time. Two models are alike if
 nothing tells them apart that a trace can see: classes, attributes and shapes of all modules, ties, values of buffers, the configuration,
-the states, the example inputs. A model with an attribute that does not say what it is is traced each time.
+the states, the example inputs, and the functions of the classes and of the files that these stand in, which tests replace. A model with an
+attribute that does not say what it is is traced each time.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
@@ -23,6 +25,10 @@ PLAIN = (bool, int, float, str, type, torch.dtype, torch.device, torch.Size, typ
 
 IGNORED = ("hidden", "carried", "training", "generation_config")
 """Attributes that are empty before a call, or that no forward pass reads."""
+
+
+_functions: dict[int, Any] = {}
+"""By id, so that no id is given again."""
 
 
 class _Unknown(Exception):
@@ -85,6 +91,12 @@ def _parts(wrapper: _StatefulForward) -> Iterator[Any]:
             )  # of still_export.graph.repeat: counts hidden states
             if not (key.startswith("_") or passing or key in IGNORED):
                 yield key, _said(value)
+    kinds = {kind for module in wrapper.modules() for kind in type(module).__mro__}
+    places = {sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith("still_")}
+    for place in sorted({*kinds, *places}, key=lambda place: (place.__name__, repr(place))):
+        own = {id(each): each for each in vars(place).values() if callable(each)}
+        _functions.update(own)
+        yield sorted(own)
     first: dict[int, str] = {}
     for name, weight in wrapper.named_parameters(remove_duplicate=False):
         yield name, type(weight), weight.shape, weight.dtype, weight.device, first.setdefault(id(weight), name)
