@@ -23,7 +23,7 @@ from still_export.models.rows import int8_rows
 SLAB_WEIGHTS = 1 << 22
 """Weights that are rounded at once: the searches take some twenty temporaries of that size."""
 RTN_WEIGHTS = 1 << 19
-"""The same of `rtn`, whose temporaries then stay in a processor's cache: a sixth of the time of onnxruntime.quantization."""
+"""The same of `rtn`, whose temporaries then stay in a processor's cache: a quarter of the time of onnxruntime.quantization."""
 ALMOST_HALF = 0.5 - 2.0**-25
 """What a float32 of at least 0 is raised by before it is cut off to round it, halves up: 0.5 would lift the number before 0.5, too."""
 LEAST_SCALE = 2.0**-24
