@@ -56,12 +56,11 @@ def register(spec: OpSpec, compute: Compute) -> None:
     def shaped(*arguments: Any) -> list[Tensor]:
         """Shapes and dtypes of the results, all contiguous; states have the sizes that came in."""
         given, attributes = split(arguments)
-        sizes: dict[Any, Any] = {
-            dim: tensor.shape[axis]
-            for name, spec_of in zip(names, spec.all_inputs(), strict=True)
-            if (tensor := given[name]) is not None
-            for axis, dim in enumerate(spec_of.shape)
-        }
+        sizes: dict[Any, Any] = {}
+        for name, spec_of in zip(names, spec.all_inputs(), strict=True):
+            if (tensor := given[name]) is not None:
+                for dim, size in zip(spec_of.shape, tensor.shape, strict=True):
+                    sizes.setdefault(dim, size)  # a state's may count words of codes
         like: Tensor = given[names[0]]
         sizes |= attributes  # a symbol with the name of one has its value
         types = {"T": like.dtype, "int32": torch.int32, "float32": torch.promote_types(like.dtype, torch.float32)}

@@ -207,7 +207,8 @@ class Passage:
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
         self._layers, self._linear = layers, _Linear()
-        tokens = np.unique(np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls]))
+        every = np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls])
+        tokens = np.unique(every.clip(0))  # -1, where an embedding is given, needs any row
         with torch.no_grad():
             self._model = layers.outline(tokens)
         self._work = [_Chain(chain, tokens, layers.device) for chain in chains]
@@ -335,7 +336,8 @@ class _Chain:
         self.chain, self.device = chain, device
         self.hidden: list[Any] = [None] * len(chain.calls)
         self.carried: list[dict[int, Tensor]] = [{} for _ in chain.calls]
-        self.tokens = [self._tensor(np.searchsorted(tokens, call.tokens)) for call in chain.calls]
+        places = [np.where(call.tokens < 0, call.tokens, np.searchsorted(tokens, call.tokens)) for call in chain.calls]
+        self.tokens = [self._tensor(place) for place in places]
         self.new = [self._tensor(call.new_tokens) for call in chain.calls]
         lengths = np.cumsum([chain.start["past_length"], *(call.new_tokens for call in chain.calls)], axis=0)
         self.lengths = [self._tensor(length) for length in lengths]

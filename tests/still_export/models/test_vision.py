@@ -130,7 +130,7 @@ def test_another_merger_is_told(prompt: Prompt, tmp_path: Path) -> None:
 
 def test_text_alone_says_what_it_leaves_out(prompt: Prompt) -> None:
     model = open_package(prompt.package).manifest["config"]["model"]
-    assert "tensors of images" in open_source(model).left_out
+    assert "tensors of images" in open_source(model).left_out()
     runner = OrtModel(prompt.package)
     runner.start(1)
     with pytest.raises(RunError, match="position_ids"):

@@ -217,7 +217,7 @@ def test_verify_tells_faults_from_the_price(
     def wrong(parts: Any, *rest: Any) -> Any:
         found = held_weights(parts, *rest)
         name = "model.layers.0.mlp.up_proj.weight"
-        return {**found, name: lambda: found[name]() * 1.2}
+        return {**found, name: lambda rows: found[name](rows) * 1.2}
 
     held_weights = read._held_weights
     monkeypatch.setattr(read, "_held_weights", wrong)
