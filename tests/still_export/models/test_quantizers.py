@@ -48,7 +48,8 @@ def test_weights_are_those_that_the_library_reads(name: str, base: Path, tmp_pat
         assert isinstance(weight, Deferred) and weight.bits
         value = value_of(weight)
         assert torch.equal(value.to(theirs.dtype), theirs), key
-        assert (weight.blocks is not None) == made.exact or name == "mixed", key
+        whole = weight.blocks is not None and not weight.blocks.float8  # e4m3 is exact for --quantize fp8 alone
+        assert whole == made.exact or name == "mixed", key
         if weight.blocks is not None:
             order = slice(None) if weight.blocks.order is None else weight.blocks.order
             assert np.array_equal(weight.blocks.read().dequantized(), value.numpy()[:, order]), key
