@@ -101,7 +101,23 @@ def test_what_pytorch_rounds_is_what_the_op_does() -> None:
 
 
 @pytest.mark.slow
-def test_verify_passes_and_fails_over_other_weights(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ("full_attention",) * 3,
+        pytest.param(
+            MIXED,
+            marks=pytest.mark.xfail(
+                reason="codes that parted turn more selections than near ties explain", strict=False
+            ),
+            id="hybrid",
+        ),
+    ],
+)
+def test_verify_passes_and_fails_over_other_weights(
+    layers: tuple[str, ...], package: Package, export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = export_tiny("llama", "float16", GPU, sizes=SIZES, layer_types=layers)
     options = VerifyOptions(lengths=(1, 33), decode_steps=4)
     assert verify(package.path, options).report.passed
     right = Float8Weight.dequantized
