@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from still_graphs.functions.dense_matmul import NUMBERS
+from still_graphs.ops.dense_matmul import NUMBERS
 
 
 @dataclass(frozen=True)

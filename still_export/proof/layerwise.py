@@ -14,7 +14,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from still_export.mixers.cache import StillCache, state_table
-from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.models.base import last_rows
 from still_export.models.load import Source
 from still_export.models.step import decode_given
@@ -260,11 +259,11 @@ class _Layer:
         self.told: Tensor | None = None
         self.given: dict[str, Tensor] = {}
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
-        selecting = [module for module in watched if isinstance(module, HybridOpModule)]
+        selecting = [module for module in watched if hasattr(module, "selects")]
         for module in [module for module in watched if module not in selecting][-1:]:
             module.watch = self._route  # of a layer that chooses twice the experts, which come after attention
         for module in selecting:
-            module.watch = self._select if module.still.salient_per_chunk else None
+            module.watch = self._select if module.selects else None
 
     def _route(self, margins: Tensor) -> Tensor | None:
         """Keep the margins [B, T, ., E] and where tokens go; the experts, or blocks, [B, T, k] that they are told."""
@@ -439,11 +438,11 @@ class _Linear(TorchFunctionMode):
 
 def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
     """`selected` with what `Chain.follow` tells of each chunk, where it tells as many tokens of one as are selected."""
-    salient = selected.shape[3]
+    few = selected.shape[3]
     if told.is_floating_point():
-        told = told[:, :, : told.shape[2] // salient * salient].unflatten(2, (-1, salient)).to(keys.dtype)
+        told = told[:, :, : told.shape[2] // few * few].unflatten(2, (-1, few)).to(keys.dtype)
     chunks = told.shape[2]
-    if not chunks or told.shape[3] < salient:
+    if not chunks or told.shape[3] < few:
         return selected
     known = ((number >= 0) & (number < chunks))[:, None, :, None]
     at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (told.dim() - 3))

@@ -77,7 +77,7 @@ class TorchCases:
         self.ties = ties_of(manifest)
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(manifest["model"]["vocab_size"])
-        self.sees, self.channels = bool(manifest.get("vision")), int(manifest["model"]["hidden_size"])
+        self.sees, self.channels = bool(manifest.get("vision")), manifest["model"].get("hidden_size", 0)
         table = StateTable.of(manifest)
         self.chunk = table.period if table.period > 1 else CHUNK
         # An engine that takes more sequences may run other kernels for them, one that takes fewer takes those. Its own batch may

@@ -197,7 +197,7 @@ def test_refuses_what_contradicts_the_attributes(core: Core, op: CoreOp) -> None
 
 
 def test_refuses_a_size_that_nothing_tells(core: Core) -> None:
-    op = core.op("DenseMatMul", {}, absent=0b11110)
+    op = core.op("DenseMatMul", {}, absent=0b1111110)
     with pytest.raises(CoreError, match="DenseMatMul: no input that is given has the size O"):
         op.infer([("float16", (1, 3, 8))])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from still_graphs.ops.spec import AttributeSpec, OpSpec, TensorSpec
 
 DENSE_MATMUL = OpSpec(
@@ -29,3 +31,14 @@ DENSE_MATMUL = OpSpec(
     attributes=(AttributeSpec("norm_epsilon", 1e-5),),
     traced=False,
 )
+
+
+def _e4m3(code: int) -> float:
+    """The number of a code: a sign, four bits of exponent and three more; without infinities."""
+    power, last = code >> 3 & 15, code & 7
+    size = last / 512 if not power else (8 + last) * 2.0 ** (power - 10)
+    return math.nan if code & 127 == 127 else math.copysign(size, 127.5 - code)
+
+
+NUMBERS = [_e4m3(code) for code in range(256)]
+"""In e4m3, by code."""

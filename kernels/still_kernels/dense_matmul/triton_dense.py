@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from still_kernels.common.triton_gemm import block_of, copied_block, gemm_block, norm_kernel, split_block
-from still_kernels.dense_matmul import triton_float8
+from still_kernels.dense_matmul.triton_float8 import FUNCTIONS as FLOAT8
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
@@ -62,5 +62,5 @@ FUNCTIONS = {
     "some_tma": many_tma_kernel,
     "many": many_kernel,
     "many_tma": many_tma_kernel,
-    **triton_float8.FUNCTIONS,
+    **FLOAT8,
 }

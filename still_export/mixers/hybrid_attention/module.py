@@ -39,6 +39,11 @@ class HybridOpModule(ProjectedAttention):
         """Told what a call selects, and may replace it."""
 
     @property
+    def selects(self) -> bool:
+        """Whether there is anything to watch."""
+        return self.still.salient_per_chunk > 0
+
+    @property
     def constants(self) -> dict[str, Sequence[float]]:
         """By name, inputs of the op that are the configuration's, [H]: constants of a graph, in which layers of a kind differ."""
         factor = self.still.window_factor

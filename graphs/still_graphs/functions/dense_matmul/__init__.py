@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import onnx
@@ -10,7 +9,7 @@ from onnx import TensorProto
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import Body, Scope
-from still_graphs.ops.dense_matmul import DENSE_MATMUL
+from still_graphs.ops.dense_matmul import DENSE_MATMUL, NUMBERS
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
@@ -59,14 +58,5 @@ def _of_codes(b: Scope, rows: str, node: onnx.NodeProto, dims: Mapping[str, int]
     return b("Mul", b("MatMul", rounded, turned), scales)
 
 
-def _e4m3(code: int) -> float:
-    """The number of a code: a sign, four bits of exponent and three more; without infinities."""
-    power, last = code >> 3 & 15, code & 7
-    size = last / 512 if not power else (8 + last) * 2.0 ** (power - 10)
-    return math.nan if code & 127 == 127 else math.copysign(size, 127.5 - code)
-
-
-NUMBERS = [_e4m3(code) for code in range(256)]
-"""In e4m3, by code."""
 MOST = 448.0
 BODY = Body(function_body)
