@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn, zeros
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from torch import nn, zeros
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM
+from still_export.models.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
 
 
 @strict
@@ -58,22 +58,8 @@ class RoutingMixer(nn.Module):
         self.means = nn.Parameter(zeros(heads, config.num_clusters, self.head_dim))
 
 
-class RoutingBlock(nn.Module):
-    """A layer: norm, mixer, norm, feed-forward, each pair added to what goes in."""
-
-    def __init__(self, config: Any, index: int) -> None:
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = (
-            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
-        )
-        self.attn: nn.Module = RoutingMixer(config, index)
-        self.mlp = LlamaMLP(config)
-
-    def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
-        hidden = hidden + self.attn(self.input_layernorm(hidden), cache, **kwargs)
-        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return result
+def _layer(config: Any, index: int) -> LlamaBlock:
+    return LlamaBlock(config, RoutingMixer(config, index))
 
 
 class RoutingConfigMixin(LinearConfigMixin):
@@ -94,7 +80,7 @@ class RoutingModelMixin(LinearModelMixin):
 
     def stack(self, config: Any) -> Stack:
         norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, RoutingBlock, norm, LlamaRotaryEmbedding(config))
+        return Stack(config, _layer, norm, LlamaRotaryEmbedding(config))
 
 
 ROUTING = make_family(

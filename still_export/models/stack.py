@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from still_export.errors import ConfigError, StillExportError
 
@@ -43,6 +44,24 @@ class StackConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
+
+
+class LlamaBlock(nn.Module):
+    """A layer: norm, `mixer`, norm, feed-forward as Llama has them, each pair added to what goes in."""
+
+    def __init__(self, config: Any, mixer: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = (
+            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+        )
+        self.attn = mixer
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+        """[B, T, channels] to the same; `cache` is a StillCache or None."""
+        hidden = hidden + self.attn(self.input_layernorm(hidden), cache, **kwargs)
+        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return result
 
 
 class Stack(nn.Module):

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import Family, make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM
+from still_export.models.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
 from still_export.models.transnormer import Places
 from still_export.models.weights import Deferred, Weight, value_of
 
@@ -104,22 +104,8 @@ def _reflected(weight: Weight, mirrors: Weight) -> Tensor:
     return rows.to(held.dtype)
 
 
-class VisionBlock(nn.Module):
-    """A layer: norm, mixer, norm, feed-forward, each pair added to what goes in."""
-
-    def __init__(self, config: Any, index: int) -> None:
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = (
-            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
-        )
-        self.attn: nn.Module = _MIXERS[config.model_type.removeprefix("still_")](config, index)
-        self.mlp = LlamaMLP(config)
-
-    def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
-        hidden = hidden + self.attn(self.input_layernorm(hidden), cache, **kwargs)
-        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return result
+def _layer(config: Any, index: int) -> LlamaBlock:
+    return LlamaBlock(config, _MIXERS[config.model_type.removeprefix("still_")](config, index))
 
 
 class VisionConfigMixin(LinearConfigMixin):
@@ -161,7 +147,7 @@ class VisionModelMixin(LinearModelMixin):
     """Its stack."""
 
     def stack(self, config: Any) -> Stack:
-        return Stack(config, VisionBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
+        return Stack(config, _layer, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
 
 
 VISION: tuple[Family, ...] = tuple(

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from still_export.proof.records import make_record, write_record
-
 Call = Callable[[], object]
 Clock = Callable[[], float]
 
@@ -133,5 +131,7 @@ class Findings:
     ) -> None:
         """Write the record, where --record asks for one; its path is the last line."""
         if folder is not None:
+            from still_export.proof.records import make_record, write_record
+
             made = make_record("benchmark", name, subject, {"rows": self.rows}, rooms, seed=seed)
             print(f"record: {write_record(made, folder)}", flush=True)

@@ -14,7 +14,6 @@ graph walks through 200 MB of them. `predicted` was written before the first run
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,6 +30,7 @@ from still_kernels.launcher import arch_of
 from still_kernels.plan import Call
 from still_kernels.sizes import tensors_of
 from still_kernels.tile import Setting, TileTable, changed, stages
+from tools.benchmarks.common import Findings, replayed
 
 LAYERS = {
     "llama": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
@@ -77,23 +77,7 @@ Weight = dict[str, Any]
 """Tensors of a weight by the op's names."""
 
 
-def add(**row: Any) -> None:
-    """Print one row."""
-    print(json.dumps(row), flush=True)
-
-
-def replayed(work: Callable[[], object]) -> Callable[[], None]:
-    """`work` as a replay of the CUDA graph that it is recorded in."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+add = Findings().add
 
 
 def float8(weight: Tensor, blocks: int = 1) -> tuple[Tensor, Tensor]:
