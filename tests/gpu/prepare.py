@@ -3,6 +3,7 @@
   python -m tests.gpu.prepare PLACE small --include HEADERS                   # ONNX Runtime's headers; assets/small in every type
   python -m tests.gpu.prepare PLACE demo --include HEADERS                    # SmolLM2, float32, float16 and int4: 1 GB
   python -m tests.gpu.prepare PLACE linear --include HEADERS [--only qwen3_5_text,kimi_linear]
+  python -m tests.gpu.prepare PLACE bodies [--only rat]                       # families without kernels
   python -m tests.gpu.prepare PLACE trt --tensorrt-include INCLUDE [--model FOLDER] [--only demo,verified,mamba2]
   python -m tests.gpu.prepare PLACE speed --include HEADERS                   # no weights, for tools.benchmarks.gpu_package
   python -m tests.gpu.prepare PLACE pack                                      # PLACE/part00, part01 ...: what travels, in small pieces
@@ -35,8 +36,14 @@ REFERENCE: list[str] = []
 """Flags of who answers; --reference-device fills it."""
 LINEAR_FAMILIES = (
     *("qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1", "mamba2", "lfm2", "qwen3_next", "olmo_hybrid"),
-    *("gated_deltanet", "delta_net", "gla", "hgrn2", "minicpm_sala"),
+    *("gated_deltanet", "delta_net", "gla", "hgrn2", "minicpm_sala", "hgrn", "retnet", "transnormer", "mamba", "jamba"),
+    *("polaformer", "inline", "mirrorla", "moh_llama"),
 )
+BODIES = (
+    *("rwkv7", "mamba3", "rat", "flux_qwen3", "parallax", "local_linear", "llama_with_landmark", "routing_transformer"),
+    "neural_attention_search_linear_attn_gdn",
+)
+"""Families without kernels: standard ops on the GPU."""
 ENGINE = ("--capacity-tokens", "4096", "--prefill-tokens", "512", "--batch")
 ENGINES: dict[str, tuple[str, ...]] = {
     "trt-demo": ("--overlay", str(DEMO_ADAPTER), "--capacity-tokens", "8448", "--batch", "1"),
@@ -98,11 +105,21 @@ def demo(options: argparse.Namespace) -> None:
 def linear(options: argparse.Namespace) -> None:
     """Small random models of linear families."""
     for family in wanted(options, LINEAR_FAMILIES):
-        model = linear_folder(options.place / "blank", family)
+        model = linear_folder(options.place / f"blank-{family}", family)
         for dtype in ("float32", "float16"):
             flags = ("--capacity-tokens", "1024", "--dtype", dtype)
             export("onnx", options.place, f"linear-{family}-{dtype}", model, *native(options), *flags)
-    shutil.rmtree(options.place / "blank", ignore_errors=True)
+        shutil.rmtree(model)
+
+
+def bodies(options: argparse.Namespace) -> None:
+    """Small random models of families without kernels."""
+    for family in wanted(options, BODIES):
+        model = linear_folder(options.place / f"blank-{family}", family)
+        for dtype in ("float32", "float16"):
+            flags = ("--capacity-tokens", "1024", "--dtype", dtype)
+            export("onnx", options.place, f"bodies-{family}-{dtype}", model, *flags)
+        shutil.rmtree(model)
 
 
 def trt(options: argparse.Namespace) -> None:
@@ -113,7 +130,7 @@ def trt(options: argparse.Namespace) -> None:
         sys.exit("--tensorrt-include: give the folder of TensorRT's NvInfer.h.")
     for name in wanted(options, [each.removeprefix("trt-") for each in ENGINES]):
         if name in LINEAR_FAMILIES:
-            model: Any = linear_folder(options.place / "blank", name, published=True)
+            model: Any = linear_folder(options.place / f"blank-{name}", name, published=True)
         elif name == "demo":
             model = still_export.demo_model_path()
         elif name.startswith("small"):
@@ -125,10 +142,10 @@ def trt(options: argparse.Namespace) -> None:
             continue
         flags = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINES[f"trt-{name}"])
         export("trt", options.place, f"trt-{name}", model, *flags)
+        shutil.rmtree(options.place / f"blank-{name}", ignore_errors=True)
     if not (site := options.place / "site").is_dir():  # for TensorRT's Python
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:"]
         subprocess.run([*install, "--target", site, "typer", "rich", "pydantic", "filelock"], check=True)
-    shutil.rmtree(options.place / "blank", ignore_errors=True)
 
 
 def speed(options: argparse.Namespace) -> None:
@@ -216,7 +233,7 @@ def blank_folder(folder: Path, geometry: str, layers: list[str] | None, **change
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made = {each.__name__: each for each in (small, demo, linear, trt, speed, pack)}
+    made = {each.__name__: each for each in (small, demo, linear, bodies, trt, speed, pack)}
     parser.add_argument("place", type=Path)
     parser.add_argument("packages", choices=made)
     parser.add_argument("--include", help="folder of onnxruntime_c_api.h")
@@ -224,7 +241,7 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--model", help="model folder that `trt` proves beside those of this repository, untrained")
     parser.add_argument("--reference-device", help="cuda: PyTorch answers on the GPU, where one is")
-    parser.add_argument("--only", help="of the families of linear, of the packages of trt; commas between")
+    parser.add_argument("--only", help="of the families of linear and bodies, of the packages of trt; commas between")
     options = parser.parse_args()
     options.place.mkdir(parents=True, exist_ok=True)
     REFERENCE[:] = ["--reference-device", options.reference_device] if options.reference_device else []

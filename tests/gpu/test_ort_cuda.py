@@ -14,7 +14,7 @@ from still_export.errors import StillExportError
 from still_export.package.refusals import RunError
 from tests.gpu.conftest import Proof, prepared, run_command, told_by_verify
 from tests.gpu.ort_checks import CHECKS, difference, opened
-from tests.gpu.prepare import GUESSES, LINEAR_FAMILIES, OTHER_GPU, SMALL
+from tests.gpu.prepare import BODIES, GUESSES, LINEAR_FAMILIES, OTHER_GPU, SMALL
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.packages import with_library
 
@@ -22,14 +22,15 @@ __all__ = ["export_tiny"]
 
 LINEAR = [f"linear-{family}-{dtype}" for family in LINEAR_FAMILIES for dtype in ("float32", "float16")]
 RECORDED = [*SMALL[:2], "demo-float32", "demo-float16", "demo-int4", *GUESSES, *LINEAR]
-"""Packages with PyTorch's answers beside them."""
+"""Packages with kernels, and PyTorch's answers beside them."""
+BY_BODIES = [f"bodies-{family}-{dtype}" for family in BODIES for dtype in ("float32", "float16")]
 KERNELS = 1e-4
 """Largest distance of kernels from bodies in float32, as a share of the largest logit; 2e-6 on an H200. In 16 bits it is recorded alone:
 verify holds both to PyTorch."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [*RECORDED, *BY_BODIES])
 def test_verify(name: str, proof: Proof, tmp_path: Path) -> None:
     """The verb, against PyTorch's recorded answers."""
     package = proof.of(prepared(name), runtime="ort", provider="cuda")
