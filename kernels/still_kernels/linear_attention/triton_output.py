@@ -9,6 +9,9 @@ import triton.language as tl
 from still_kernels.common.triton_shared import ROWS, row_of
 from still_kernels.linear_attention.triton_common import decay_between, load_rows, log_decay_of_heads, sums_of_decay
 
+LARGEST = tl.constexpr(32768.0)
+"""Of products of queries and keys in float16."""
+
 
 @triton.jit(do_not_specialize=["T", "H", "HQ", "HK", "first", "n_chunks"], do_not_specialize_on_alignment=ROWS)
 def output_kernel(
@@ -74,6 +77,13 @@ def output_kernel(
             b_products = tl.dot(b_query, tl.trans(b_key), input_precision=DOT)
             if DECAY == 1:
                 b_products *= b_between
-            b_scores = tl.where(o_inner[:, None] >= o_inner[None, :], b_products * scale, 0.0).to(KIND)
+            b_scores = tl.where(o_inner[:, None] >= o_inner[None, :], b_products * scale, 0.0)
+            if NARROW:  # products of features may be beyond the type, as the state
+                b_most = tl.maximum(tl.max(tl.abs(b_scores), 1) * (1.0 / LARGEST), 1.0)
+                b_scores *= (1.0 / b_most)[:, None]
+                b_output *= (1.0 / b_most)[:, None]
+            b_scores = b_scores.to(KIND)
         b_output = tl.dot(b_scores, b_new, b_output, input_precision=DOT)
+        if NARROW and DECAY < 2:
+            b_output *= b_most[:, None]
         tl.store(p_output + g * V, b_output.to(KIND), mask=m_output)

@@ -70,7 +70,7 @@ def test_a_decay_that_forgets_all_is_no_nan() -> None:
 
 
 @pytest.mark.long
-def test_a_state_beyond_float16() -> None:
+def test_a_state_and_products_beyond_float16() -> None:
     assert max(interpreted((), kind="large")["large"].values()) <= NARROW[torch.float16]
 
 

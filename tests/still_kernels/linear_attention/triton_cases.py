@@ -216,21 +216,29 @@ def run_resets(device: str = "cpu") -> dict[str, float]:
 
 
 def run_large(device: str = "cpu") -> dict[str, float]:
-    """Errors with float16 activations and a state beyond that type, as sums of a long prompt are; queries so small that outputs fit."""
+    """Errors with float16 activations where what is computed is beyond that type and outputs are not: a state, as sums of a long prompt are
+    (small queries); products of queries and keys, as those of features that are powers (small values)."""
     from still_kernels.linear_attention import launch
 
-    call = next(iter(calls(LAYERS[0], [70], torch.float16)))
-    given = {n: x.to(device).contiguous() for n, x in vars(call.inputs).items() if isinstance(x, Tensor)}
-    given["query"] *= 2**-10
-    inputs = replace(call.inputs, **given)
-    shape = (2, LAYERS[0].heads, LAYERS[0].dim, LAYERS[0].size)
-    state = 1e6 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    wide = {n: x.cpu() if n == "new_tokens" else x.cpu().double() for n, x in given.items()}
-    expected = naive_linear_attention(replace(call.inputs, **wide), state.double())
-    output = torch.full(call.output.shape, torch.nan, device=device, dtype=torch.float16)
-    state = state.to(device)
-    launch.launch_linear_attention(inputs, state, output)
-    return {"output": error(output.cpu(), expected[0]), "state": error(state.cpu(), expected[1])}
+    found = {}
+    grown = {
+        "state": (LAYERS[0], 1e6, {"query": 2**-10}),
+        "products": (LAYERS[1], 1, {"query": 2**8, "key": 2**8, "value": 2**-10}),
+    }
+    for name, (layer, size, factors) in grown.items():
+        call = next(iter(calls(layer, [70], torch.float16)))
+        given = {n: x.to(device).contiguous() for n, x in vars(call.inputs).items() if isinstance(x, Tensor)}
+        for each, factor in factors.items():
+            given[each] *= factor
+        inputs = replace(call.inputs, **given)
+        state = size * torch.randn((2, layer.heads, layer.dim, layer.size), generator=torch.Generator().manual_seed(1))
+        wide = {n: x.cpu() if n == "new_tokens" else x.cpu().double() for n, x in given.items()}
+        expected = naive_linear_attention(replace(call.inputs, **wide), state.double())
+        output = torch.full(call.output.shape, torch.nan, device=device, dtype=torch.float16)
+        state = state.to(device)
+        launch.launch_linear_attention(inputs, state, output)
+        found[name] = max(error(output.cpu(), expected[0]), error(state.cpu(), expected[1]))
+    return found
 
 
 def main(arguments: list[str]) -> None:
