@@ -113,13 +113,13 @@ def linear(options: argparse.Namespace) -> None:
 
 
 def bodies(options: argparse.Namespace) -> None:
-    """Small random models of families without kernels."""
+    """Small random models of families without kernels, beside their packages: of choices that nearly tie PyTorch follows the package's, so
+    it answers where they run."""
     for family in wanted(options, BODIES):
-        model = linear_folder(options.place / f"blank-{family}", family)
+        model = linear_folder(options.place / f"model-{family}", family)
         for dtype in ("float32", "float16"):
             flags = ("--capacity-tokens", "1024", "--dtype", dtype)
-            export("onnx", options.place, f"bodies-{family}-{dtype}", model, *flags)
-        shutil.rmtree(model)
+            export("onnx", options.place, f"bodies-{family}-{dtype}", model, *flags, lengths=None)
 
 
 def trt(options: argparse.Namespace) -> None:

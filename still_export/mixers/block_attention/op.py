@@ -15,11 +15,11 @@ from still_graphs.ops.select_blocks import SELECT_BLOCKS
 from still_graphs.ops.spec import AttributeValue
 from still_kernels.attention import AttentionState
 from still_kernels.block_attention import Inputs
-from still_kernels.block_attention import block_attention as kernel
+from still_kernels.block_attention.dispatch import block_attention as kernel
 from still_kernels.select_blocks import Inputs as SelectInputs
-from still_kernels.select_blocks import naive_select_blocks
+from still_kernels.select_blocks.dispatch import select_blocks as choose
 
-select_blocks = op_of_one_state(SELECT_BLOCKS, SelectInputs, naive_select_blocks)
+select_blocks = op_of_one_state(SELECT_BLOCKS, SelectInputs, choose)
 """Of inputs and the sums of keys so far: blocks int32 [B, T, HK, slots], and the sums after the call."""
 
 _ACTIVATIONS = ("query", "key", "value", "blocks", "new_tokens")
