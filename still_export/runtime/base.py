@@ -246,7 +246,9 @@ class Runner(ABC):
             RunError: The package was exported without --speculate, this runner takes no guesses, or they are too many.
         """
         if not self.guesses:
-            raise RunError("this runner takes no guesses: use --runtime ort or trt, and a package exported with --speculate.")
+            raise RunError(
+                "this runner takes no guesses: use --runtime ort or trt, and a package exported with --speculate."
+            )
         if input_ids.shape[1] > 1 + self.guesses:
             raise RunError(
                 f"{input_ids.shape[1] - 1} guesses in one call, and this package takes {self.guesses}. Export with a larger --speculate."

@@ -290,7 +290,9 @@ class OrtModel(Runner):
             hashing.finish()
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
-        self._fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None  # not in the midst of an answer
+        self._fold: Any = (
+            self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
+        )  # not in the midst of an answer
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
@@ -502,7 +504,9 @@ class OrtModel(Runner):
 
     def _hold(self, call: Guess, accepted: np.ndarray) -> None:
         first, count, tokens = call.first, len(accepted), call.tokens
-        if call.apart and count == self.batch and np.array_equal(accepted, call.brought):  # the states after the call are those
+        if (
+            call.apart and count == self.batch and np.array_equal(accepted, call.brought)
+        ):  # the states after the call are those
             for name, held in self._held.items():
                 self._past[name], self._held[name] = held, self._past[name]
             self._turn ^= 2

@@ -250,9 +250,13 @@ class TrtModel(TrtEngine, Runner):
             if state.apart:
                 held = self._state[state.name]
                 try:
-                    kept = self._kept.get(state.name) or self._kept.setdefault(state.name, Buffer(self.driver, held.size))
+                    kept = self._kept.get(state.name) or self._kept.setdefault(
+                        state.name, Buffer(self.driver, held.size)
+                    )
                 except CudaError as error:
-                    raise TrtError(f"{error} Guesses over a chunk's end keep a copy of it: use a smaller batch, or --guess none.") from error
+                    raise TrtError(
+                        f"{error} Guesses over a chunk's end keep a copy of it: use a smaller batch, or --guess none."
+                    ) from error
                 source, target = (kept, held) if back else (held, kept)
                 self.driver.copy(target.address, source.address, held.size)
 

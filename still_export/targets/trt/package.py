@@ -39,7 +39,9 @@ def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
         value_types=_value_types(graph) if plugins else {},
         engines=[],
     )
-    manifest["states"] = [state for state in manifest["states"] if not state["name"].startswith(AHEAD)]  # the graph has no head
+    manifest["states"] = [
+        state for state in manifest["states"] if not state["name"].startswith(AHEAD)
+    ]  # the graph has no head
     for state in manifest["states"]:
         state["in_place"] = plugins  # the kernels take one buffer for past and present; bodies do not
     if plugins:
