@@ -222,7 +222,7 @@ def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
         ConfigError, match=f"--speculate {CHUNK + 1} is more than a chunk of this model, {CHUNK} tokens"
     ):
         export(ExportOptions(source, speculate=CHUNK + 1), tmp_path / "more")
-    with pytest.raises(ConfigError, match="--speculate is for ort-cuda, ort-cpu, .*, not for trt-rtx"):
+    with pytest.raises(ConfigError, match=r"--speculate is for ort-cuda, ort-cpu, .*, not for trt-rtx"):
         export(ExportOptions(source, speculate=1), tmp_path / "rtx", to="trt-rtx", options=RtxOptions())
     with pytest.raises(ConfigError, match="--speculate -1"):
         ExportOptions(source, speculate=-1)

@@ -70,8 +70,9 @@ def test_still_beside_softmax_layers(export_tiny: Exporter, module: FakeTensorRT
 
 
 def test_states_that_fold_where_they_are_full(export_tiny: Exporter, module: FakeTensorRT, tmp_path: Path) -> None:
-    path = still(export_tiny, layer_types=None, overflow="fold_min_score", capacity_tokens=3 * CHUNK)
-    check_models(lambda plain=False, path=built(path, tmp_path / "trt"): TrtModel(path))
+    asked = {"overflow": "fold_min_score", "capacity_tokens": 3 * CHUNK, "layer_types": None}
+    path = built(still(export_tiny, **asked), tmp_path / "trt")
+    check_models(lambda plain=False: TrtModel(path))
 
 
 def test_a_call_within_a_chunk_copies_and_reads_nothing_again(
