@@ -151,9 +151,9 @@ void Engine::start(int64_t tokens)
         mDriver.check(mDriver.memsetD8Async(buffer->address(), 0, buffer->bytes(), mStream), "cuMemsetD8Async");
         mBuffers[name] = std::move(buffer);
     };
-    auto const tokens = static_cast<size_t>(integer_of(mEntry.at("prefill_tokens")));
-    size_t const rows = std::min(tokens, most_rows());
-    add("input_ids", 4 * tokens);
+    auto const longest = static_cast<size_t>(integer_of(mEntry.at("prefill_tokens")));
+    size_t const rows = std::min(longest, most_rows());
+    add("input_ids", 4 * longest);
     for (char const* name : {"new_tokens", "past_length", "present_length"})
         add(name, 4);
     add("next_token", 4 * rows);
