@@ -85,6 +85,11 @@ class State:
         return self.growth is not None and bool(self.growth["lag"])
 
     @property
+    def apart(self) -> bool:
+        """Tokens that are read and then do not hold leave something in it that is read later."""
+        return not self.positions and not (self.late and self.growth is not None and not self.growth["fixed"])
+
+    @property
     def ring(self) -> bool:
         """Its axis 2 holds two chunks, of which the one that begins takes the rows of the one that left."""
         return self.name.startswith("window_")

@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -150,8 +151,9 @@ void Engine::start(int64_t tokens)
         mDriver.check(mDriver.memsetD8Async(buffer->address(), 0, buffer->bytes(), mStream), "cuMemsetD8Async");
         mBuffers[name] = std::move(buffer);
     };
-    size_t const rows = mManifest.at("model").at("all_logits").get<bool>() ? static_cast<size_t>(integer_of(mEntry.at("prefill_tokens"))) : 1;
-    add("input_ids", 4 * static_cast<size_t>(integer_of(mEntry.at("prefill_tokens"))));
+    auto const longest = static_cast<size_t>(integer_of(mEntry.at("prefill_tokens")));
+    size_t const rows = std::min(longest, most_rows());
+    add("input_ids", 4 * longest);
     for (char const* name : {"new_tokens", "past_length", "present_length"})
         add(name, 4);
     add("next_token", 4 * rows);
@@ -161,6 +163,13 @@ void Engine::start(int64_t tokens)
         add(state.name, size_bytes(state));
     }
     mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
+}
+
+size_t Engine::most_rows() const
+{
+    if (mManifest.at("model").at("all_logits").get<bool>())
+        return SIZE_MAX;
+    return 1 + static_cast<size_t>(mManifest.value("speculate", 0));
 }
 
 size_t Engine::state_bytes() const
@@ -239,7 +248,7 @@ int32_t Engine::prefill(std::vector<int32_t> const& prompt)
         mLength += count;
         last = piece.size() - 1;
     }
-    size_t const row = mManifest.at("model").at("all_logits").get<bool>() ? last : 0;
+    size_t const row = std::min(last, most_rows() - 1);
     mDriver.check(mDriver.memcpyDtoDAsync(mBuffers.at("input_ids")->address(), mBuffers.at("next_token")->address() + 4 * row, 4, mStream),
         "cuMemcpyDtoDAsync");
     return next_token();

@@ -45,6 +45,7 @@ private:
     void run(Profile profile, int64_t tokens);
     void write(std::string const& name, std::vector<int32_t> const& values);
     int32_t next_token();
+    size_t most_rows() const; // of logits that a call gives
     void capture();
 
     std::string mFolder;

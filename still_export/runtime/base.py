@@ -9,6 +9,7 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from still_export.package.checked import read_manifest
 from still_export.runtime.sampling import RunError, Sampling, likeliest
 from still_export.runtime.speculation import Speculation
-from still_graphs.states import AHEAD, StateTable
+from still_graphs.states import AHEAD, ANY, StateTable
 
 NUMPY_TYPES = {
     "float32": np.float32,
@@ -56,6 +57,25 @@ def peak_mb() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """A call of guessed tokens that waits for what of them holds.
+
+    Args:
+        apart: States after some of the tokens are not those after all of them.
+        first: First of its sequences.
+        part: Of them those that were asked.
+        brought: Tokens of each, [R].
+        tokens: Columns of the call.
+    """
+
+    apart: bool
+    first: int
+    part: slice
+    brought: np.ndarray
+    tokens: int
+
+
 class Runner(ABC):
     """A package's model with its state: feed tokens, get logits.
 
@@ -75,7 +95,7 @@ class Runner(ABC):
     """Rows that a growing state has at least."""
     guesses = 0
     """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
-    guessed: Any = None
+    guessed: Guess | None = None
     """The call of `guess` that waits for `accept`; None: there is none."""
     speculation: Speculation | None = None
     """Guesses in `generate`; None: nobody does."""
@@ -207,16 +227,42 @@ class Runner(ABC):
         """
         return likeliest(self.feed(input_ids, new_tokens, first))
 
-    def guess(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+    @staticmethod
+    def _counts(input_ids: np.ndarray, new_tokens: np.ndarray | None) -> np.ndarray:
+        """Tokens that each sequence brings, [R]."""
+        count, tokens = input_ids.shape
+        return np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
+
+    def guess(
+        self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0, greedy: bool = False
+    ) -> np.ndarray:
         """Run one call as `feed` does, of at most 1 + `guesses` tokens, whose states wait for `accept`; without it nothing was fed.
 
         Returns:
-            Logits float32 [R, T, V]; a sequence that brings n tokens has theirs in its last n rows.
+            Logits float32 [R, T, V], or with `greedy` the likeliest tokens [R, T]; a sequence that brings n tokens has theirs in its last n
+            rows.
 
         Raises:
             RunError: The package was exported without --speculate, this runner takes no guesses, or they are too many.
         """
-        raise RunError("this runner takes no guesses: use --runtime ort, and a package exported with --speculate.")
+        if not self.guesses:
+            raise RunError(
+                "this runner takes no guesses: use --runtime ort or trt, and a package exported with --speculate."
+            )
+        if input_ids.shape[1] > 1 + self.guesses:
+            raise RunError(
+                f"{input_ids.shape[1] - 1} guesses in one call, and this package takes {self.guesses}. Export with a larger --speculate."
+            )
+        chunk, counts = self.table.settled, self._counts(input_ids, new_tokens)
+        place = self.length[first : first + len(counts)] % chunk
+        inner = (place > 0) | (chunk == ANY)  # the first token of a chunk takes another into the state
+        settled = (counts == 0) | inner & (place + counts <= chunk)
+        found = self._guess(input_ids, counts, first, not settled.all(), greedy)
+        return likeliest(found) if greedy and found.ndim > 2 else found
+
+    def _guess(self, input_ids: np.ndarray, counts: np.ndarray, first: int, apart: bool, greedy: bool) -> np.ndarray:
+        """As `guess`; leaves the call in `guessed`. With `greedy` logits may be given all the same."""
+        raise NotImplementedError
 
     def accept(self, accepted: np.ndarray) -> None:
         """Keep, of the tokens that each of the R sequences brought to the last `guess`, the first `accepted` [R].
@@ -224,7 +270,20 @@ class Runner(ABC):
         Raises:
             RunError: They are more than it brought, or nothing was guessed.
         """
-        raise RunError("nothing was guessed.")
+        call = self.guessed
+        if call is None:
+            raise RunError("nothing was guessed, or another call was made since.")
+        given, brought = np.asarray(accepted, np.int64), call.brought[call.part]
+        if given.shape != brought.shape or (given < 0).any() or (given > brought).any():
+            raise RunError(f"accepted={given.tolist()} of the {brought.tolist()} tokens that the sequences brought.")
+        held = np.zeros_like(call.brought)
+        held[call.part] = given
+        self._hold(call, held)
+        self.guessed = None
+
+    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+        """Let states and lengths be those after the first `accepted` [R] tokens of the call."""
+        raise NotImplementedError
 
     def forget(self, sequence: int) -> None:
         """Make one sequence empty, for another; room and the others stay as they are."""
@@ -373,17 +432,17 @@ class Runner(ABC):
     ) -> Iterator[int]:
         """The tokens that `_sampled` gives, by steps with guesses. Each is chosen from the logits behind those before it, by one random
         number, as without guesses: so their distribution is the same."""
-        guesser = speculation.guesser([*known, token], 0)
+        guesser, greedy = speculation.guesser([*known, token], 0), sampling.temperature == 0
         while count > 0:
             begun = time.perf_counter()
             guesses = speculation.guess(guesser, count - 1)
             if guesses:
-                rows = self.guess(np.array([[token, *guesses]]))[0]
+                rows = self.guess(np.array([[token, *guesses]]), greedy=greedy)[0]
                 call, said = self.guessed, list[int]()
                 spent = time.perf_counter() - begun
                 try:
                     for row, guess in zip(rows, [*guesses, -1], strict=True):
-                        said.append(sampling.choose(row))
+                        said.append(int(row) if greedy else sampling.choose(row))
                         yield said[-1]
                         if said[-1] != guess:
                             break
@@ -394,7 +453,6 @@ class Runner(ABC):
                         spent += time.perf_counter() - begun
                 speculation.guessed(spent, [len(guesses)], [len(said) - 1])
             else:
-                greedy = sampling.temperature == 0
                 last = np.array([token])
                 said = [int(next(self.greedy(last, 1))[0]) if greedy else sampling.choose(self.step(last)[0])]
                 speculation.plain(time.perf_counter() - begun)

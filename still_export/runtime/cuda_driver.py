@@ -74,13 +74,13 @@ class Buffer:
             self.driver.stream,
         )
 
-    def read(self, array: np.ndarray) -> np.ndarray:
-        """Copy the start into `array` and wait for it."""
-        assert array.flags.c_contiguous and array.nbytes <= self.size
+    def read(self, array: np.ndarray, begin: int = 0) -> np.ndarray:
+        """Copy the bytes from `begin` on into `array` and wait for them."""
+        assert array.flags.c_contiguous and begin + array.nbytes <= self.size
         self.driver.call(
             "cuMemcpyDtoHAsync_v2",
             ctypes.c_void_p(array.ctypes.data),
-            ctypes.c_uint64(self.address),
+            ctypes.c_uint64(self.address + begin),
             ctypes.c_size_t(array.nbytes),
             self.driver.stream,
         )

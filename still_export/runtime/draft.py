@@ -70,7 +70,7 @@ def open_draft(model: Runner, draft: Runner) -> Speculation:
     """
     if not model.guesses:
         raise RunError(
-            f"{model.folder} takes no guesses of a draft: export it with --speculate, and run it with ONNX Runtime."
+            f"{model.folder} takes no guesses of a draft: export it with --speculate for ONNX Runtime or TensorRT."
         )
     if draft.every:
         raise RunError(

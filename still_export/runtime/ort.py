@@ -23,7 +23,7 @@ from still_export.package.external import listed_weights
 from still_export.package.files import FOLD, HEAD, MODEL, Hashing, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
-from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError
@@ -290,14 +290,15 @@ class OrtModel(Runner):
             hashing.finish()
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
-        self._fold: Any = self._open_beside(FOLD) if self.guesses else None  # not in the midst of an answer
+        self._fold: Any = (
+            self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
+        )  # not in the midst of an answer
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
             self.speculation = Speculation(self.guesses, lambda tokens, sequence: Ahead(head, tokens, sequence))
         others = [self.head.session] if self.head else []
         check_graph(self.session, self.manifest, self.folder / "manifest.json", *others)
-        self.guessed: tuple[str, int, slice, np.ndarray, int] | None = None
         self.says_token = any(output.name == NEXT_TOKEN for output in self.session.get_outputs())
         self._value = onnxruntime.OrtValue
         self._run_options = onnxruntime.RunOptions
@@ -322,10 +323,6 @@ class OrtModel(Runner):
     def _in_place(self, state: State) -> bool:
         """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
         return state.in_place or self.native is not None
-
-    def _apart(self, state: State) -> bool:
-        """Tokens that do not hold leave something in it that is read."""
-        return not state.positions and not (state.late and state.growth and not state.growth["fixed"])
 
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
@@ -425,7 +422,7 @@ class OrtModel(Runner):
                 past, present = self._past[state.name], self._spare.get(state.name)
                 if state.past not in read:
                     continue
-                if wanted == APART and present is None and self._apart(state):
+                if wanted == APART and present is None and state.apart:
                     if state.name not in self._held:
                         self._held[state.name] = self._tensor(
                             np.zeros(past.shape(), NUMPY_TYPES[state.dtype]), state.dtype
@@ -476,27 +473,14 @@ class OrtModel(Runner):
         logits = self._call(input_ids, new_tokens, first, "logits")
         return logits[:, -1:] if self.guesses else logits
 
-    def guess(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-        if not self.guesses:
-            return super().guess(input_ids, new_tokens, first)
-        if input_ids.shape[1] > 1 + self.guesses:
-            raise RunError(
-                f"{input_ids.shape[1] - 1} guesses in one call, and this package takes {self.guesses}. Export with a larger --speculate."
-            )
-        chunk, counts = self.table.settled, self._counts(input_ids, new_tokens)
-        place = self.length[first : first + len(counts)] % chunk
-        settled = (counts == 0) | (place > 0) & (
-            place + counts <= chunk
-        )  # the first token of a chunk takes another into the state
-        if not settled.all():
-            return self._call(input_ids, counts, first, APART)
-        if not self.replays or len(counts) < self.batch:
-            return self._call(input_ids, counts, first, GUESSED)
+    def _guess(self, input_ids: np.ndarray, counts: np.ndarray, first: int, apart: bool, greedy: bool) -> np.ndarray:
+        if apart or not self.replays or len(counts) < self.batch:
+            return self._call(input_ids, counts, first, APART if apart else GUESSED)
         values = self._replay(input_ids, counts)
-        self.guessed = GUESSED, 0, slice(0, self.batch), counts, input_ids.shape[1]
+        self.guessed = Guess(False, 0, slice(0, self.batch), counts, input_ids.shape[1])
         if self.head:
             self._brought = input_ids, values[LAST_HIDDEN].numpy()
-        return self._floats(values["logits"])
+        return self._floats(values[NEXT_TOKEN if greedy and self.says_token else "logits"])
 
     def _open_beside(self, graph: str) -> Any:
         """Session of another graph over the model's weights, whose hashes were compared."""
@@ -518,34 +502,26 @@ class OrtModel(Runner):
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
 
-    def accept(self, accepted: np.ndarray) -> None:
-        if self.guessed is None:
-            raise RunError("nothing was guessed, or another call was made since.")
-        wanted, first, part, brought, tokens = self.guessed
-        given, accepted = np.asarray(accepted, np.int64), np.zeros_like(brought)
-        if given.shape != brought[part].shape or (given < 0).any() or (given > brought[part]).any():
-            raise RunError(
-                f"accepted={given.tolist()} of the {brought[part].tolist()} tokens that the sequences brought."
-            )
-        accepted[part] = given
-        whole = len(brought) == self.batch and np.array_equal(accepted, brought)
-        if whole and wanted == APART:  # the states after the call are those
+    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+        first, count, tokens = call.first, len(accepted), call.tokens
+        if (
+            call.apart and count == self.batch and np.array_equal(accepted, call.brought)
+        ):  # the states after the call are those
             for name, held in self._held.items():
                 self._past[name], self._held[name] = held, self._past[name]
             self._turn ^= 2
-        elif wanted == APART:
-            guessed, _ = self._bindings[first, len(brought), tokens, self._turn, APART]
-            fresh = (first, len(brought), tokens, self._turn, FOLDED) not in self._bindings
-            binding, inputs = self._binding(first, len(brought), tokens, FOLDED)
+        elif call.apart:
+            guessed, _ = self._bindings[first, count, tokens, self._turn, APART]
+            fresh = (first, count, tokens, self._turn, FOLDED) not in self._bindings
+            binding, inputs = self._binding(first, count, tokens, FOLDED)
             if fresh:
                 replayed = self._replays(self.session)  # behind logits and length
                 for name, value in zip(replayed, guessed.get_outputs()[2:], strict=False):
                     binding.bind_ortvalue_input(name, value)
             inputs["new_tokens"].update_inplace(accepted)
-            inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + len(brought)]))
+            inputs["past_length"].update_inplace(np.ascontiguousarray(self.length[first : first + count]))
             self.run_apart(self._fold, binding)
-        self._advance(slice(first, first + len(brought)), accepted)
-        self.guessed = None
+        self._advance(slice(first, first + count), accepted)
         if self.head:
             ids, hidden = self._brought
             self.head.follow(first, ids, accepted, hidden)
@@ -564,12 +540,6 @@ class OrtModel(Runner):
         if not self.says_token:
             return super().feed_greedy(input_ids, new_tokens, first)
         return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
-
-    @staticmethod
-    def _counts(input_ids: np.ndarray, new_tokens: np.ndarray | None) -> np.ndarray:
-        """Tokens that each sequence brings, [R]."""
-        count, tokens = input_ids.shape
-        return np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
 
     def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
         """Run one call; its output `wanted`."""
@@ -600,7 +570,7 @@ class OrtModel(Runner):
         hidden: Any = others[count].numpy() if self.head else None
         found = self._floats(binding.get_outputs()[0])  # a copy: the next run writes into the same memory
         if wanted in (GUESSED, APART):
-            self.guessed = wanted, begin, slice(first - begin, first - begin + rows), counts, tokens
+            self.guessed = Guess(wanted == APART, begin, slice(first - begin, first - begin + rows), counts, tokens)
             self._brought = input_ids, hidden
         else:
             self._advance(sequences, counts)

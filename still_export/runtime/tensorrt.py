@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.cuda_driver import Buffer, CudaError
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError
-from still_export.runtime.trt_engine import DECODE, DECODE_ROWS, PREFILL, TrtEngine, TrtError
+from still_export.runtime.speculation import Speculation
+from still_export.runtime.trt_engine import DECODE, DECODE_ROWS, GUESSES, PREFILL, TrtEngine, TrtError
 from still_graphs.states import ITEM_BYTES, NEXT_TOKEN, StateTable
 
 LOGIT_TYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
@@ -29,7 +30,7 @@ LOGIT_TYPES = {"float": np.float32, "half": np.float16, "bf16": np.uint16}
 class TrtModel(TrtEngine, Runner):
     """A package's engine with its state on the GPU: feed tokens, get logits.
 
-    Past and present of every state are one buffer. A decode step is replayed from a CUDA graph.
+    Past and present of every state are one buffer. A decode step and a call of guesses are replayed from CUDA graphs.
 
     Args:
         folder: The package.
@@ -40,6 +41,8 @@ class TrtModel(TrtEngine, Runner):
     def __init__(self, folder: Path, plugin: Path | None = None, device: int = 0) -> None:
         super().__init__(folder, plugin, device)
         self.table = StateTable.of(self.manifest)
+        self.guesses = int(self.manifest.get("speculate", 0))
+        self.speculation = Speculation(self.guesses) if self.guesses else None
 
     replays = True
     least_rows = 1  # dimensions of length 0 crash some versions
@@ -53,7 +56,7 @@ class TrtModel(TrtEngine, Runner):
         return int(self.entry["batch"])
 
     @property
-    def decode_profile(self) -> int:
+    def decode_profile(self) -> str:
         """Profile of calls of one token."""
         return DECODE if self.batch == 1 else DECODE_ROWS
 
@@ -68,14 +71,16 @@ class TrtModel(TrtEngine, Runner):
                 f"{self.folder} --batch {self.batch}"
             )
         batch = self.batch
+        self.guessed = None
         self._state: dict[str, Buffer] = {}
         self._state_shapes: dict[str, tuple[int, ...]] = {}
         vocabulary = self.manifest["model"]["vocab_size"]
-        rows = self.prefill_tokens if self.manifest["model"]["all_logits"] else 1
+        tokens = max(self.prefill_tokens, 1 + self.guesses)
+        rows = self._rows(tokens)
         # Builders without strong typing may give an output another type than the graph does.
         self._logit_type = LOGIT_TYPES[str(self.engine.get_tensor_dtype("logits")).rsplit(".", 1)[-1].lower()]
         sizes = {
-            "input_ids": 4 * batch * self.prefill_tokens,
+            "input_ids": 4 * batch * tokens,
             "new_tokens": 4 * batch,
             "past_length": 4 * batch,
             "present_length": 4 * batch,
@@ -88,11 +93,17 @@ class TrtModel(TrtEngine, Runner):
             raise TrtError(f"{error} Use a smaller batch.") from error
         self._io["past_length"].zero()
 
+    def _rows(self, tokens: int) -> int:
+        """Rows of logits of a call of so many tokens."""
+        return tokens if self.manifest["model"]["all_logits"] else min(tokens, 1 + self.guesses)
+
     def _resize(self, tokens: int) -> None:
         """At least doubles the room where memory allows, so that copies stay rare."""
         self.check_capacity(tokens)
-        self._graph: Any = None
-        self._bound: list[tuple[int, ...] | None] = [None] * len(self.contexts)
+        self._drop_guess()
+        self._graphs: dict[str, Any] = {}  # by profile
+        self._kept: dict[str, Buffer] = {}  # states before a call of guesses
+        self._bound: dict[str, tuple[int, ...]] = {}
         try:
             self._grow(self.ample(tokens, max(0, 2 * self.room - tokens)))
         except CudaError:
@@ -137,13 +148,13 @@ class TrtModel(TrtEngine, Runner):
         """State memory of `batch` sequences of `tokens` tokens."""
         return self.table.size_bytes(batch, self.table.rows(tokens, self.least_rows))
 
-    def _bind(self, profile: int, tokens: int) -> Any:
+    def _bind(self, profile: str, tokens: int) -> Any:
         """The profile's context with shapes and addresses of a call of `tokens` tokens."""
         context = self.contexts[profile]
         key = (self.batch, tokens, self.room, self._io["logits"].address)
-        if self._bound[profile] == key:
+        if self._bound.pop(profile, None) == key:
+            self._bound[profile] = key
             return context
-        self._bound[profile] = None
         shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
         addresses = {name: buffer.address for name, buffer in self._io.items()}
         for state in self.table:
@@ -158,14 +169,15 @@ class TrtModel(TrtEngine, Runner):
         self._bound[profile] = key
         return context
 
-    def _run(self, profile: int, tokens: int) -> None:
+    def _run(self, profile: str, tokens: int) -> None:
         if not self._bind(profile, tokens).execute_async_v3(self.driver.stream.value):
             raise TrtError(f"TensorRT could not run {tokens} tokens; its reason stands above. {self.memory_text()}")
 
     def feed(self, input_ids: np.ndarray, new_tokens: np.ndarray | None = None, first: int = 0) -> np.ndarray:
         """As of Runner; in pieces where the call has more tokens than the engine's prefill profile."""
         (count, tokens), step = input_ids.shape, self.prefill_tokens
-        counts = np.full(count, tokens, np.int32) if new_tokens is None else np.asarray(new_tokens, np.int32)
+        counts = self._counts(input_ids, new_tokens).astype(np.int32)
+        self._drop_guess()
         self.reserve(counts, first)
         sequences = slice(first, first + count)
         input_ids, counts = self._among_all(input_ids, counts, first)  # addresses inside a state may not be aligned
@@ -182,16 +194,74 @@ class TrtModel(TrtEngine, Runner):
 
     def _call(self, input_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         tokens = input_ids.shape[1]
-        self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
-        self._io["new_tokens"].write(counts)
-        self._io["past_length"].write(self.length.astype(np.int32))
+        self._give(input_ids, counts)
         self._run(self.decode_profile if tokens == 1 else PREFILL, tokens)
         self.length = self.length + counts
-        rows = tokens if self.manifest["model"]["all_logits"] else 1
-        shape = self.batch, rows, self.manifest["model"]["vocab_size"]
-        return self._floats(self._io["logits"].read(np.empty(shape, self._logit_type)))
+        rows = self._rows(tokens)
+        return self._logits(rows, 1 if self.guesses else rows)
+
+    def _give(self, input_ids: np.ndarray, counts: np.ndarray) -> None:
+        """Write the inputs of a call on all sequences."""
+        self._io["input_ids"].write(np.ascontiguousarray(input_ids, np.int32))
+        self._io["new_tokens"].write(counts.astype(np.int32))
+        self._io["past_length"].write(self.length.astype(np.int32))
+
+    def _logits(self, rows: int, last: int) -> np.ndarray:
+        """The `last` of the `rows` logits of each sequence that a call gave, [B, last, V]; no others leave the device."""
+        found = np.empty((self.batch, last, self.manifest["model"]["vocab_size"]), self._logit_type)
+        if rows == last:
+            return self._floats(self._io["logits"].read(found))
+        for sequence, part in enumerate(found):
+            self._io["logits"].read(part, part.nbytes // last * (rows * (1 + sequence) - last))
+        return self._floats(found)
+
+    def _guess(self, input_ids: np.ndarray, counts: np.ndarray, first: int, apart: bool, greedy: bool) -> np.ndarray:
+        part, tokens, most = slice(first, first + len(counts)), input_ids.shape[1], 1 + self.guesses
+        self._drop_guess()
+        self.reserve(counts, first)
+        input_ids, counts = self._among_all(input_ids, counts, first)
+        self._give(np.pad(input_ids, ((0, 0), (0, most - tokens))), counts)
+        graph = self._graph(GUESSES, most)
+        if apart:
+            self._copy_states(back=False)
+        graph.launch()
+        self.guessed = Guess(apart, 0, part, counts, tokens)
+        if greedy:
+            return self._io[NEXT_TOKEN].read(np.empty((self.batch, most), np.int32))[part, -tokens:]
+        return self._logits(most, tokens)[part]
+
+    def _hold(self, call: Guess, accepted: np.ndarray) -> None:
+        """States of fixed size are those before the call once more, and what holds is read again: engines have no graph that folds it."""
+        if call.apart and (accepted != call.brought).any():
+            self._drop_guess()
+            self._io["new_tokens"].write(accepted.astype(np.int32))  # the other inputs are there
+            self._graphs[GUESSES].launch()
+        self.length = self.length + accepted
+
+    def _drop_guess(self) -> None:
+        """Let states be those before a call of guesses of which nothing was accepted."""
+        if self.guessed is not None and self.guessed.apart:
+            self._copy_states(back=True)
+        self.guessed = None
+
+    def _copy_states(self, back: bool) -> None:
+        """Keep the states in which tokens that do not hold leave something, or put them back."""
+        for state in self.table:
+            if state.apart:
+                held = self._state[state.name]
+                try:
+                    kept = self._kept.get(state.name) or self._kept.setdefault(
+                        state.name, Buffer(self.driver, held.size)
+                    )
+                except CudaError as error:
+                    raise TrtError(
+                        f"{error} Guesses over a chunk's end keep a copy of it: use a smaller batch, or --guess none."
+                    ) from error
+                source, target = (kept, held) if back else (held, kept)
+                self.driver.copy(target.address, source.address, held.size)
 
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
+        self._drop_guess()
         for state in self.table:
             shape, given = self._state_shapes[state.name][1:], arrays.get(state.name)
             size = math.prod(shape) * ITEM_BYTES[state.dtype]
@@ -211,29 +281,33 @@ class TrtModel(TrtEngine, Runner):
             self._state[name].write(held)
             self.driver.synchronize()  # before `held` is freed
 
-    def _decode_graph(self) -> Any:
-        """The captured decode step: it reads the token it chose before, and leaves the next one and the longer lengths behind."""
-        if self._graph is None:
-            # Modules and tactics must be there before the capture; a step of 0 tokens changes no state.
+    def _graph(self, profile: str, tokens: int) -> Any:
+        """A captured call, for inputs that are there. A decode step reads the token it chose before, and leaves the next one and the longer
+        lengths behind."""
+        if profile not in self._graphs:
+            counts = self._io["new_tokens"].read(np.empty(self.batch, np.int32))
+            # Modules and tactics must be there before the capture; a call of 0 tokens changes no state.
             self._io["new_tokens"].write(np.zeros(self.batch, np.int32))
-            self._run(self.decode_profile, 1)
+            self._run(profile, tokens)
             self.driver.synchronize()
 
-            def step() -> None:
-                self._run(self.decode_profile, 1)
-                self.driver.copy(self._io["past_length"].address, self._io["present_length"].address, 4 * self.batch)
-                self.driver.copy(self._io["input_ids"].address, self._io[NEXT_TOKEN].address, 4 * self.batch)
+            def call() -> None:
+                self._run(profile, tokens)
+                if profile != GUESSES:
+                    size = 4 * self.batch
+                    self.driver.copy(self._io["past_length"].address, self._io["present_length"].address, size)
+                    self.driver.copy(self._io["input_ids"].address, self._io[NEXT_TOKEN].address, size)
 
-            self._graph = self.driver.capture(step)
-        return self._graph
+            self._graphs[profile] = self.driver.capture(call)
+            self._io["new_tokens"].write(counts)
+        return self._graphs[profile]
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
         """Tokens [B] that follow `token` [B] greedily, `count` of them, from replays of a captured step."""
+        self._drop_guess()
         self.reserve(count)
-        self._io["past_length"].write(self.length.astype(np.int32))
-        self._io["input_ids"].write(np.ascontiguousarray(token, np.int32))
-        graph = self._decode_graph()
-        self._io["new_tokens"].write(np.ones(self.batch, np.int32))
+        self._give(token, np.ones(self.batch))
+        graph = self._graph(self.decode_profile, 1)
         for _ in range(count):
             graph.launch()
             self.length = self.length + 1
@@ -244,6 +318,7 @@ class TrtModel(TrtEngine, Runner):
         return self._io["present_length"].read(np.empty(self.batch, np.int32))
 
     def state_arrays(self) -> dict[str, np.ndarray]:
+        self._drop_guess()
         self.driver.synchronize()
         shapes = ((s, self._state_shapes[s.name]) for s in self.table)
         return {s.name: self._state[s.name].read(np.empty(shape, NUMPY_TYPES[s.dtype])) for s, shape in shapes}

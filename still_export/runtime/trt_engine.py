@@ -19,8 +19,9 @@ from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.cuda_driver import Buffer, CudaError, Driver
 from still_export.runtime.sampling import RunError
 
-PREFILL, DECODE, DECODE_ROWS = 0, 1, 2
-"""Profiles of an engine, and its contexts: calls of several tokens, of one token of one sequence, of one token of several sequences."""
+PREFILL, DECODE, DECODE_ROWS, GUESSES = "prefill", "decode", "decode rows", "guesses"
+"""Profiles of an engine, each with a context: calls of several tokens, of one token of one sequence, of one token of several sequences, of
+one token and all guesses behind it."""
 
 
 class TrtError(RunError):
@@ -198,14 +199,14 @@ class TrtEngine:
 
     def _make_contexts(self) -> None:
         """One context for each profile, over one scratch memory: they never run at the same time."""
-        self.contexts: list[Any] = []
+        self.contexts: dict[str, Any] = {}
         try:
             self._scratch = Buffer(self.driver, self._scratch_bytes())
         except CudaError as error:
             raise TrtError(
                 f"{error} The engine needs that beside its weights: build it with a smaller --batch."
             ) from error
-        for profile in (PREFILL, DECODE) if self.entry["batch"] == 1 else (PREFILL, DECODE, DECODE_ROWS):
+        for number, profile in enumerate(self.entry["profiles"]):
             context = self._new_context()
             if context is None:
                 raise TrtError(
@@ -215,9 +216,9 @@ class TrtEngine:
                 context.set_device_memory(self._scratch.address, self._scratch.size)
             else:
                 context.device_memory = self._scratch.address
-            if not context.set_optimization_profile_async(profile, self.driver.stream.value):
+            if not context.set_optimization_profile_async(number, self.driver.stream.value):
                 raise TrtError(f"the engine has no profile {profile}. {self.again}")
-            self.contexts.append(context)
+            self.contexts[profile] = context
         self.driver.synchronize()
 
     def _new_context(self) -> Any:

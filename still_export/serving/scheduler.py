@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -362,14 +363,15 @@ class Scheduler:
 
     def _speak_guessed(self, rows: list[_Row], last: list[list[int]], begun: float) -> None:
         """The tokens of answers that follow `last`, what was said and guesses behind it, as far as these are what is chosen."""
-        found, speculation = self._call(rows, last, self.model.guess), self.model.speculation
+        greedy, speculation = all(row.request.sampling.temperature == 0 for row in rows), self.model.speculation
+        found = self._call(rows, last, partial(self.model.guess, greedy=greedy))
         if found is None or speculation is None:
             return
         told: list[list[Event]] = []
         for row, logits, given in zip(rows, found, last, strict=True):
             events = list[Event]()
             for choices, guess in zip(logits[-len(given) :], [*given[1:], -1], strict=True):
-                token = row.request.sampling.choose(choices)
+                token = int(choices) if greedy else row.request.sampling.choose(choices)
                 events.append(self._event(row, token))
                 if events[-1].ended or token != guess:
                     break

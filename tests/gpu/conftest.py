@@ -114,8 +114,8 @@ class TensorRt:
     folder: Path
 
     def run(self, command: str, timeout_s: float, name: str) -> str:
-        """A shell command in which `still` is still-export and `polygraphy` is TensorRT's."""
-        head = f'still() {{ {sys.executable} -m still_export.cli.main "$@"; }}; '
+        """A shell command in which `still` is still-export, `module` runs one of this tree, and `polygraphy` is TensorRT's."""
+        head = f'module() {{ {sys.executable} -m "$@"; }}; '
         if other := os.environ.get(TENSORRT):
             binaries = self.folder / "bin"
             binaries.mkdir(exist_ok=True)
@@ -124,8 +124,9 @@ class TensorRt:
             site = Path(os.environ.get(PLACE, ".")).resolve() / "site"
             head = (
                 f". {other}; export PATH={binaries}:$PATH PYTHONPATH={site}:{ROOT}:{ROOT}/graphs:{ROOT}/kernels; "
-                'still() { trt-python -m still_export.cli.main "$@"; }; '
+                'module() { trt-python -m "$@"; }; '
             )
+        head += 'still() { module still_export.cli.main "$@"; }; '
         return run_command(head + command, self.folder / f"{name}.log", timeout_s, PYTHONUNBUFFERED="1")
 
 

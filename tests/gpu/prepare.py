@@ -51,6 +51,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "trt-one_row": (*ENGINE, "1", "--attach-untrained"),
     "trt-small_model": (*ENGINE, "4"),
     "trt-small_int4": (*ENGINE, "4", "--quantize", "int4"),
+    **{f"trt-{name}": (*ENGINE, "4", "--dtype", name.split("-")[1], "--speculate", "16") for name in GUESSES},
     **{
         f"trt-{name}": ("--capacity-tokens", "1024", "--batch", "1", "--prefill-tokens", "512")
         for name in LINEAR_FAMILIES
@@ -133,7 +134,7 @@ def trt(options: argparse.Namespace) -> None:
             model: Any = linear_folder(options.place / f"blank-{name}", name, published=True)
         elif name == "demo":
             model = still_export.demo_model_path()
-        elif name.startswith("small"):
+        elif name.startswith(("small", "guesses")):
             model = SMALL_MODEL
         elif options.model:
             model = options.model
@@ -145,7 +146,7 @@ def trt(options: argparse.Namespace) -> None:
         shutil.rmtree(options.place / f"blank-{name}", ignore_errors=True)
     if not (site := options.place / "site").is_dir():  # for TensorRT's Python
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:"]
-        subprocess.run([*install, "--target", site, "typer", "rich", "pydantic", "filelock"], check=True)
+        subprocess.run([*install, "--target", site, "typer", "rich", "pydantic", "filelock", "tokenizers"], check=True)
 
 
 def speed(options: argparse.Namespace) -> None:

@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.conftest import TENSORRT, Proof, TensorRt, prepared, told_by_verify
-from tests.gpu.prepare import ENGINES
+from tests.gpu.prepare import ENGINES, GUESSES
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.slow]  # slow: they come first, an engine takes minutes
+
+
+TIES = {"float32": 1e-3, "float16": 0.05}
+"""By how much tokens may differ where an answer with guesses parts from the plain one: calls of several tokens are rounded otherwise."""
 
 
 def tactics_of(engine: str) -> dict[str, int]:
@@ -42,10 +46,16 @@ def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> 
     assert rates and float(rates[-1]) == 100, rates
     vocabulary = json.loads((package / "manifest.json").read_text())["model"]["vocab_size"]
     ids = ",".join(str(7 * i % min(500, vocabulary - 3) + 3) for i in range(600))  # more than a prefill call
-    run = tensorrt.run(f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet", 90, "run")
+    asked = f"still run {package} --runtime trt --prompt-ids {ids} --tokens 64 --json --quiet --guess"
+    run = tensorrt.run(f"{asked} none", 90, "run")
     library = f"export LD_LIBRARY_PATH={Path(os.environ.get(TENSORRT, '')).parent}/lib:$LD_LIBRARY_PATH; "
     direct = tensorrt.run(f"{library}{package}/still_run8 {package} --prompt-ids {ids} --tokens 64", 90, "still_run")
     python = json.loads(next(line for line in run.splitlines() if line.startswith("{")))["tokens"]
     cpp = [int(x) for x in re.findall(r"^[\d ]+$", direct, re.M)[0].split()]
     assert cpp and python[: len(cpp)] == cpp[: len(python)]
+    if name.removeprefix("trt-") in GUESSES:
+        cases = {entry["case"] for entry in json.loads((package / "verify/report.json").read_text())["outputs"]}
+        assert any(case.endswith("guessed") for case in cases)
+        command = f"module tools.benchmarks.guesses {package} --equal 100 --tokens 32 --tie {TIES[name.split('-')[-1]]}"
+        proof.figures["guesses"] = json.loads(tensorrt.run(command, 120, "guesses").strip().splitlines()[-1])
     proof.figures["still_run"] = direct.strip().splitlines()[-1]

@@ -74,7 +74,7 @@ def guessed(model: Any, batch: int, context: int, guesses: int, steps: int) -> d
 
     def call() -> None:
         model.length = np.full(batch, context, np.int64)
-        model.guess(ids)
+        model.guess(ids, greedy=True)
         model.accept(np.full(batch, guesses + 1))
 
     figures = time_calls(call, steps).figures("us")

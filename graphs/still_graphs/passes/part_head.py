@@ -7,7 +7,7 @@ ensures: no node, function or weight of the other's.
 from __future__ import annotations
 
 from still_graphs.later_ir import ir
-from still_graphs.states import AHEAD
+from still_graphs.states import AHEAD, LAST_HIDDEN
 
 
 def has_head(model: ir.Model) -> bool:
@@ -24,6 +24,20 @@ def part_head(model: ir.Model, head: bool) -> ir.Model:
     RemoveUnusedNodesPass()(model)
     RemoveUnusedFunctionsPass()(model)
     return model
+
+
+def leave_head(model: ir.Model) -> int:
+    """Leave the head out, and what the model gives for it, in place; 0: there is none."""
+    if not has_head(model):
+        return 0
+    model.graph.outputs[:] = [value for value in model.graph.outputs if value.name != LAST_HIDDEN]
+    part_head(model, head=False)
+    return 1
+
+
+def no_head(model: ir.Model) -> str:
+    """The graph has no head."""
+    return "a head that guesses tokens ahead" if has_head(model) else ""
 
 
 def _of_head(name: str) -> bool:

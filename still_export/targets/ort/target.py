@@ -178,8 +178,8 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
     if has_head(graph):  # over the weights as they were written
         for name in (HEAD, MODEL):
             ir.save(part_head(ir.load(lowering.folder / MODEL), name == HEAD), lowering.folder / name)
-    if manifest.get("speculate"):
-        ir.save(fold_graph(ir.load(lowering.folder / MODEL)), lowering.folder / FOLD)
+    if manifest.get("speculate") and len((fold := fold_graph(ir.load(lowering.folder / MODEL))).graph):
+        ir.save(fold, lowering.folder / FOLD)
     write_programs(lowering.folder, ["ort"])
 
 

@@ -13,7 +13,15 @@ from typing import Any
 from still_export.graph.quantization.policy import PLUGIN
 from still_export.package.archive import kernels_in
 from still_export.package.folder import MODEL, Package
-from still_export.runtime.trt_engine import TrtError, find_plugin_library, load_plugin_library
+from still_export.runtime.trt_engine import (
+    DECODE,
+    DECODE_ROWS,
+    GUESSES,
+    PREFILL,
+    TrtError,
+    find_plugin_library,
+    load_plugin_library,
+)
 from still_export.targets.target import BuildError
 from still_export.targets.trt.builder_log import Progress, file_logger, progress_monitor
 from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
@@ -227,12 +235,14 @@ class EngineBuilder:
         """Profiles: name, rows and tokens, each the least, those that kernels are chosen for, and the most.
 
         Kernels that 8.6 chose for a single row are wrong for more, which a profile of 1 to 8 rows let it run: so single rows have a
-        profile of their own, and that of more rows is chosen for the most.
+        profile of their own, and that of more rows is chosen for the most. Calls of guesses are of one size, replayed from a CUDA graph.
         """
         batch, tokens = self.trt.batch, self.trt.prefill_tokens
-        prefill, decode = ("prefill", (1, 1, batch), (1, tokens, tokens)), ("decode", (1, 1, 1), (1, 1, 1))
-        rows = [("decode rows", (2, batch, batch), (1, 1, 1))] if batch > 1 else []
-        return [prefill, decode, *rows]
+        prefill, decode = (PREFILL, (1, 1, batch), (1, tokens, tokens)), (DECODE, (1, 1, 1), (1, 1, 1))
+        rows = [(DECODE_ROWS, (2, batch, batch), (1, 1, 1))] if batch > 1 else []
+        most = 1 + self.package.manifest.get("speculate", 0)
+        guesses = [(GUESSES, (1, batch, batch), (most, most, most))] if most > 1 else []
+        return [prefill, decode, *rows, *guesses]
 
     def _profiles(self, builder: Any, network: Any) -> Iterator[Any]:
         most = self._rows()

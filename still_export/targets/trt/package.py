@@ -17,6 +17,7 @@ from still_export.targets.ort.options import OrtOptions
 from still_export.targets.target import Lowering
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.plugins import build_plugins, compile_archive, find_tensorrt_headers
+from still_graphs.states import AHEAD
 
 KERNELS = "kernels.bin"
 
@@ -38,6 +39,9 @@ def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
         value_types=_value_types(graph) if plugins else {},
         engines=[],
     )
+    manifest["states"] = [
+        state for state in manifest["states"] if not state["name"].startswith(AHEAD)
+    ]  # the graph has no head
     for state in manifest["states"]:
         state["in_place"] = plugins  # the kernels take one buffer for past and present; bodies do not
     if plugins:

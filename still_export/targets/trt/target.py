@@ -11,7 +11,7 @@ from still_export.graph.merge import merge_linear_layers, merged
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import Layout
 from still_export.package.folder import Package
-from still_export.targets.target import FLOAT_WEIGHTS, Target
+from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Target
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import find_tensorrt_headers
@@ -28,6 +28,7 @@ from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.merge_heads import merge_heads
+from still_graphs.passes.part_head import leave_head, no_head
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.sum_in_float32 import sum_in_float32, sums_in_float32
 from still_graphs.pipelines import Step
@@ -64,6 +65,13 @@ TRT = Target(
     Layout("TensorRT's INT4", (64, 128)),
     TrtOptions,
     steps=(
+        Step(
+            leave_head,
+            "the runner asks no head that guesses tokens ahead",
+            only=(SPECULATION,),
+            requires=known_ops,
+            ensures=no_head,
+        ),
         Step(
             merge_linear_layers,
             "engines whose weights can be replaced have none of their products merged by the compiler",
@@ -129,6 +137,7 @@ TRT = Target(
     traits=traits,
     ready=ready,
     dtype="float16",
+    speculates=True,
     runtime=TENSORRT,
     build=build,
     decode_steps=256,

@@ -11,14 +11,16 @@ import pytest
 
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
+from still_export.package.files import FOLD
 from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime import ort
+from still_export.runtime.base import Runner
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
-from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.options import RtxOptions
 from still_graphs.states import ANY, StateTable
 from tests.still_export.conftest import Exporter
 from tests.still_export.linear_models import linear_model
@@ -50,15 +52,19 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return request.param  # type: ignore[no-any-return]
 
 
-def begun(path: Path, replays: bool = False) -> OrtModel:
+def opened(path: Path, replays: bool = False) -> OrtModel:
     model = OrtModel(path, threads=1)
     model.replays = replays
+    return model
+
+
+def begun(model: Runner) -> Any:
     model.start(SEQUENCES)
     model.feed(PROMPT, LENGTHS)
     return model
 
 
-def guessed(model: OrtModel, hold: Hold, part: slice = slice(0, SEQUENCES)) -> np.ndarray:
+def guessed(model: Runner, hold: Hold, part: slice = slice(0, SEQUENCES)) -> np.ndarray:
     """Logits of `TOKENS`, read by the sequences of `part` in calls of guesses, with others behind those that hold."""
     random, done = np.random.default_rng(1), np.zeros(SEQUENCES, np.int64)
     done[: part.start], done[part.stop :] = STEPS, STEPS
@@ -70,6 +76,9 @@ def guessed(model: OrtModel, hold: Hold, part: slice = slice(0, SEQUENCES)) -> n
         for b, count in enumerate(holds):
             ids[b, :count] = TOKENS[b, done[b] : done[b] + count]
         rows = model.guess(ids[part], brought[part], part.start)
+        again = model.guess(ids[part], brought[part], part.start, greedy=True)  # what was not accepted was not read
+        for row, likely, count in zip(rows, again, brought[part], strict=True):
+            assert (row.argmax(-1)[len(row) - count :] == likely[len(row) - count :]).all()
         model.accept(holds[part])
         for b, row in zip(range(SEQUENCES)[part], rows, strict=True):
             first = len(row) - brought[b]
@@ -79,16 +88,22 @@ def guessed(model: OrtModel, hold: Hold, part: slice = slice(0, SEQUENCES)) -> n
 
 
 def check(path: Path, replays: bool = False) -> None:
-    plain = begun(path)
+    check_models(lambda plain=False: opened(path, replays and not plain))
+
+
+def check_models(opened: Callable[..., Any]) -> None:
+    """That states and logits of a runner are those of plain decoding, whatever holds."""
+    plain = begun(opened(plain=True))
     logits = np.concatenate([plain.feed(TOKENS[:, i : i + 1]) for i in range(STEPS)], axis=1)
     expected = [{n: x.copy() for n, x in plain.take(b).items()} for b in range(SEQUENCES)]
     for name, hold in HOLDS.items():
         for part in (slice(0, SEQUENCES), slice(1, SEQUENCES)):
-            model = begun(path, replays)
+            model = begun(opened())
             found, those = guessed(model, hold, part), range(SEQUENCES)[part]
             np.testing.assert_allclose(found[part], logits[part], err_msg=name, **CLOSE)
             assert (model.length[part] == plain.length[part]).all()
-            assert part.start or not replays or 1 + GUESSES in model._captured
+            captured = getattr(model, "_captured", {1 + GUESSES})
+            assert part.start or not model.replays or 1 + GUESSES in captured
             for b in those:
                 for state in model.table:
                     axis, unread = model.table.unread(state, int(model.length[b]))
@@ -156,6 +171,22 @@ def test_linear_families(family: str, native: bool | None, tmp_path: Path) -> No
     check(export(asked, tmp_path / "package", options=OrtOptions(native=native)).path)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["routing_transformer", "moh_llama"])
+def test_layers_of_which_a_position_says_everything(family: str, tmp_path: Path) -> None:
+    """There is nothing to fold, from the first token on."""
+    linear_model(family).save_pretrained(tmp_path / "model")
+    asked = ExportOptions(str(tmp_path / "model"), speculate=GUESSES)
+    package = export(asked, tmp_path / "package", options=OrtOptions(native=False))
+    assert FOLD not in package.manifest["files"]
+    check(package.path)
+    model = opened(package.path)
+    model.start(1)
+    model.guess(PROMPT[:1, :3])
+    model.accept(np.array([2]))
+    assert model.length == [2]
+
+
 def test_verify_reads_guesses_and_sees_one_that_is_not_undone(
     export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +202,7 @@ def test_verify_reads_guesses_and_sees_one_that_is_not_undone(
 
 def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
     package = export_tiny(options={"speculate": GUESSES, "native": None}, layer_types=MIXED)
-    model, two = begun(package.path), np.full((SEQUENCES, 2), 5)
+    model, two = begun(opened(package.path)), np.full((SEQUENCES, 2), 5)
     with pytest.raises(RunError, match="nothing was guessed"):
         model.accept(np.ones(SEQUENCES))
     for wrong in ([3, 1, 1], [-1, 1, 1], [1, 1]):
@@ -185,14 +216,14 @@ def test_refusals(export_tiny: Exporter, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="5 guesses in one call, and this package takes 4"):
         model.guess(np.full((SEQUENCES, GUESSES + 2), 5))
     with pytest.raises(RunError, match="exported with --speculate"):
-        begun(export_tiny(layer_types=MIXED).path).guess(two)
+        begun(opened(export_tiny(layer_types=MIXED).path)).guess(two)
     source = package.manifest["config"]["model"]
     with pytest.raises(
         ConfigError, match=f"--speculate {CHUNK + 1} is more than a chunk of this model, {CHUNK} tokens"
     ):
         export(ExportOptions(source, speculate=CHUNK + 1), tmp_path / "more")
-    with pytest.raises(ConfigError, match="--speculate is for ort-cuda, ort-cpu, not for trt"):
-        export(ExportOptions(source, speculate=1), tmp_path / "trt", to="trt", options=TrtOptions())
+    with pytest.raises(ConfigError, match=r"--speculate is for ort-cuda, ort-cpu, .*, not for trt-rtx"):
+        export(ExportOptions(source, speculate=1), tmp_path / "rtx", to="trt-rtx", options=RtxOptions())
     with pytest.raises(ConfigError, match="--speculate -1"):
         ExportOptions(source, speculate=-1)
     with pytest.raises(ConfigError, match="--all-logits is not for --speculate"):
