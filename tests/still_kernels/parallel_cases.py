@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ SMALL: dict[str, Any] = {
 }
 LARGE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "capacity_tokens": 8192}
 BATCH = 2
+SECONDS = 60
+"""A process that waits longer for another is ended."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,13 @@ def errors(case: Case, device: torch.device) -> dict[str, float]:
 def work(rank: int, case: Case, folder: str, device: str) -> None:
     """One process: its errors into a file."""
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    signal.alarm(SECONDS)
     if device == "cuda":
         torch.cuda.set_device(place)
     else:
+        from tests.still_kernels import quick_interpreter
+
+        quick_interpreter.install()
         parallel.demand_kernel = lambda *given: None  # the interpreter takes what no GPU has
     store = dist.FileStore(f"{folder}/store", case.ranks)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=case.ranks)
@@ -160,20 +166,16 @@ def work(rank: int, case: Case, folder: str, device: str) -> None:
     dist.destroy_process_group()
 
 
-def worst(case: Case, device: str, start: Callable[..., Any] = multiprocessing.start_processes) -> dict[str, float]:
+def worst(case: Case, device: str) -> dict[str, float]:
     """The largest errors of all processes, by what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        how = "spawn" if device == "cuda" else "fork"
-        start(work, (case, folder, device), nprocs=case.ranks, start_method=how)
+        multiprocessing.spawn(work, (case, folder, device), nprocs=case.ranks)
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(case.ranks)]
     return {name: max(each[name] for each in found) for name in found[0]}
 
 
 def main(names: list[str]) -> None:
     """Command line."""
-    from tests.still_kernels import quick_interpreter
-
-    quick_interpreter.install()
     print(json.dumps({name: worst(CASES[name], "cpu") for name in names or CASES}))
 
 

@@ -131,24 +131,21 @@ def prefill_part(
         return dist.batch_isend_irecv([*sends, *receipts]) if sends or receipts else []
 
     def border(names: list[str]) -> list[Any]:
-        """The window behind each part to the next one."""
+        """The window behind each part to the next one; what is still under way where nothing is received."""
         received = {peer: [held[name] for name in names] for peer in earlier[-1:]}
-        return hand_on([window[name] for name in names], received, later[:1])
+        works = hand_on([window[name] for name in names], received, later[:1])
+        return _wait(works) if received else works
 
     run("commit", **window)  # keys and values: scores are not there yet
     works = border([name for name in window if name != "window_score"])
-    if earlier:
-        _wait(works)
     run("score")
     run("commit", **window)
-    scores = border(["window_score"])
-    if earlier:
-        _wait(scores)
+    works += border(["window_score"])
     run("select")
     salient = [name for name in state_names(config) if name.startswith("salient_")]
     slots = [slice(config.slots_for(begin), config.slots_for(end)) for begin, end in zip(cuts, cuts[1:], strict=False)]
     caches = {part: [held[name][:, :, slots[part]].contiguous() for name in salient] for part in (*earlier, rank)}
-    works += scores + hand_on(caches.pop(rank), caches, later)
+    works += hand_on(caches.pop(rank), caches, later)
     if earlier:  # the sums from before the prompt are in those of the first part
         for name in SUMS:
             held[name].zero_()
@@ -167,6 +164,8 @@ def prefill_part(
     return output, HybridAttentionState(**{**held, **window, "length": held["length"] + tokens})
 
 
-def _wait(works: list[Any]) -> None:
+def _wait(works: list[Any]) -> list[Any]:
+    """None is left then: gloo waits for ever for what it has waited for."""
     for work in works:
         work.wait()
+    return []
