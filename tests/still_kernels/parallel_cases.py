@@ -27,11 +27,11 @@ SMALL: dict[str, Any] = {
     "feature_dim": 20,
     "chunk_size": 32,
     "salient_per_chunk": 3,
-    "capacity_tokens": 640,
+    "capacity_tokens": 704,
 }
 LARGE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "capacity_tokens": 8192}
 BATCH = 2
-SECONDS = 60
+SECONDS = 300
 """A process that waits longer for another is ended."""
 
 
@@ -71,7 +71,7 @@ class Case:
 
 CASES = {
     "two": Case(),
-    "three, continued": Case(3, (201, 390)),
+    "three, continued": Case(3, (290, 390)),
     "codes, group": Case(2, (290,), {**SMALL, "cache": "int8", "select_scope": "kv_group_max"}),
     "without normalizer": Case(broken="normalizer"),
     "border off by one": Case(broken="border"),
@@ -140,7 +140,7 @@ def errors(case: Case, device: torch.device) -> dict[str, float]:
         if got.dtype == torch.int32:  # words of codes
             got, want = got.view(torch.int8), want.view(torch.int8)
         got, want = got.double(), want.double()
-        scale = want.abs().max() if name in parallel.SUMS or name == "z_state" else want.abs().clamp_min(1)
+        scale = want.abs().max() if name in ("kv_state", "z_state") else want.abs().clamp_min(1)
         off = torch.where(got == want, 0.0, (got - want).abs() / scale)
         found[name] = off.nan_to_num(float("inf"), float("inf")).max().item()
     return found
@@ -176,6 +176,8 @@ def worst(case: Case, device: str) -> dict[str, float]:
 
 def main(names: list[str]) -> None:
     """Command line."""
+    from tests.still_kernels.parallel_cases import CASES, worst  # by the name under which the processes find it
+
     print(json.dumps({name: worst(CASES[name], "cpu") for name in names or CASES}))
 
 

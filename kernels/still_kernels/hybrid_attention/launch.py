@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -172,7 +172,7 @@ def laid_out(
     else:
         prepared = _prepare(config, query.dtype, table, None, factor is not None, pages, *call)
     return prepared, {
-        **_states(state),
+        **as_codes(state.tensors()),
         **vars(inputs),
         "window_factor": factor,
         "output": output,
@@ -181,9 +181,9 @@ def laid_out(
     }
 
 
-def _states(state: HybridAttentionState) -> dict[str, Tensor]:
-    """The state's tensors; words as the codes that they hold."""
-    return {name: x.view(torch.int8) if x.dtype == torch.int32 else x for name, x in state.tensors().items()}
+def as_codes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a state by name; words as the codes that they hold."""
+    return {name: x.view(torch.int8) if x.dtype == torch.int32 else x for name, x in state.items()}
 
 
 def bind_decode(
@@ -198,7 +198,7 @@ def bind_decode(
     query = inputs.query
     call = (query.shape[0], 1, state.slots, inputs.feature_q_weight.shape[0], None)
     prepared = _prepared(config, query.device, query.dtype, factor is not None, False, None, False, *call)
-    fixed = {name: tensor for name, tensor in _states(state).items() if name != "length"}
+    fixed = {name: tensor for name, tensor in as_codes(state.tensors()).items() if name != "length"}
     gate = () if inputs.gate is None else ("gate",)
     names = (
         "output",

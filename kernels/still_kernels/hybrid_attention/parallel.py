@@ -97,7 +97,7 @@ def prefill_part(
     Raises:
         UnsupportedError: No kernel covers the layer, or its cache folds. ShapeError, CapacityError: Something does not fit.
     """
-    from still_kernels.hybrid_attention.launch import laid_out
+    from still_kernels.hybrid_attention.launch import as_codes, laid_out
 
     rank, parts = dist.get_rank(group), dist.get_world_size(group)
     batch, tokens = inputs.check(config, whole=True)
@@ -123,7 +123,7 @@ def prefill_part(
 
     def run(*names: str, **instead: Tensor) -> None:
         chosen = tuple(step for step in prepared.launches if step.name.removesuffix("_tma") in names)
-        launcher.Launcher().run(replace(prepared, launches=chosen), {**tensors, **instead}, output)
+        launcher.Launcher().run(replace(prepared, launches=chosen), {**tensors, **as_codes(instead)}, output)
 
     def hand_on(sent: list[Tensor], received: dict[int, list[Tensor]], to: Iterable[int]) -> list[Any]:
         sends = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer in to for x in sent]
