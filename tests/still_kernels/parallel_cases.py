@@ -57,15 +57,11 @@ class Case:
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
-        wide, narrow = (
-            (BATCH, tokens, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads)
-        )
+        wide, narrow = ((BATCH, tokens, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
         heads = [draw(*wide), draw(*narrow), draw(*narrow)]
         if config.cache:
             heads[1:] = [rounded(x) for x in heads[1:]]
-        weights = [
-            draw(config.num_heads, config.projection_dim, config.head_dim) * config.head_dim**-0.5 for _ in "qk"
-        ]
+        weights = [draw(config.num_heads, config.projection_dim, config.head_dim) * config.head_dim**-0.5 for _ in "qk"]
         return Inputs(*(x.to(device, self.dtype) for x in (*heads, draw(*wide).sigmoid(), *weights)))
 
 
@@ -129,9 +125,9 @@ def errors(case: Case, device: torch.device) -> dict[str, float]:
     """Largest errors of this process's output and of the state, in parts of the largest value for sums."""
     output, state = run(case, device)
     whole, wanted_state = expected(case, device)
-    begin, end = parallel.cut_prompt(
-        case.config(), case.prompts[-1], case.ranks, sum(case.prompts[:-1]), rest=16
-    )[dist.get_rank() :][:2]
+    begin, end = parallel.cut_prompt(case.config(), case.prompts[-1], case.ranks, sum(case.prompts[:-1]), rest=16)[
+        dist.get_rank() :
+    ][:2]
     pairs = {"output": (output, whole[:, begin:end])}
     wanted = wanted_state.tensors()
     pairs |= {name: (tensor, wanted[name]) for name, tensor in state.tensors().items()}

@@ -90,7 +90,11 @@ def still_rows(model: Any, floors: Floors, tokens: int, call: int, steps: int, f
             found.add(prefill=done, seconds=round(spent, 3), floor_s=round(floor, 3), share=round(floor / spent, 3))
             mark *= 2
     if cuda:
-        found.add(peak_gib=gib(torch.cuda.max_memory_allocated()), weights_gib=gib(floors.weight_bytes), states_gib=gib(states))
+        found.add(
+            peak_gib=gib(torch.cuda.max_memory_allocated()),
+            weights_gib=gib(floors.weight_bytes),
+            states_gib=gib(states),
+        )
     token = ids[:, -1:]
 
     def step() -> None:
@@ -109,23 +113,36 @@ def still_rows(model: Any, floors: Floors, tokens: int, call: int, steps: int, f
     )  # fmt: skip
 
 
-def peer_rows(tokens: int, peer: int, call: int, layers: int, small: bool, device: str, dtype: Any, found: Findings) -> None:
+def peer_rows(
+    tokens: int, peer: int, call: int, layers: int, small: bool, device: str, dtype: Any, found: Findings
+) -> None:
     """Full attention: its cache in bytes, a step after `tokens`, a prompt of `peer`."""
     size = sizes_of(2, tokens, small)
     per_token = 2 * size.kv_heads * size.dim * dtype.itemsize * layers
-    row = {"full_attention": "PyTorch", "cache_gib_of_tokens": gib(per_token * tokens), "cache_gib_of_peer": gib(per_token * peer)}
+    row = {
+        "full_attention": "PyTorch",
+        "cache_gib_of_tokens": gib(per_token * tokens),
+        "cache_gib_of_peer": gib(per_token * peer),
+    }
     backend = SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.MATH
     model = Model(size, 1, device, dtype)
     with sdpa_kernel([backend, SDPBackend.FLASH_ATTENTION]):
         two = seconds(model.step, 3, device)
         x = model.embedding[model.ids]
         head = seconds(lambda: x @ model.head.T, 3, device)
-    found.add(**row, decode_after=tokens, layer_ms=round((two - head) / 2 * 1e3, 4), step_ms=round((two - head) / 2 * layers * 1e3, 3))
+    found.add(
+        **row,
+        decode_after=tokens,
+        layer_ms=round((two - head) / 2 * 1e3, 4),
+        step_ms=round((two - head) / 2 * layers * 1e3, 3),
+    )
     model.cache.clear()
     q = torch.randn(1, size.heads, peer, size.dim, device=device, dtype=dtype)
     k, v = (torch.randn_like(q) for _ in "kv")
     run = in_blocks(
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), 1, torch.cuda.synchronize if device == "cuda" else lambda: None
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        1,
+        torch.cuda.synchronize if device == "cuda" else lambda: None,
     )
     with sdpa_kernel(backend):
         whole = time_calls(run, 3).median
@@ -165,7 +182,16 @@ def main() -> int:
         if device == "cuda":
             torch.cuda.empty_cache()
         if options.peer:
-            peer_rows(options.tokens, options.peer, min(options.call, options.peer), layers, options.small, device, dtype, found)
+            peer_rows(
+                options.tokens,
+                options.peer,
+                min(options.call, options.peer),
+                layers,
+                options.small,
+                device,
+                dtype,
+                found,
+            )
     rooms = ["still_export.mixers", "still_export.models", "still_kernels"]
     found.record(options.record, "a million tokens", {"geometry": LLAMA_8B, "dtype": str(dtype)[6:]}, rooms)
     return 0

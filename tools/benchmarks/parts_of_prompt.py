@@ -37,7 +37,11 @@ def sizes(small: bool) -> dict[str, int]:
     if small:
         return SMALL
     names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
-    return {**{ours: GEOMETRIES[LLAMA_8B][theirs] for ours, theirs in names.items()}, "chunk_size": 64, "salient_per_chunk": 4}
+    return {
+        **{ours: GEOMETRIES[LLAMA_8B][theirs] for ours, theirs in names.items()},
+        "chunk_size": 64,
+        "salient_per_chunk": 4,
+    }
 
 
 def milliseconds(call: Callable[[], Any], cuda: bool, together: bool) -> float:
@@ -92,7 +96,11 @@ def work(rank: int, store: str, options: Namespace) -> None:
         wide, narrow = ((1, tokens, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
         maps = (config.num_heads, config.projection_dim, config.head_dim)
         whole = Inputs(
-            draw(*wide), draw(*narrow), draw(*narrow), draw(*wide).sigmoid_(), *(draw(*maps) * config.head_dim**-0.5 for _ in "qk")
+            draw(*wide),
+            draw(*narrow),
+            draw(*narrow),
+            draw(*wide).sigmoid_(),
+            *(draw(*maps) * config.head_dim**-0.5 for _ in "qk"),
         )
         cuts = parallel.cut_prompt(config, tokens, options.gpus, rest=options.rest)
         own = slice(cuts[rank], cuts[rank + 1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -67,7 +68,7 @@ def cut_prompt(
 
 
 def _check_cuts(cuts: Sequence[int], chunk: int) -> None:
-    short = any(end - begin < 2 * chunk for begin, end in zip(cuts, cuts[1:], strict=False))
+    short = any(end - begin < 2 * chunk for begin, end in pairwise(cuts))
     if short or any(cut % chunk for cut in cuts[1:-1]):
         raise ShapeError(
             f"parts from {list(cuts)}: each has at least 2C={2 * chunk} tokens, and all but the first begin with a chunk. "
@@ -91,8 +92,8 @@ def prefill_part(
         group: The processes in order of the parts; None: all.
 
     Returns:
-        Output of the part [B, T, H, D], and the state behind it: that of the last process is the prompt's. For another part, or steps in all
-        processes, broadcast its tensors. The call takes 41 KB of workspace for each token of the part at Llama-3.1-8B's sizes.
+        Output of the part [B, T, H, D], and the state behind it: that of the last process is the prompt's. For another prompt behind it, or
+        steps in all processes, broadcast its tensors. A call takes 41 KB of workspace for each token of the part at Llama-3.1-8B's sizes.
 
     Raises:
         UnsupportedError: No kernel covers the layer, or its cache folds. ShapeError, CapacityError: Something does not fit.
@@ -106,11 +107,15 @@ def prefill_part(
     demand_contiguous(state.tensors())
     _check_cuts(cuts, config.chunk_size)
     if config.overflow != "error":
-        raise UnsupportedError(f"overflow={config.overflow!r}: parts are prefilled with 'error' alone, where slots do not move.")
+        raise UnsupportedError(
+            f"overflow={config.overflow!r}: parts are prefilled with 'error' alone, where slots do not move."
+        )
     if len(cuts) != parts + 1 or cuts[rank + 1] - cuts[rank] != tokens:
         raise ShapeError(f"{tokens} tokens in part {rank} of {parts}, cut at {list(cuts)}.")
     if config.slots_for(cuts[-1]) > state.slots:
-        raise CapacityError(f"{cuts[-1]} tokens need {config.slots_for(cuts[-1])} salient slots, the state has {state.slots}.")
+        raise CapacityError(
+            f"{cuts[-1]} tokens need {config.slots_for(cuts[-1])} salient slots, the state has {state.slots}."
+        )
 
     earlier, later = range(rank), range(rank + 1, parts)
     held = {**state.tensors(), "length": torch.full_like(state.length, cuts[rank])}
@@ -127,7 +132,9 @@ def prefill_part(
 
     def hand_on(sent: list[Tensor], received: dict[int, list[Tensor]], to: Iterable[int]) -> list[Any]:
         sends = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer in to for x in sent]
-        receipts = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, xs in received.items() for x in xs]
+        receipts = [
+            dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, xs in received.items() for x in xs
+        ]
         return dist.batch_isend_irecv([*sends, *receipts]) if sends or receipts else []
 
     def border(names: list[str]) -> list[Any]:
@@ -143,7 +150,7 @@ def prefill_part(
     works += border(["window_score"])
     run("select")
     salient = [name for name in state_names(config) if name.startswith("salient_")]
-    slots = [slice(config.slots_for(begin), config.slots_for(end)) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    slots = [slice(config.slots_for(begin), config.slots_for(end)) for begin, end in pairwise(cuts)]
     caches = {part: [held[name][:, :, slots[part]].contiguous() for name in salient] for part in (*earlier, rank)}
     works += hand_on(caches.pop(rank), caches, later)
     if earlier:  # the sums from before the prompt are in those of the first part
