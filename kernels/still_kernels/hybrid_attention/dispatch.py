@@ -46,7 +46,7 @@ def demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: tor
 _refusals = functools.lru_cache(refusals)  # asked at every call
 
 
-def _demand_contiguous(tensors: dict[str, Tensor]) -> None:
+def demand_contiguous(tensors: dict[str, Tensor]) -> None:
     """The kernels take addresses and compute strides from shapes; what they write in place cannot be copied first."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
@@ -69,7 +69,7 @@ def _triton(
     tensors = state.tensors()
     tensors["length"] = tensors["length"].contiguous()
     if in_place:
-        _demand_contiguous(tensors)
+        demand_contiguous(tensors)
     else:
         tensors |= {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items() if n != "length"}
     state = HybridAttentionState(**tensors)

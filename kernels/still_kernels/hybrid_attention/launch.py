@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -99,10 +99,13 @@ def _prepared(
     factor: bool,
     described: bool,
     pages: Pages | None,
+    undivided: bool,
     *call: Any,
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
     table = device_table(config, device, dtype == torch.float32, described)
+    if undivided:
+        table = changed(table, "features", {"segment_tiles": call[1]})
     if pages is not None:
         heads = call[0] * config.num_heads
         table = for_many_rows(table, launcher.arch_of(device), config.head_dim, config.projection_dim, heads)
@@ -124,12 +127,35 @@ def launch_hybrid_attention(
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
     Args:
+        inputs, state, output, packing, table: As of `laid_out`.
+        present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
+        flags: Gets the selection of a call with T > 1 whose policy is "error", int8 [B, tiles + 2, HS, C] as in the plan.
+    """
+    prepared, tensors = laid_out(inputs, config, state, output, packing, table)
+    tensors["present_length"] = present_length
+    if flags is not None:
+        tensors["flags"] = flags
+    launcher.Launcher().run(prepared, tensors, inputs.query)
+
+
+def laid_out(
+    inputs: Inputs,
+    config: HybridAttentionConfig,
+    state: HybridAttentionState,
+    output: Tensor,
+    packing: Packing | None = None,
+    table: TileTable | None = None,
+    undivided: bool = False,
+) -> tuple[launcher.Prepared, dict[str, Tensor | None]]:
+    """The launches of a call, and its tensors by the kernels' names without p_.
+
+    Args:
         inputs: Contiguous; without a packing `new_tokens` are given.
         state: Of states in pages `Pages.views` and the lengths of the call's rows.
         output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
-        present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
-        flags: Gets the selection of a call with T > 1 whose policy is "error", int8 [B, tiles + 2, HS, C] as in the plan.
+        undivided: One segment, whose features and sums are in the workspace at a time: each kernel of a prefill is launched once. Without
+            a table.
     """
     query, factor = inputs.query, inputs.factor(config)
     pages = None if packing is None else packing.pages
@@ -141,25 +167,23 @@ def launch_hybrid_attention(
         states = (state.salient_key, state.salient_value)
         copied = (query, inputs.key, inputs.value, inputs.gate, inputs.feature_q_weight, output, *states)
         described = tokens > 1 and can_be_described(copied)
-        prepared = _prepared(config, query.device, query.dtype, factor is not None, described, pages, *call)
+        kind = (factor is not None, described, pages, undivided)
+        prepared = _prepared(config, query.device, query.dtype, *kind, *call)
     else:
         prepared = _prepare(config, query.dtype, table, None, factor is not None, pages, *call)
-    tensors = {
-        **_states(state),
+    return prepared, {
+        **as_codes(state.tensors()),
         **vars(inputs),
         "window_factor": factor,
         "output": output,
         "past_length": state.length,
-        "present_length": present_length,
         **({} if packing is None else packing.tensors()),
-        **({} if flags is None else {"flags": flags}),
     }
-    launcher.Launcher().run(prepared, tensors, query)
 
 
-def _states(state: HybridAttentionState) -> dict[str, Tensor]:
-    """The state's tensors; words as the codes that they hold."""
-    return {name: x.view(torch.int8) if x.dtype == torch.int32 else x for name, x in state.tensors().items()}
+def as_codes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a state by name; words as the codes that they hold."""
+    return {name: x.view(torch.int8) if x.dtype == torch.int32 else x for name, x in state.items()}
 
 
 def bind_decode(
@@ -173,8 +197,8 @@ def bind_decode(
     """
     query = inputs.query
     call = (query.shape[0], 1, state.slots, inputs.feature_q_weight.shape[0], None)
-    prepared = _prepared(config, query.device, query.dtype, factor is not None, False, None, *call)
-    fixed = {name: tensor for name, tensor in _states(state).items() if name != "length"}
+    prepared = _prepared(config, query.device, query.dtype, factor is not None, False, None, False, *call)
+    fixed = {name: tensor for name, tensor in as_codes(state.tensors()).items() if name != "length"}
     gate = () if inputs.gate is None else ("gate",)
     names = (
         "output",
