@@ -15,7 +15,7 @@ from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
-from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, everything, nothing
+from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel
 from still_export.runtime.images import image_positions
 from still_export.targets.registry import packaged_target
 from still_graphs.states import EMBEDDINGS, POSITIONS, StateTable
@@ -356,15 +356,17 @@ def _case(draft: _Draft, answers: list[Arrays]) -> Case:
 
 
 def _own_chains(draft: _Draft, case: Case, follow: Mapping[int, np.ndarray]) -> list[Chain]:
-    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; and a draft's `further`.
-    In those of the case tokens go where the reference's did, as `follow` will say."""
+    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own, in pieces as the
+    reference's; and a draft's `further`. In those of the case tokens go where the reference's did, as `follow` will say."""
     if not case.steps:
         return [*(replace(Chain.of(feed), follow=follow) for feed in case.feeds), *draft.further]
-    first, *steps = map(_call, draft.feeds)
-    calls = [replace(first, right=case.expected[0]), *(replace(step, keep=nothing) for step in steps)]
-    for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
-        calls[place] = replace(calls[place], keep=everything)
-        calls[place + 1] = replace(calls[place + 1], keep=everything, right=expected, feed=feed)
+    first, *pieces = draft.chain.calls
+    chosen, done = dict(zip(case.places, zip(case.feeds[1:], case.expected[1:], strict=True), strict=True)), 0
+    calls = [replace(first, right=case.expected[0])]
+    for piece in pieces:
+        feed, expected = chosen.get(done, (None, None))
+        calls.append(replace(piece, right=expected, feed=feed))
+        done += piece.tokens.shape[1]
     return [Chain(draft.chain.start, calls, follow), *draft.further]
 
 
@@ -392,13 +394,10 @@ def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
     if not case.steps:
         calls = zip(case.feeds, case.expected, found, strict=True)
         return [_pair(*call, layer) for call in calls]
-    pairs, done = [_pair(case.feeds[0], case.expected[0], found[0], layer)], 0
+    pairs, done, pieces = [_pair(case.feeds[0], case.expected[0], found[0], layer)], 0, iter(found[1:])
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         if place > done:
-            ours = _of(found[place], layer)
-            if layer is None:
-                ours["logits"] = np.concatenate([each["logits"] for each in found[done + 1 : place + 1]], axis=1)
-            pairs.append((_of(case.before(place, done, feed), layer), as_numbers(ours)))
-        pairs.append((as_numbers(_of(expected, layer)), as_numbers(_of(found[place + 1], layer))))
+            pairs.append((_of(case.before(place, done, feed), layer), as_numbers(_of(next(pieces), layer))))
+        pairs.append((as_numbers(_of(expected, layer)), as_numbers(_of(next(pieces), layer))))
         done = place + 1
     return pairs

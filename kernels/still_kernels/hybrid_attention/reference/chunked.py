@@ -173,16 +173,18 @@ def _softmax_part(q: Tensor, logits: Tensor, v: Tensor, promotion: Promotion, gr
     Args:
         logits: Of the window, -inf for what is not in the softmax.
     """
-    by_select_head = q.unflatten(1, (promotion.keys.shape[1], -1))
-    salient = by_select_head @ promotion.keys.transpose(-1, -2)[:, :, None] * q.shape[3] ** -0.5
-    salient = salient.unflatten(3, (grid.chunks, grid.rows))  # [B, HS, g, chunks, R, M]
-    salient = salient.masked_fill(~promotion.visible[:, :, None, :, None], -torch.inf).flatten(1, 2)
+    seen = promotion.visible.flatten(0, 2).any(0)  # a cache with room for more has many entries that nobody sees
+    keys, values, visible = promotion.keys[:, :, seen], promotion.values[:, :, seen], promotion.visible[..., seen]
+    by_select_head = q.unflatten(1, (keys.shape[1], -1))
+    salient = by_select_head @ keys.transpose(-1, -2)[:, :, None] * q.shape[3] ** -0.5
+    salient = salient.unflatten(3, (grid.chunks, grid.rows))  # [B, HS, g, chunks, R, entries]
+    salient = salient.masked_fill(~visible[:, :, None, :, None], -torch.inf).flatten(1, 2)
     row_max = torch.cat([logits, salient], dim=-1).amax(-1, keepdim=True)
     row_max = torch.where(row_max.isinf(), 0, row_max).detach()  # padding rows see nothing
     weight, salient_weight = torch.exp(logits - row_max), torch.exp(salient - row_max)
     denominator = weight.sum(-1, keepdim=True) + salient_weight.sum(-1, keepdim=True)
     near = weight.unflatten(1, (v.shape[1], -1)) @ grid.windows(v)[:, :, None]
-    far = salient_weight.flatten(2, 3).unflatten(1, (promotion.values.shape[1], -1)) @ promotion.values[:, :, None]
+    far = salient_weight.flatten(2, 3).unflatten(1, (values.shape[1], -1)) @ values[:, :, None]
     return near.flatten(1, 2) + grid.by_chunk(far.flatten(1, 2)), denominator
 
 
