@@ -16,6 +16,7 @@ from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel
+from still_export.proof.shelf import Shelf
 from still_export.runtime.images import image_positions
 from still_export.targets.registry import packaged_target
 from still_graphs.states import EMBEDDINGS, POSITIONS, StateTable
@@ -114,6 +115,7 @@ class TorchCases:
         follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]
         # Both go on layer by layer, side by side: what a layer said is measured, and forgotten where nobody is asked for it.
         own = _Asked(self.own, list(map(_own_chains, drafts, cases, follow_of)), self.ties)
+        shelves = [Shelf() for _ in cases]
         for layer in [*range(self.reference.layers), None]:
             right = reference.answers(layer)
             exact = [self.ties.scores(each[0].looks) if layer is not None else {} for each in right]
@@ -125,6 +127,10 @@ class TorchCases:
                 follow_case |= {key: _places(x) for key, x in went.items() if key < 0 or key in draft.chain.follow}
             for each in zip(drafts, cases, right, exact, own.answers(layer), strict=True):
                 self._measure(layer, *each)
+            for case, shelf in zip(cases, shelves, strict=True):
+                shelf.take([*case.feeds, *case.expected], f".{layer}")
+        for shelf in shelves:
+            shelf.put_back()
         self._layers = sorted(cases[0].went)
         return cases
 

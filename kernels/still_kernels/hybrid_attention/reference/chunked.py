@@ -179,7 +179,9 @@ def _softmax_part(q: Tensor, logits: Tensor, v: Tensor, promotion: Promotion, gr
     salient = by_select_head @ keys.transpose(-1, -2)[:, :, None] * q.shape[3] ** -0.5
     salient = salient.unflatten(3, (grid.chunks, grid.rows))  # [B, HS, g, chunks, R, entries]
     salient = salient.masked_fill(~visible[:, :, None, :, None], -torch.inf).flatten(1, 2)
-    row_max = torch.cat([logits, salient], dim=-1).amax(-1, keepdim=True)
+    row_max = logits.amax(-1, keepdim=True)
+    if salient.shape[-1]:
+        row_max = torch.maximum(row_max, salient.amax(-1, keepdim=True))
     row_max = torch.where(row_max.isinf(), 0, row_max).detach()  # padding rows see nothing
     weight, salient_weight = torch.exp(logits - row_max), torch.exp(salient - row_max)
     denominator = weight.sum(-1, keepdim=True) + salient_weight.sum(-1, keepdim=True)
