@@ -27,10 +27,11 @@ MOST = 1e15
 @dataclass(frozen=True)
 class Told:
     """What a runtime chose, which PyTorch follows: `seen`, experts by place [B, N, k] of each layer that has some, and `kept`, by layer, as
-    of `OpTies.kept`."""
+    of `OpTies.kept`; `first` are its outputs of the case's first call, where they are known."""
 
     seen: Sequence[np.ndarray] = ()
     kept: Mapping[int, np.ndarray] = field(default_factory=dict)
+    first: Arrays | None = None
 
     def is_like(self, other: Told | None) -> bool:
         """Whether both tell the same."""

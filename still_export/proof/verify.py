@@ -17,10 +17,11 @@ from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
 from still_export.proof.calls_file import CallsFile
-from still_export.proof.cases import EMPTY, Case, CaseSource, Follow, Told, cosine_sums, errors_of, same_best
+from still_export.proof.cases import EMPTY, Case, CaseSource, Follow, Told, cosine_sums, errors_of, fixed_pair, same_best
 from still_export.proof.checks import Check
 from still_export.proof.codes import as_numbers
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
+from still_export.proof.shelf import Shelf
 from still_export.proof.tolerance import LOGITS, Bounds
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, Pairs, expected_ties
@@ -197,8 +198,10 @@ class Verifier:
             return EMPTY
         found = {}
         for number in range(self.cases.count):
-            calls = session.carry(self.cases.begin(number))
-            found[number] = Told(kept=self.ties.kept([as_numbers(call) for call in calls]))
+            calls, shelf = session.carry(self.cases.begin(number)), Shelf()
+            found[number] = Told((), self.ties.kept([as_numbers(call) for call in calls]), calls[0])
+            shelf.take(calls[:1], "")
+            shelf.put_back()
             session.seen()
         return found
 
@@ -229,7 +232,11 @@ class Verifier:
             drawn.reverse()
             for number in left:
                 case = drawn.pop()
-                pairs, turned = case.pairs(session, self.ties)
+                first = told[number].first if attempt == 0 and number in told else None
+                if first is not None and len(case.feeds) == 1 and not self.target.watch:  # asked already
+                    pairs, turned = [fixed_pair(case.feeds[0], case.expected[0], first)], []
+                else:
+                    pairs, turned = case.pairs(session, self.ties)
                 seen = session.seen() if self.target.watch else []
                 other = case.elsewhere(pairs, seen, self.ties) if self.cases.follows else None
                 more = attempt < ATTEMPTS - 1

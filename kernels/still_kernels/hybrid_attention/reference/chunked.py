@@ -21,8 +21,9 @@ from still_kernels.hybrid_attention.reference.promotion import Aligned, Promotio
 from still_kernels.hybrid_attention.reference.selection import Watch, group_scores, select_tokens, self_saliency
 from still_kernels.hybrid_attention.state import HybridAttentionState
 
-SEGMENT_TOKENS = 1024
-"""Tokens of one pass; longer calls are cut. Bounds the per-chunk S, 4 GiB for 64K tokens of one Llama-8B layer."""
+SEGMENT_TOKENS = 256
+"""Tokens of one pass; longer calls are cut. Bounds the per-chunk S, 4 GiB for 64K tokens of one Llama-8B layer, and what a cache must hold:
+4,097 tokens of a layer of SmolLM2 take 0.70 s on one core, 0.85 by 128, 1.01 by 1,024."""
 
 
 def chunked_hybrid_attention(

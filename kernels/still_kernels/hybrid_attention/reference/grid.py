@@ -40,7 +40,7 @@ class Grid:
     def of(cls, chunk_size: int, tokens: int, past: Tensor, new: Tensor) -> Grid:
         """The grid of a pass."""
         device, chunk, offset = past.device, chunk_size, (past % chunk_size)[:, None]
-        chunks = (tokens + chunk - 2) // chunk + 1  # touched at most, whatever the offset
+        chunks = (int(offset.max()) + tokens - 1) // chunk + 1  # touched at most
         # A single token needs one row, not a chunk of them.
         row = offset if tokens == 1 else torch.arange(chunk, device=device).expand(past.shape[0], chunk)
         step = (torch.arange(chunks, device=device)[:, None] * chunk + row[:, None] - offset[:, None]).flatten(1)
