@@ -167,10 +167,11 @@ class Verifier:
         judged: dict[int, Judged] = {}
         guessed: dict[int, Judged] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        # A runtime that is missing says so before PyTorch takes its time.
-        with self.target.open() as session, staged_files(folder) as work, CallsFile(work, self.target) as calls:
+        with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
             told = self._begun(session)
-            drawn = self.cases.draw(range(self.cases.count), told)
+        del session  # what it holds is more than opening it costs
+        drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
+        with staged_files(folder) as work, CallsFile(work, self.target) as calls, self.target.open() as session:
             guessing = Guessing(session.model) if session.model.guesses else None
             for number, case, pairs, _ in self._settled(session, drawn, selections, progress, told):
                 judged[number] = Judged.of(case, pairs)
