@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,10 +27,11 @@ MOST = 1e15
 @dataclass(frozen=True)
 class Told:
     """What a runtime chose, which PyTorch follows: `seen`, experts by place [B, N, k] of each layer that has some, and `kept`, by layer, as
-    of `OpTies.kept`."""
+    of `OpTies.kept`; `first` are its outputs of the case's first call, where they are known."""
 
     seen: Sequence[np.ndarray] = ()
     kept: Mapping[int, np.ndarray] = field(default_factory=dict)
+    first: Arrays | None = None
 
     def is_like(self, other: Told | None) -> bool:
         """Whether both tell the same."""
@@ -73,6 +75,23 @@ class Case:
     own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
     went: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @cached_property
+    def largest(self) -> dict[str, float]:
+        """By output the largest number of PyTorch's answers."""
+        found: dict[str, float] = {}
+        for expected in self.expected:
+            for name, values in as_numbers(expected).items():
+                size = max(values.max(initial=0), -values.min(initial=0))
+                if not np.isfinite(size):
+                    size = np.abs(values).max(initial=0, where=np.isfinite(values))
+                found[name] = max(found.get(name, 0.0), float(size))
+        return found
+
+    def forget(self) -> None:
+        """Keep no call, but what bounds and reports ask for."""
+        _ = self.largest
+        self.feeds, self.expected, self.step_logits = [], [], None
 
     def pairs(self, run: Steps, ties: Ties) -> tuple[Pairs, Pairs]:
         """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise. Rows in
@@ -212,6 +231,20 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
         return found.reshape(2, *rows), sum(map(measure, starts))
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         return found.reshape(2, *rows), sum(pool.map(measure, starts))
+
+
+def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> tuple[float, float, float]:
+    """Products of an output with another's, with itself, and of the other's with itself, over what is finite in both."""
+    flat, total = (expected.reshape(-1), actual.reshape(-1)), np.zeros(3)
+    for start in range(0, expected.size, BLOCK):
+        a, b = (x[start : start + BLOCK].astype(np.float64) for x in flat)
+        part = np.array([a @ b, a @ a, b @ b])
+        if not np.isfinite(part).all():
+            finite = np.isfinite(a) & np.isfinite(b)
+            a, b = a[finite], b[finite]
+            part = np.array([a @ b, a @ a, b @ b])
+        total += part
+    return tuple(total.tolist())
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from still_export.mixers.cache import StillCache, state_table
 from still_export.models.base import last_rows
@@ -242,6 +241,9 @@ class Passage:
             chain.hidden = []
 
 
+_linear = functional.linear
+
+
 class _Reached(Exception):
     """A layer that is not the last one has been computed."""
 
@@ -396,7 +398,7 @@ class _Chain:
             yield last_rows(hidden, new, 0 if all_logits or call.every else 1), outputs
 
 
-class _Linear(TorchFunctionMode):
+class _Linear:
     """Linear layers over tokens, padding left out; of half precision on a CPU in float32, their results rounded. A weight is widened once
     until `forget`.
 
@@ -405,23 +407,26 @@ class _Linear(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self.real: Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not functional.linear:
-            return func(*args, **(kwargs or {}))
-        x, *weights = args
-        if self.real is not None and x.shape[:-1] == self.real.shape:
-            found = self._linear(x[self.real], weights, kwargs or {})
-            return found.new_zeros(*self.real.shape, found.shape[-1]).masked_scatter(self.real[..., None], found)
-        return self._linear(x, weights, kwargs or {})
+    def __enter__(self) -> None:
+        # In the place of the function: a mode of PyTorch's would be asked at every call of any other, too.
+        functional.linear = self._called
 
-    def _linear(self, x: Tensor, weights: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    def __exit__(self, *_: object) -> None:
+        functional.linear = _linear
+
+    def _called(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.real is not None and input.shape[:-1] == self.real.shape:
+            found = self._product(input[self.real], weight, bias)
+            return found.new_zeros(*self.real.shape, found.shape[-1]).masked_scatter(self.real[..., None], found)
+        return self._product(input, weight, bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype != torch.float16 or x.device.type != "cpu":
-            return functional.linear(x, *weights, **kwargs)
-        return functional.linear(x.float(), *map(self._widened, weights), **kwargs).to(x.dtype)
+            return _linear(x, weight, bias)
+        return _linear(x.float(), self._widened(weight), self._widened(bias)).to(x.dtype)
 
     def _widened(self, weight: Any) -> Any:
         if weight is None:

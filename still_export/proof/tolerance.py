@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from still_export.package.calls import Arrays
-from still_export.proof.cases import TINY, Case, row_errors
-from still_export.proof.codes import as_numbers
+from still_export.proof.cases import TINY, Case
 
 LOGITS = "logits"
 ROW = {"float32": 48.0, "float16": 12.0}
@@ -74,10 +71,8 @@ class Bounds:
                     rows.setdefault(name, []).append(errors[:, np.isfinite(errors).all(0)].astype(np.float64))
                     if dtype == "float16" and name != LOGITS:
                         parts.setdefault(name, []).append(_part_medians(_by_head(errors)))
-            for expected in case.expected:
-                for name, values in as_numbers(expected).items():
-                    size = np.abs(values[np.isfinite(values)], dtype=np.float64).max(initial=0.0)
-                    largest[name] = max(largest.get(name, 0.0), float(size))
+            for name, size in case.largest.items():
+                largest[name] = max(largest.get(name, 0.0), size)
         self.sums = {name: ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * size for name, size in largest.items()}
         found = {name: np.concatenate([*each, np.zeros((2, 1))], axis=1) for name, each in rows.items()}
         self.usual = {name: np.sqrt(np.square(each).mean(1)) for name, each in found.items()}
@@ -91,12 +86,12 @@ class Bounds:
         }
         """The largest bound of any number, by output."""
 
-    def judge(self, case: Case, output: str, pairs: Sequence[tuple[Arrays, Arrays]]) -> Verdict:
-        """Hold one output to its bounds, over all calls of a case: every row, and the median of every head's rows."""
+    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> Verdict:
+        """Hold one output to its bounds, by `row_errors` of all calls of a case: every row, and the median of every head's rows."""
         found = [Verdict(0.0, float(self._row_bounds(output, np.zeros((2, 1)))[0, 0]))]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
-        for number, (expected, actual) in enumerate(pairs):
-            errors, own = row_errors(expected[output], actual[output]), case.own[number][output]
+        for number, errors in enumerate(calls):
+            own = case.own[number][output]
             if errors.size:
                 bounds = self._row_bounds(output, own)
                 at = np.unravel_index(int((np.nan_to_num(errors, posinf=np.inf) / bounds).argmax()), errors.shape)
@@ -149,9 +144,13 @@ def _part_medians(rows: np.ndarray) -> np.ndarray:
 
 
 def _medians(rows: np.ndarray) -> np.ndarray:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # rows that hold nothing
-        return np.asarray(np.nanmedian(rows, axis=2))
+    """Of what is no NaN; NumPy's own takes one row after the other."""
+    ordered = np.sort(rows, axis=2)  # NaN last
+    count = (~np.isnan(rows)).sum(2, keepdims=True)
+    if not rows.shape[2]:
+        return np.full(rows.shape[:2], np.nan)
+    middle = np.maximum(np.concatenate([(count - 1) // 2, count // 2], axis=2), 0)
+    return np.asarray(np.take_along_axis(ordered, middle, axis=2).mean(2))
 
 
 def _rounded_up(value: float) -> float:

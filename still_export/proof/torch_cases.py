@@ -15,7 +15,8 @@ from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.codes import as_numbers
-from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, everything, nothing
+from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel
+from still_export.proof.shelf import Shelf
 from still_export.runtime.images import image_positions
 from still_export.targets.registry import packaged_target
 from still_graphs.states import EMBEDDINGS, POSITIONS, StateTable
@@ -114,6 +115,7 @@ class TorchCases:
         follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]
         # Both go on layer by layer, side by side: what a layer said is measured, and forgotten where nobody is asked for it.
         own = _Asked(self.own, list(map(_own_chains, drafts, cases, follow_of)), self.ties)
+        shelves = [Shelf() for _ in cases]
         for layer in [*range(self.reference.layers), None]:
             right = reference.answers(layer)
             exact = [self.ties.scores(each[0].looks) if layer is not None else {} for each in right]
@@ -125,6 +127,10 @@ class TorchCases:
                 follow_case |= {key: _places(x) for key, x in went.items() if key < 0 or key in draft.chain.follow}
             for each in zip(drafts, cases, right, exact, own.answers(layer), strict=True):
                 self._measure(layer, *each)
+            for case, shelf in zip(cases, shelves, strict=True):
+                shelf.take([*case.feeds, *case.expected], f".{layer}")
+        for shelf in shelves:
+            shelf.put_back()
         self._layers = sorted(cases[0].went)
         return cases
 
@@ -356,15 +362,17 @@ def _case(draft: _Draft, answers: list[Arrays]) -> Case:
 
 
 def _own_chains(draft: _Draft, case: Case, follow: Mapping[int, np.ndarray]) -> list[Chain]:
-    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own; and a draft's `further`.
-    In those of the case tokens go where the reference's did, as `follow` will say."""
+    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own, in pieces as the
+    reference's; and a draft's `further`. In those of the case tokens go where the reference's did, as `follow` will say."""
     if not case.steps:
         return [*(replace(Chain.of(feed), follow=follow) for feed in case.feeds), *draft.further]
-    first, *steps = map(_call, draft.feeds)
-    calls = [replace(first, right=case.expected[0]), *(replace(step, keep=nothing) for step in steps)]
-    for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
-        calls[place] = replace(calls[place], keep=everything)
-        calls[place + 1] = replace(calls[place + 1], keep=everything, right=expected, feed=feed)
+    first, *pieces = draft.chain.calls
+    chosen, done = dict(zip(case.places, zip(case.feeds[1:], case.expected[1:], strict=True), strict=True)), 0
+    calls = [replace(first, right=case.expected[0])]
+    for piece in pieces:
+        feed, expected = chosen.get(done, (None, None))
+        calls.append(replace(piece, right=expected, feed=feed))
+        done += piece.tokens.shape[1]
     return [Chain(draft.chain.start, calls, follow), *draft.further]
 
 
@@ -392,13 +400,10 @@ def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
     if not case.steps:
         calls = zip(case.feeds, case.expected, found, strict=True)
         return [_pair(*call, layer) for call in calls]
-    pairs, done = [_pair(case.feeds[0], case.expected[0], found[0], layer)], 0
+    pairs, done, pieces = [_pair(case.feeds[0], case.expected[0], found[0], layer)], 0, iter(found[1:])
     for place, feed, expected in zip(case.places, case.feeds[1:], case.expected[1:], strict=True):
         if place > done:
-            ours = _of(found[place], layer)
-            if layer is None:
-                ours["logits"] = np.concatenate([each["logits"] for each in found[done + 1 : place + 1]], axis=1)
-            pairs.append((_of(case.before(place, done, feed), layer), as_numbers(ours)))
-        pairs.append((as_numbers(_of(expected, layer)), as_numbers(_of(found[place + 1], layer))))
+            pairs.append((_of(case.before(place, done, feed), layer), as_numbers(_of(next(pieces), layer))))
+        pairs.append((as_numbers(_of(expected, layer)), as_numbers(_of(next(pieces), layer))))
         done = place + 1
     return pairs

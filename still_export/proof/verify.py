@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from still_export.graph.quantization.policy import rounds_activations
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
-from still_export.proof.cases import EMPTY, Case, CaseSource, Follow, Told, distance, same_best
+from still_export.proof.calls_file import CallsFile
+from still_export.proof.cases import EMPTY, Case, CaseSource, Follow, Told, cosine_sums, errors_of, fixed_pair, same_best
 from still_export.proof.checks import Check
-from still_export.proof.codes import as_numbers, in_codes
+from still_export.proof.codes import as_numbers
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
-from still_export.proof.tolerance import Bounds
+from still_export.proof.shelf import Shelf
+from still_export.proof.tolerance import LOGITS, Bounds
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, Pairs, expected_ties
 
@@ -30,8 +33,54 @@ ATTEMPTS = 5
 """Answers of PyTorch tried where a near tie made the runtimes choose differently; see `Verifier._settled`."""
 
 
-Judged = tuple[Case, Pairs, Pairs]
-"""A case, its outputs, and those of the steps in which the target chose otherwise."""
+@dataclass
+class Judged:
+    """What is left of a case and of a target's outputs when both are forgotten.
+
+    Args:
+        case: Without its calls.
+        errors: Of each of `Case.pairs`, `row_errors` of every output.
+        sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
+        same: Where both find the same token the likeliest, over all calls.
+    """
+
+    case: Case
+    errors: list[Arrays]
+    sums: dict[str, np.ndarray]
+    same: np.ndarray
+
+    @classmethod
+    def of(cls, case: Case, pairs: Pairs) -> Judged:
+        """What `pairs` say."""
+        errors: list[Arrays] = []
+        sums: dict[str, np.ndarray] = {}
+        for expected, actual in pairs:
+            errors.append({})
+            for name, right in expected.items():
+                errors[-1][name], total = errors_of(right, actual[name])
+                sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
+        same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
+        return cls(case, errors, sums, np.concatenate(same or [np.zeros(0, bool)]))
+
+    def report(self, output: str, bounds: Bounds) -> OutputReport:
+        """Errors of `output`, and whether it keeps its bounds."""
+        each = [errors[output] for errors in self.errors]
+        total, count, product, *norms = self.sums[output].tolist()
+        verdict = bounds.judge(self.case, output, each)
+        return OutputReport(
+            self.case.name,
+            output,
+            max(float(np.nan_to_num(errors[0], posinf=np.inf).max(initial=0)) for errors in each),
+            total / count if count else 0.0,
+            product / norm if (norm := math.sqrt(norms[0] * norms[1])) else 1.0,
+            self.case.own_mean[output],
+            verdict.bound,
+            verdict.worst,
+            verdict.call,
+            verdict.place,
+            verdict.median,
+            verdict.share <= 1,
+        )
 
 
 @dataclass
@@ -113,52 +162,36 @@ class Verifier:
             folder: Made where missing; polygraphy.sh there is the command.
             progress: Told each finished case.
         """
-        from polygraphy.logger import G_LOGGER
-
         selections = Choices()
         checks: list[Check] = []
-        G_LOGGER.module_severity = G_LOGGER.ERROR
+        judged: dict[int, Judged] = {}
+        guessed: dict[int, Judged] = {}
+        folder.mkdir(parents=True, exist_ok=True)
         with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
             told = self._begun(session)
+        del session  # what it holds is more than opening it costs
         drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
-        with self.target.open() as session:
-            judged = self._settled(session, drawn, selections, progress, told)
-            for case, *_ in judged:
+        with staged_files(folder) as work, CallsFile(work, self.target) as calls, self.target.open() as session:
+            guessing = Guessing(session.model) if session.model.guesses else None
+            for number, case, pairs, _ in self._settled(session, drawn, selections, progress, told):
+                judged[number] = Judged.of(case, pairs)
+                del pairs
+                calls.add(case)
                 if case.steps and self.replays:
                     checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
-            if session.model.guesses:
-                judged += self._guessed(Guessing(session.model), judged, selections)
+                if case.steps and guessing is not None:
+                    guessed[number] = self._guessed(guessing, case, selections)
+                case.forget()
             heads = self._heads(session, checks)
-        checks += self.target.checks(self.replays)
-        cases = [case for case, *_ in judged]
-        bounds = Bounds(cases, self.target.coarse, self.dtype)
-        command = self.target.command()
-        command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
-        line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
-        folder.mkdir(parents=True, exist_ok=True)
-        with staged_files(folder) as work:
-            self._save(cases, work)
+            checks += self.target.checks(self.replays)
+            every = [found[number] for found in (judged, guessed) for number in sorted(found)]
+            bounds = Bounds([each.case for each in every], self.target.coarse, self.dtype)
+            command = self.target.command()
+            command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
+            line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
             (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
-        report = self._judge(judged, bounds, selections, checks, line)
+        report = self._judge(every, bounds, selections, checks, line)
         return replace(report, outputs=[*report.outputs, *heads])
-
-    def _save(self, cases: list[Case], folder: Path) -> None:
-        """Write the calls as polygraphy reads them, an array at a time: its own `save_json` holds all of them, four times."""
-        from polygraphy.comparator import IterationResult, RunResults
-        from polygraphy.json import to_json
-        from polygraphy.json.serde import Encoder
-        from polygraphy.logger import G_LOGGER
-
-        answers = [out for case in cases for out in case.expected]
-        # Words of codes are left out: what polygraphy would make of their differences says nothing.
-        answers = [{name: x for name, x in out.items() if name not in in_codes(out)} for out in answers]
-        feeds, expected = self.target.saved([feed for case in cases for feed in case.feeds], answers)
-        to_json([])  # which teaches the encoder NumPy's arrays
-        results = [IterationResult(out, runner_name="pytorch") for out in expected]
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(invalid="ignore"):
-            for name, calls in (("inputs", feeds), ("outputs", RunResults([("pytorch", results)]))):
-                with (folder / f"{name}.json").open("w", encoding="utf-8") as file:
-                    file.writelines(Encoder().iterencode(calls))
 
     def _begun(self, session: Session) -> Follow:
         """What the target selects in each case before its first step. PyTorch, which takes most of the time, then answers once."""
@@ -166,8 +199,10 @@ class Verifier:
             return EMPTY
         found = {}
         for number in range(self.cases.count):
-            calls = session.carry(self.cases.begin(number))
-            found[number] = Told(kept=self.ties.kept([as_numbers(call) for call in calls]))
+            calls, shelf = session.carry(self.cases.begin(number)), Shelf()
+            found[number] = Told((), self.ties.kept([as_numbers(call) for call in calls]), calls[0])
+            shelf.take(calls[:1], "")
+            shelf.put_back()
             session.seen()
         return found
 
@@ -178,8 +213,9 @@ class Verifier:
         total: Choices,
         progress: Callable[[str], None],
         told: Follow = EMPTY,
-    ) -> list[Judged]:
-        """Cases, `drawn` or drawn again, on which both runtimes choose the same, as far as single numbers are compared, and their outputs.
+    ) -> Iterator[tuple[int, Case, Pairs, Pairs]]:
+        """Cases, `drawn` or drawn again, on which both runtimes choose the same, as far as single numbers are compared: the number, the
+        case, its outputs, and those of the steps in which the target chose otherwise. Each as soon as it is known, and not kept here.
 
         Where two scores differ by less than rounding, either choice is right and everything after it differs. So PyTorch chooses what the
         target did, `told` before it answered or on the same prompt once more: each choice is judged by what PyTorch would have chosen
@@ -191,32 +227,40 @@ class Verifier:
         by more than a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of
         every prompt count, judged or not.
         """
-        judged: dict[int, Judged] = {}
         left, told = list(range(self.cases.count)), dict(told)
         for attempt in range(ATTEMPTS):
             again, follow = [], {}
-            for number, case in zip(left, drawn, strict=True):
-                pairs, turned = case.pairs(session, self.ties)
+            drawn.reverse()
+            for number in left:
+                case = drawn.pop()
+                first = told[number].first if attempt == 0 and number in told else None
+                if first is not None and len(case.feeds) == 1 and not self.target.watch:  # asked already
+                    pairs, turned = [fixed_pair(case.feeds[0], case.expected[0], first)], []
+                else:
+                    pairs, turned = case.pairs(session, self.ties)
                 seen = session.seen() if self.target.watch else []
-                judged[number] = case, self.ties.settle(pairs, case.leads), turned
                 other = case.elsewhere(pairs, seen, self.ties) if self.cases.follows else None
                 more = attempt < ATTEMPTS - 1
                 if more and other is not None and not other.is_like(told.get(number)):
                     follow[number] = told[number] = other
                     again.append(number)
                     continue
-                found = self._compared(case, pairs + turned)
+                found, settled = self._compared(case, pairs + turned), self.ties.settle(pairs, case.leads)
                 shown = self.ties.shown.compare(pairs + turned, case.leads)
-                if more and not (self.cases.follows and other is None) and self._tied(*judged[number], pairs, shown):
+                tied = more and not (self.cases.follows and other is None)
+                tied = tied and self._tied(case, settled, turned, pairs, shown)
+                if tied:
                     again.append(number)
                     found.wrong = 0
-                else:
-                    progress(case.name)
                 total.add(found)
+                if not tied:
+                    progress(case.name)
+                    del pairs
+                    yield number, case, settled, turned
+                del case, settled, turned
             if not again:
                 break
             left, drawn = again, self.cases.draw(again, follow)
-        return [judged[number] for number in range(self.cases.count)]
 
     def _compared(self, case: Case, pairs: Pairs) -> Choices:
         """The choices of a case, and how many of them rounding turns."""
@@ -224,20 +268,15 @@ class Verifier:
         found.expected = expected_ties(case.leads)
         return found
 
-    def _guessed(self, session: Guessing, judged: list[Judged], total: Choices) -> list[Judged]:
-        """The cases of `judged` that take steps, once more with guessed tokens, and their outputs."""
-        found = []
-        for case in [replace(case, name=f"{case.name}, guessed") for case, *_ in judged if case.steps]:
-            pairs, turned = (
-                [
-                    (empty_unread(session.model.table, ours), empty_unread(session.model.table, theirs))
-                    for ours, theirs in part
-                ]
-                for part in case.pairs(session, self.ties)
-            )
-            found.append((case, self.ties.settle(pairs, case.leads), turned))
-            total.add(self._compared(case, pairs + turned))
-        return found
+    def _guessed(self, session: Guessing, case: Case, total: Choices) -> Judged:
+        """A case that takes steps once more with guessed tokens."""
+        case = replace(case, name=f"{case.name}, guessed")
+        pairs, turned = (
+            [(empty_unread(session.model.table, ours), empty_unread(session.model.table, theirs)) for ours, theirs in part]
+            for part in case.pairs(session, self.ties)
+        )
+        total.add(self._compared(case, pairs + turned))
+        return Judged.of(case, self.ties.settle(pairs, case.leads))
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
         """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
@@ -247,7 +286,8 @@ class Verifier:
         case, pairs, check = cases.judged(session)
         checks.append(check)
         bounds = Bounds([case], self.target.coarse, self.dtype)
-        return [report_of(case, output, pairs, bounds) for output in pairs[0][0]]
+        judged = Judged.of(case, pairs)
+        return [judged.report(output, bounds) for output in pairs[0][0]]
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:
         """Whether a tie within a call of the case asks for another prompt; `found` is what differs in `pairs` and in `turned`."""
@@ -258,18 +298,19 @@ class Verifier:
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
         bounds = Bounds([case], self.target.coarse, self.dtype)
-        return bool(within.wrong) or any(bounds.judge(case, name, settled).share > 1 for name in pairs[0][0])
+        errors = Judged.of(case, settled).errors
+        each = {name: [call[name] for call in errors] for name in pairs[0][0]}
+        return bool(within.wrong) or any(bounds.judge(case, name, found).share > 1 for name, found in each.items())
 
     def _judge(
-        self, judged: list[Judged], bounds: Bounds, selections: Choices, checks: list[Check], command: str
+        self, judged: Sequence[Judged], bounds: Bounds, selections: Choices, checks: list[Check], command: str
     ) -> Report:
-        reports = [report_of(case, output, pairs, bounds) for case, pairs, _ in judged for output in pairs[0][0]]
-        agree = [same_best(*pair) for _, pairs, _ in judged for pair in pairs]
+        reports = [each.report(output, bounds) for each in judged for output in each.errors[0]]
         failed = {int(r.output.rsplit(".", 1)[1]) for r in reports if not r.passed and "." in r.output}
-        own, all_own = (sum(case.own_top1[i] for case, *_ in judged) for i in range(2))
+        own, all_own = (sum(each.case.own_top1[i] for each in judged) for i in range(2))
         return Report(
             reports,
-            float(np.concatenate(agree).mean()),
+            float(np.concatenate([each.same for each in judged]).mean()),
             own / all_own if all_own else 1.0,
             selections,
             checks,
@@ -286,34 +327,3 @@ def check_dtype(package: Package) -> None:
             f"the package's weights are {dtype}; polygraphy compares NumPy arrays, which have no bfloat16. "
             "Verify a float32 or float16 export of the same model."
         )
-
-
-def report_of(case: Case, output: str, pairs: list[tuple[Arrays, Arrays]], bounds: Bounds) -> OutputReport:
-    """Errors of `output`, and whether it keeps its bounds."""
-    error = np.concatenate([distance(e[output], a[output]).ravel() for e, a in pairs])
-    expected, actual = (
-        np.concatenate([side[output].astype(np.float64).ravel() for side in sides])
-        for sides in zip(*pairs, strict=True)
-    )
-    verdict = bounds.judge(case, output, pairs)
-    return OutputReport(
-        case.name,
-        output,
-        float(error.max(initial=0)),
-        float(error.mean()) if error.size else 0.0,
-        _cosine(expected, actual),
-        case.own_mean[output],
-        verdict.bound,
-        verdict.worst,
-        verdict.call,
-        verdict.place,
-        verdict.median,
-        verdict.share <= 1,
-    )
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    finite = np.isfinite(a) & np.isfinite(b)
-    a, b = a[finite], b[finite]
-    norm = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / norm if norm else 1.0

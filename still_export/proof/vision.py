@@ -17,7 +17,7 @@ from still_export.package.folder import Package
 from still_export.proof.cases import Case, errors_of
 from still_export.proof.checks import Check
 from still_export.proof.tolerance import Bounds
-from still_export.proof.verify import report_of
+from still_export.proof.verify import Judged
 
 GRIDS = ((1, 2, 3), (1, 5, 1), (2, 3, 2))
 """Frames, rows and columns of squares that become one embedding."""
@@ -69,7 +69,7 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
     found: Mapping[str, np.ndarray] = {
         FEATURES: np.concatenate([x.reshape(-1, x.shape[-1]) for x in answers])[None].astype(np.float64)
     }
-    report = report_of(case, FEATURES, [(right, dict(found))], Bounds([case], dtype=dtype))
+    report = Judged.of(case, [(right, dict(found))]).report(FEATURES, Bounds([case], dtype=dtype))
     largest = float(np.abs(right[FEATURES]).max())
     said = f"errors up to {report.max_abs:.1e} of {largest:.2g} (PyTorch's own mean {report.own_mean_abs:.1e}, ours {report.mean_abs:.1e})"
     failed = f"row {list(report.worst_place)} errs {report.worst:.1e}, bound {report.bound:.1e}"

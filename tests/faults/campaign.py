@@ -21,7 +21,7 @@ from still_export.proof.cases import EMPTY, Case, Follow, Told
 from still_export.proof.package import _torch_cases
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import Bounds
-from still_export.proof.verify import Report, Verifier
+from still_export.proof.verify import Judged, Report, Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
 from still_kernels.ties import Choices
@@ -136,15 +136,15 @@ class Subject:
         total, session = Choices(), Session(model)
         told = verifier._begun(session)
         drawn = self.drawn.draw(range(self.drawn.count), told)
-        judged = verifier._settled(session, drawn, total, lambda done: None, told)
-        return verifier._judge(
-            judged, Bounds([case for case, *_ in judged], dtype=verifier.dtype), total, [], ""
-        ), judged
+        settled = sorted(verifier._settled(session, drawn, total, lambda done: None, told), key=lambda each: each[0])
+        judged = [Judged.of(case, pairs) for _, case, pairs, _ in settled]
+        bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
+        return verifier._judge(judged, bounds, total, [], ""), settled
 
     def clean(self) -> Report:
         """Verify it without a fault."""
-        report, judged = self.judge(self.open())
-        self.right = {case.name: [actual for _, actual in pairs] for case, pairs, _ in judged}
+        report, settled = self.judge(self.open())
+        self.right = {case.name: [actual for _, actual in pairs] for _, case, pairs, _ in settled}
         return report
 
     def with_fault(self, fault: Fault, seed: int) -> Outcome | None:
@@ -154,11 +154,11 @@ class Subject:
             model = self._planted(fault, random)
             if model is None:
                 return None
-            report, judged = self.judge(model)
+            report, settled = self.judge(model)
         except Exception:  # whatever the runtime says of a graph that is none
             return Outcome(fault.name, fault.where, True, np.inf, refused=True)
         moved, changed = 0.0, report.selections.wrong > 0
-        for case, pairs, _ in judged:
+        for _, case, pairs, _ in settled:
             for (_, actual), right in zip(pairs, self.right[case.name], strict=False):
                 spread = float(right["logits"].std()) or 1.0
                 off = np.abs(actual["logits"] - right["logits"]).max(initial=0) / spread

@@ -16,7 +16,7 @@ from still_export.proof.layerwise import Chain, LayerwiseModel
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import TorchCases
-from still_export.proof.verify import Report, Verifier
+from still_export.proof.verify import Judged, Report, Verifier
 from still_export.runtime.torch import TorchModel
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices
@@ -96,8 +96,9 @@ def verified(choose: Any) -> tuple[Report, int]:
     verifier = Verifier(Package(Path(), manifest), cases, Target(Package(Path(), manifest)), replays=0)
     session, total = Session(TorchModel(manifest, planted)), Choices()
     told = verifier._begun(session)
-    judged = verifier._settled(session, cases.draw(range(cases.count), told), total, lambda name: None, told)
-    bounds = Bounds([case for case, *_ in judged], dtype="float32")
+    settled = verifier._settled(session, cases.draw(range(cases.count), told), total, lambda name: None, told)
+    judged = [Judged.of(case, pairs) for _, case, pairs, _ in sorted(settled, key=lambda each: each[0])]
+    bounds = Bounds([each.case for each in judged], dtype="float32")
     return verifier._judge(judged, bounds, total, [], ""), asked
 
 

@@ -57,7 +57,7 @@ def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
     verifier.ties, verifier.cases, verifier.target = Ties([Chooser()]), Draws(), Target(Package(Path(), {}))
     verifier.dtype = "float16"
     first = verifier.cases.draw([0])
-    ((case, *_),) = verifier._settled(None, first, Choices(), lambda name: None)  # type: ignore[arg-type]
+    ((_, case, *_),) = verifier._settled(None, first, Choices(), lambda name: None)  # type: ignore[arg-type]
     return int(case.number)  # type: ignore[attr-defined]
 
 

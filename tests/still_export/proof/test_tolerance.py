@@ -19,7 +19,7 @@ def case_of(exact: np.ndarray, own: np.ndarray, name: str) -> Case:
 
 def judged(exact: np.ndarray, own: np.ndarray, actual: np.ndarray, name: str = LOGITS) -> Any:
     case = case_of(exact, own, name)
-    return Bounds([case]).judge(case, name, [({name: exact}, {name: actual})])
+    return Bounds([case]).judge(case, name, [row_errors(exact, actual)])
 
 
 def drawn(shape: tuple[int, ...], scale: float = 1e-3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -93,9 +93,7 @@ def test_a_row_has_the_bound_of_its_type(dtype: str, times: int) -> None:
     for factor, passes in ((0.8, True), (1.6, False)):
         actual = own.copy()
         actual[0, 7, 3] = exact[0, 7, 3] + factor * times * usual
-        assert (
-            Bounds([case], dtype=dtype).judge(case, LOGITS, [({LOGITS: exact}, {LOGITS: actual})]).share <= 1
-        ) == passes
+        assert (Bounds([case], dtype=dtype).judge(case, LOGITS, [row_errors(exact, actual)]).share <= 1) == passes
 
 
 @pytest.mark.parametrize("name, times", [(STATE, 8), (LOGITS, 0)])
@@ -117,7 +115,5 @@ def test_a_row_of_a_state_may_err_eight_times_as_far_as_the_furthest_of_pytorchs
 def test_half_precision_logits_on_a_cpu_err_as_pytorchs_do(dtype: str, coarse: float, found: bool) -> None:
     exact, own, _ = drawn((1, 300, 50))
     case = case_of(exact, own, LOGITS)
-    verdict = Bounds([case], coarse, dtype).judge(
-        case, LOGITS, [({LOGITS: exact}, {LOGITS: exact + 3 * (own - exact)})]
-    )
+    verdict = Bounds([case], coarse, dtype).judge(case, LOGITS, [row_errors(exact, exact + 3 * (own - exact))])
     assert (verdict.share > 1) == found and verdict.median
