@@ -12,7 +12,6 @@ constexpr int kMaxNesting = 8;
 constexpr size_t kMaxSteps = 4096;   // as written
 constexpr size_t kMaxEntries = 1024; // of one list
 constexpr size_t kMaxArguments = 64; // of one launch
-constexpr size_t kMaxRank = 8;
 
 } // namespace
 
