@@ -54,6 +54,7 @@ while len(answer) < wanted:
     check(cuda.cuCtxSynchronize())
     buffers["past_length"][:] = buffers["present_length"]
     if not ids:
-        ids = [int(buffers["next_token"].flat[: len(now)][-1])]
+        rows = len(now) if manifest["model"]["all_logits"] else min(len(now), 1 + manifest.get("speculate", 0))
+        ids = [int(buffers["next_token"].flat[rows - 1])]
         answer += ids
 print(*answer)
