@@ -131,11 +131,10 @@ def prefill_part(
         launcher.Launcher().run(replace(prepared, launches=chosen), {**tensors, **as_codes(instead)}, output)
 
     def hand_on(sent: list[Tensor], received: dict[int, list[Tensor]], to: Iterable[int]) -> list[Any]:
-        sends = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer in to for x in sent]
-        receipts = [
-            dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, xs in received.items() for x in xs
-        ]
-        return dist.batch_isend_irecv([*sends, *receipts]) if sends or receipts else []
+        pairs = [(dist.isend, x, peer) for peer in to for x in sent]
+        pairs += [(dist.irecv, x, peer) for peer, xs in received.items() for x in xs]
+        moved = [dist.P2POp(move, x, group=group, group_peer=peer) for move, x, peer in pairs if x.numel()]
+        return dist.batch_isend_irecv(moved) if moved else []
 
     def border(names: list[str]) -> list[Any]:
         """The window behind each part to the next one; what is still under way where nothing is received."""
@@ -152,7 +151,8 @@ def prefill_part(
     salient = [name for name in state_names(config) if name.startswith("salient_")]
     slots = [slice(config.slots_for(begin), config.slots_for(end)) for begin, end in pairwise(cuts)]
     caches = {part: [held[name][:, :, slots[part]].contiguous() for name in salient] for part in (*earlier, rank)}
-    works += hand_on(caches.pop(rank), caches, later)
+    own = caches.pop(rank)
+    works += hand_on(own, caches, later)
     if earlier:  # the sums from before the prompt are in those of the first part
         for name in SUMS:
             held[name].zero_()
