@@ -81,4 +81,4 @@ def _base64(array: np.ndarray) -> Iterator[bytes]:
     content, start = np.ascontiguousarray(array).reshape(-1).view(np.uint8), -len(head.getvalue()) % 3
     yield base64.b64encode(head.getvalue() + content[:start].tobytes())
     for part in range(start, len(content), PART):
-        yield base64.b64encode(content[part : part + PART])
+        yield base64.b64encode(content[part : part + PART].data)
