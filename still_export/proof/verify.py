@@ -183,7 +183,9 @@ class Verifier:
         drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
         with staged_files(folder) as work, CallsFile(work, self.target) as calls, self.target.open() as session:
             guessing = Guessing(session.model) if session.model.guesses else None
-            for number, case, pairs, _ in self._settled(session, drawn, selections, progress, told):
+            settled = self._settled(session, drawn, selections, progress, told)
+            del told  # with what the target answered already
+            for number, case, pairs, _ in settled:
                 judged[number] = Judged.of(case, pairs)
                 del pairs
                 calls.add(case)
@@ -243,7 +245,9 @@ class Verifier:
             drawn.reverse()
             for number in left:
                 case = drawn.pop()
-                first = told[number].first if attempt == 0 and number in told else None
+                first = None
+                if number in told:
+                    first, told[number] = told[number].first, replace(told[number], first=None)
                 if first is not None and len(case.feeds) == 1 and not self.target.watch:  # asked already
                     pairs, turned = [fixed_pair(case.feeds[0], case.expected[0], first)], list[Any]()
                 else:
