@@ -49,7 +49,7 @@ class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
 
         answers = [{name: x for name, x in out.items() if name not in in_codes(out)} for out in case.expected]
         for feed, out in zip(*self.target.saved(case.feeds, answers), strict=True):
-            for name, file in self.files.items():
+            for file in self.files.values():
                 file.write(b", " if self.count else b"")
             _write(self.files["inputs"], feed, dict)
             _write(self.files["outputs"], out, partial(IterationResult, runner_name="pytorch"))
@@ -62,7 +62,7 @@ class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
 
 
 def _write(file: IO[bytes], call: Arrays, kind: Callable[[Arrays], Any]) -> None:
-    """As polygraphy's encoder writes a call, which for large arrays is slow: it writes small ones, in whose places those of `call` are put."""
+    """As polygraphy's encoder writes a call, which is slow with large arrays: it writes small ones, in whose places `call`'s are put."""
     from polygraphy.json import to_json
 
     stand_ins = {name: np.array(number) for number, name in enumerate(call)}
@@ -81,4 +81,4 @@ def _base64(array: np.ndarray) -> Iterator[bytes]:
     content, start = np.ascontiguousarray(array).reshape(-1).view(np.uint8), -len(head.getvalue()) % 3
     yield base64.b64encode(head.getvalue() + content[:start].tobytes())
     for part in range(start, len(content), PART):
-        yield base64.b64encode(content[part : part + PART])
+        yield base64.b64encode(content[part : part + PART].data)

@@ -233,7 +233,7 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
         return found.reshape(2, *rows), sum(pool.map(measure, starts))
 
 
-def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> tuple[float, float, float]:
+def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Products of an output with another's, with itself, and of the other's with itself, over what is finite in both."""
     flat, total = (expected.reshape(-1), actual.reshape(-1)), np.zeros(3)
     for start in range(0, expected.size, BLOCK):
@@ -244,7 +244,7 @@ def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> tuple[float, float,
             a, b = a[finite], b[finite]
             part = np.array([a @ b, a @ a, b @ b])
         total += part
-    return tuple(total.tolist())
+    return total
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:

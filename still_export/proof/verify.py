@@ -17,7 +17,17 @@ from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
 from still_export.proof.calls_file import CallsFile
-from still_export.proof.cases import EMPTY, Case, CaseSource, Follow, Told, cosine_sums, errors_of, fixed_pair, same_best
+from still_export.proof.cases import (
+    EMPTY,
+    Case,
+    CaseSource,
+    Follow,
+    Told,
+    cosine_sums,
+    errors_of,
+    fixed_pair,
+    same_best,
+)
 from still_export.proof.checks import Check
 from still_export.proof.codes import as_numbers
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
@@ -173,7 +183,9 @@ class Verifier:
         drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
         with staged_files(folder) as work, CallsFile(work, self.target) as calls, self.target.open() as session:
             guessing = Guessing(session.model) if session.model.guesses else None
-            for number, case, pairs, _ in self._settled(session, drawn, selections, progress, told):
+            settled = self._settled(session, drawn, selections, progress, told)
+            del told  # with what the target answered already
+            for number, case, pairs, _ in settled:
                 judged[number] = Judged.of(case, pairs)
                 del pairs
                 calls.add(case)
@@ -233,9 +245,11 @@ class Verifier:
             drawn.reverse()
             for number in left:
                 case = drawn.pop()
-                first = told[number].first if attempt == 0 and number in told else None
+                first = None
+                if number in told:
+                    first, told[number] = told[number].first, replace(told[number], first=None)
                 if first is not None and len(case.feeds) == 1 and not self.target.watch:  # asked already
-                    pairs, turned = [fixed_pair(case.feeds[0], case.expected[0], first)], []
+                    pairs, turned = [fixed_pair(case.feeds[0], case.expected[0], first)], list[Any]()
                 else:
                     pairs, turned = case.pairs(session, self.ties)
                 seen = session.seen() if self.target.watch else []
@@ -272,7 +286,10 @@ class Verifier:
         """A case that takes steps once more with guessed tokens."""
         case = replace(case, name=f"{case.name}, guessed")
         pairs, turned = (
-            [(empty_unread(session.model.table, ours), empty_unread(session.model.table, theirs)) for ours, theirs in part]
+            [
+                (empty_unread(session.model.table, ours), empty_unread(session.model.table, theirs))
+                for ours, theirs in part
+            ]
             for part in case.pairs(session, self.ties)
         )
         total.add(self._compared(case, pairs + turned))
