@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
+from still_export.graph.decompose import decompose_simply
 from still_export.graph.garbage import few_collections
 from still_export.graph.repeat import LayersDiffer, hidden_names, repeat_layers
 from still_export.graph.trace import TracedModel, trace_model
@@ -137,6 +138,7 @@ def onnx_of(
         weights: Names that the program gives its weights, whose values are left out.
         table: What ops of ours become.
     """
+    decompose_simply(traced)
     with few_collections(), _without_exporter_noise():
         program = torch.onnx.export(
             traced,

@@ -1,0 +1,97 @@
+"""What torch's ONNX exporter decomposes of a traced program. Doing it by another trace was half of the time of an export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+_ATEN = torch.ops.aten
+_CASTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.type_as.default)
+_VIEWS = (_ATEN.flatten.using_ints, _ATEN.unflatten.int)
+_SQUARE = _ATEN.square.default
+
+
+class _Other(Exception):
+    """A node that is more than another name for what ONNX has."""
+
+
+def decompose_simply(program: torch.export.ExportedProgram) -> None:
+    """From now on let `program.run_decompositions` trace the program anew only where it must.
+
+    Casts and views are the ops of most programs that are to be decomposed: what they become is known. The program itself is changed, and
+    returned: it is used up.
+    """
+    anew = program.run_decompositions
+
+    def run_decompositions(table: Mapping[Any, Callable[..., Any]] | None = None, **options: Any) -> Any:
+        graph = program.graph
+        if table is None or options:
+            return anew(table, **options)  # type: ignore[arg-type]
+        graph.eliminate_dead_code()
+        try:
+            simple = [node for node in graph.nodes if node.op == "call_function" and _is_simple(node, table)]
+            known = _said_sizes(graph)
+            sizes = [_sizes(node, known) if node.target in _VIEWS else None for node in simple]
+        except _Other:
+            return anew(table)  # type: ignore[arg-type]
+        for node, shape in zip(simple, sizes, strict=True):
+            _simplify(node, shape)
+        graph.eliminate_dead_code()
+        program.graph_module.recompile()
+        return program
+
+    program.run_decompositions = run_decompositions  # type: ignore[method-assign, assignment]
+
+
+def _is_simple(node: Node, table: Mapping[Any, Any]) -> bool:
+    """Whether `node` is a cast, a view or a square; no: ONNX has its op. Raises _Other: it changes inputs, has graphs, is decomposed."""
+    op: Any = node.target
+    if op in (*_CASTS, *_VIEWS, _SQUARE):
+        return True
+    if op in table or isinstance(op, torch._ops.HigherOrderOperator):
+        raise _Other
+    if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+        raise _Other
+    return False
+
+
+def _sizes(view: Node, known: dict[Any, Node]) -> list[int | Node]:
+    """Of a view's result: numbers, and nodes that say a size; -1 for one that none says."""
+    sizes = [s if isinstance(s, int) else known.get(s.node.expr, -1) for s in view.meta["val"].shape]
+    if sizes.count(-1) > 1:
+        raise _Other
+    return sizes
+
+
+def _said_sizes(graph: Graph) -> dict[Any, Node]:
+    """Nodes that say the sizes of inputs, by size; behind the inputs. Those that stay unused go as dead code."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    known: dict[Any, Node] = {}
+    for node in [node for node in graph.nodes if node.target is _ATEN.sym_size.int and node.args[0] in inputs]:
+        known.setdefault(node.meta["val"].node.expr, node)
+        inputs[-1].append(node)
+    with graph.inserting_after(inputs[-1]):
+        for node in inputs:
+            for axis, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+                if not isinstance(size, int) and size.node.expr not in known:
+                    known[size.node.expr] = graph.call_function(_ATEN.sym_size.int, (node, axis))
+                    known[size.node.expr].meta["val"] = size
+    return known
+
+
+def _simplify(node: Node, sizes: list[int | Node] | None) -> None:
+    """A view becomes one of these sizes, a square a power, a cast to what the value is the value, and another cast a copy in its type."""
+    source, dtype = node.args[0], node.meta["val"].dtype
+    assert isinstance(source, Node)
+    if sizes is not None:
+        node.target, node.args, node.kwargs = _ATEN.reshape.default, (source, sizes), {}
+    elif node.target is _SQUARE:
+        node.target, node.args = _ATEN.pow.Tensor_Scalar, (source, 2)
+    elif source.meta["val"].dtype == dtype and not any(user.op == "output" for user in node.users):
+        node.replace_all_uses_with(source)
+        node.graph.erase_node(node)
+    else:
+        node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
