@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import math
 import mmap
 import sys
@@ -15,9 +14,8 @@ from still_export.package.calls import Arrays
 
 
 def give_back() -> None:
-    """Let the system have memory that is free: of arrays smaller than 32 MB the C library keeps what held them, for those to come, and
-    modules of PyTorch refer to each other. Elsewhere than with glibc nothing happens."""
-    gc.collect()
+    """Let the system have memory that is free: of arrays smaller than 32 MB the C library keeps what held them, for those to come.
+    Elsewhere than with glibc nothing happens."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -184,6 +185,7 @@ class Verifier:
         drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
         with staged_files(folder) as work, CallsFile(work, self.target) as calls, self.target.open() as session:
             guessing = Guessing(session.model) if session.model.guesses else None
+            gc.collect()  # modules of PyTorch refer to each other
             give_back()
             settled = self._settled(session, drawn, selections, progress, told)
             del told  # with what the target answered already
