@@ -238,7 +238,8 @@ def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     flat, total = (expected.reshape(-1), actual.reshape(-1)), np.zeros(3)
     for start in range(0, expected.size, BLOCK):
         a, b = (x[start : start + BLOCK].astype(np.float64) for x in flat)
-        part = np.array([a @ b, a @ a, b @ b])
+        with np.errstate(invalid="ignore", over="ignore"):
+            part = np.array([a @ b, a @ a, b @ b])
         if not np.isfinite(part).all():
             finite = np.isfinite(a) & np.isfinite(b)
             a, b = a[finite], b[finite]

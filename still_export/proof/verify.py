@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from still_export.proof.cases import (
 from still_export.proof.checks import Check
 from still_export.proof.codes import as_numbers
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
-from still_export.proof.shelf import Shelf
+from still_export.proof.shelf import Shelf, give_back
 from still_export.proof.tolerance import LOGITS, Bounds
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, Pairs, expected_ties
@@ -180,9 +181,12 @@ class Verifier:
         with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
             told = self._begun(session)
         del session  # what it holds is more than opening it costs
+        give_back()
         drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
         with staged_files(folder) as work, CallsFile(work, self.target) as calls, self.target.open() as session:
             guessing = Guessing(session.model) if session.model.guesses else None
+            gc.collect()  # modules of PyTorch refer to each other
+            give_back()
             settled = self._settled(session, drawn, selections, progress, told)
             del told  # with what the target answered already
             for number, case, pairs, _ in settled:
@@ -194,6 +198,7 @@ class Verifier:
                 if case.steps and guessing is not None:
                     guessed[number] = self._guessed(guessing, case, selections)
                 case.forget()
+                give_back()
             heads = self._heads(session, checks)
             checks += self.target.checks(self.replays)
             every = [found[number] for found in (judged, guessed) for number in sorted(found)]
