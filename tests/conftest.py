@@ -19,7 +19,9 @@ from tests.plugins import builds
 LONGEST = (
     "still_export/proof/test_trt_verify.py",
     "still_export/targets/ort/test_native.py",
+    "still_export/runtime/test_heads.py",
     "still_export/cli/test_cli.py",
+    "still_export/models/test_vision.py",
     "still_export/targets/portable/test_export.py",
     "still_export/targets/portable/test_linear_export.py",
     "still_kernels/block_attention/test_triton.py",

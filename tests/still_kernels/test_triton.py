@@ -186,19 +186,14 @@ OTHERS_SHOW_IT = (
     "chunk 256",
     "wide blocks",
     "half of a group",
+    "group mean",
+    "fold min decode",
 )
 """Of the rest, cases that take long and are each between two others."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in ("group mean", "fold min decode") else ())
-        for name in REST
-        if name not in OTHERS_SHOW_IT
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in REST if name not in OTHERS_SHOW_IT])
 def test_interpreter_rest(name: str) -> None:
     check(interpreted(tuple(name for name in REST if name not in OTHERS_SHOW_IT))[name], torch.float32)
 

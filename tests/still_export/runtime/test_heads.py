@@ -238,7 +238,9 @@ def test_damaged_heads_are_refused(change: Callable[[dict[str, Tensor]], Any], m
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
         export(
-            ExportOptions(str(tmp_path / "model"), speculate=1), tmp_path / "package", options=OrtOptions(native=False)
+            ExportOptions(str(tmp_path / "model"), speculate=GUESSES),
+            tmp_path / "package",
+            options=OrtOptions(native=False),
         )
     assert not (tmp_path / "package").exists()
 

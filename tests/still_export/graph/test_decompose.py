@@ -1,0 +1,65 @@
+"""What is not traced again before it is translated: no op more than behind torch's own decompositions, and the same values."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from still_export.graph import lower
+from still_export.graph.lower import onnx_of
+
+
+class Simple(nn.Module):
+    """Casts, of which one changes nothing, views of sizes that inputs say and one that none says, a square."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        heads = x.to(torch.float32).unflatten(-1, (2, 6)).square()
+        joined = torch.cat([heads, heads], 1).flatten(-2).to(torch.float16)
+        return joined.type_as(y), y.to(torch.float64)
+
+
+class Other(Simple):
+    """A write into what was made."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        made = x * 2
+        made[:, 0] = 1
+        return super().forward(made, y)
+
+
+def exported(model: nn.Module, traces: list[int], monkeypatch: pytest.MonkeyPatch) -> object:
+    anew = torch.export.ExportedProgram.run_decompositions
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch.export.ExportedProgram, "run_decompositions", lambda *a, **o: (traces.append(1), anew(*a, **o))[1]
+        )
+        rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens")
+        given = (torch.randn(3, 5, 12), torch.randn(3, 7))
+        program = torch.export.export(model, given, dynamic_shapes=({0: rows, 1: tokens}, {0: rows}), strict=False)
+        return onnx_of(program, ["x", "y"], ["joined", "wide"], [], {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, more", [(Simple(), 0), (Other(), 1)], ids=["simple", "other"])
+def test_the_graph_is_that_of_torch(model: nn.Module, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+    import onnx_ir as ir
+    import onnxruntime
+
+    traces: list[int] = []
+    ours = exported(model, traces, monkeypatch)
+    assert len(traces) == more
+    monkeypatch.setattr(lower, "decompose_simply", lambda program: None)
+    theirs = exported(model, traces, monkeypatch)
+    assert len(traces) == more + 1
+    counts = [Counter(node.op_type for node in graph.graph) for graph in (ours, theirs)]  # type: ignore[attr-defined]
+    assert not counts[0] - counts[1]
+    x, y = torch.randn(2, 9, 12), torch.randn(2, 7)
+    feed = {"x": x.numpy(), "y": y.numpy()}
+    for graph in (ours, theirs):
+        session = onnxruntime.InferenceSession(ir.to_proto(graph).SerializeToString())  # type: ignore[arg-type]
+        for found, expected in zip(session.run(None, feed), model(x, y), strict=True):
+            np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3)
