@@ -131,7 +131,7 @@ def prefill_part(
         launcher.Launcher().run(replace(prepared, launches=chosen), {**tensors, **as_codes(instead)}, output)
 
     def hand_on(sent: list[Tensor], received: dict[int, list[Tensor]], to: Iterable[int]) -> list[Any]:
-        pairs = [(dist.isend, x, peer) for peer in to for x in sent]
+        pairs: list[Any] = [(dist.isend, x, peer) for peer in to for x in sent]
         pairs += [(dist.irecv, x, peer) for peer, xs in received.items() for x in xs]
         moved = [dist.P2POp(move, x, group=group, group_peer=peer) for move, x, peer in pairs if x.numel()]
         return dist.batch_isend_irecv(moved) if moved else []
