@@ -120,8 +120,7 @@ class LayerwiseModel:
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
         """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
         shapes = self.table.shapes(batch, self.table.rows(capacity))
-        # Of NumPy, whose zeros take no memory as long as nobody writes to them.
-        feed = {state.past: np.zeros(shapes[state.name], _KEPT.get(state.dtype, state.dtype)) for state in self.table}
+        feed = {state.past: _zeros(shapes[state.name], _KEPT.get(state.dtype, state.dtype)) for state in self.table}
         return {**feed, "past_length": np.zeros(batch, np.int64)}
 
     def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
@@ -352,7 +351,9 @@ class _Chain:
 
         def given(side: str, arrays: Arrays) -> dict[str, Tensor]:
             return {
-                name: torch.from_numpy(arrays[f"{side}_{name}.{index}"]).to(self.device, dtype)
+                name: torch.from_numpy(np.require(arrays[f"{side}_{name}.{index}"], requirements="CW")).to(
+                    self.device, dtype
+                )
                 for name, dtype in layer.states.items()
             }
 
@@ -463,7 +464,12 @@ def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tenso
 
 def _compact(x: np.ndarray) -> np.ndarray:
     """Not a view, which would keep all that it is a part of; zeros without memory, of which states of short prompts consist."""
-    return np.ascontiguousarray(x) if x.any() else np.zeros(x.shape, x.dtype)
+    return np.ascontiguousarray(x) if x.any() else _zeros(x.shape, x.dtype)
+
+
+def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """One zero, read everywhere: what `numpy.zeros` gives is memory where the C library has some to use again."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
 def _single(x: Tensor) -> np.ndarray:

@@ -30,7 +30,7 @@ class Shelf:
         self._places: list[tuple[Arrays, str, int, np.dtype, tuple[int, ...]]] = []
 
     def take(self, calls: list[Arrays], end: str) -> None:
-        """The arrays of `calls` whose names end so, equal ones once; not zeros, which take no memory (`numpy.zeros`)."""
+        """The arrays of `calls` whose names end so, equal ones once; not zeros."""
         known: dict[int, tuple[int, np.ndarray]] = {}
         for call in calls:
             for name in [name for name in call if name.endswith(end)]:

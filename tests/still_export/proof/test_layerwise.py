@@ -53,7 +53,7 @@ def asked(model: Any) -> list[Chain]:
 
 
 def by_calls(model: TorchModel, chain: Chain) -> list[Arrays]:
-    feed, found = chain.start, []
+    feed, found = {name: x.copy() for name, x in chain.start.items()}, []
     for call in chain.calls:
         found.append(model.infer({**feed, "input_ids": call.tokens, "new_tokens": call.new_tokens}))
         feed = next_feed(found[-1], call.tokens)
