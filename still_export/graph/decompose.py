@@ -12,6 +12,12 @@ _ATEN = torch.ops.aten
 _CASTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.type_as.default)
 _VIEWS = (_ATEN.flatten.using_ints, _ATEN.unflatten.int)
 _SQUARE = _ATEN.square.default
+_KEPT = (
+    *(_ATEN.linear.default, _ATEN.matmul.default, _ATEN.einsum.default, _ATEN.conv1d.default, _ATEN.pad.default),
+    *(_ATEN.reshape.default, _ATEN.chunk.default, _ATEN.expand_as.default, _ATEN.repeat_interleave.self_int),
+    *(_ATEN.layer_norm.default, _ATEN.softmax.int, _ATEN.where.ScalarSelf, _ATEN.where.ScalarOther, _ATEN.sym_size.int),
+)
+"""Of the ops that torch has as compositions of others, those of models here that the exporter translates whole."""
 
 
 class _Other(Exception):
@@ -53,7 +59,7 @@ def _is_simple(node: Node, table: Mapping[Any, Any]) -> bool:
         return True
     if op in table or isinstance(op, torch._ops.HigherOrderOperator):
         raise _Other
-    if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+    if isinstance(op, torch._ops.OpOverload) and (op._schema.is_mutable or (op._can_decompose() and op not in _KEPT)):
         raise _Other
     return False
 

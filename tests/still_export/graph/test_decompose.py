@@ -30,6 +30,13 @@ class Other(Simple):
         return super().forward(made, y)
 
 
+class Moved(Simple):
+    """An op that torch composes of others, and that stands in no table."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x.movedim(0, 1).movedim(1, 0), y)
+
+
 def exported(model: nn.Module, traces: list[int], monkeypatch: pytest.MonkeyPatch) -> object:
     anew = torch.export.ExportedProgram.run_decompositions
     with monkeypatch.context() as patch:
@@ -43,7 +50,7 @@ def exported(model: nn.Module, traces: list[int], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, more", [(Simple(), 0), (Other(), 1)], ids=["simple", "other"])
+@pytest.mark.parametrize("model, more", [(Simple(), 0), (Other(), 1), (Moved(), 1)], ids=["simple", "other", "moved"])
 def test_the_graph_is_that_of_torch(model: nn.Module, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
     import onnx_ir as ir
