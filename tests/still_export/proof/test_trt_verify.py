@@ -247,11 +247,11 @@ def test_a_stale_graph_fails(built: Path, answers: Path, monkeypatch: pytest.Mon
     right, kept = TrtModel._resize, []
 
     def resize(model: TrtModel, tokens: int) -> None:
-        grows, graph = bool(model._state), getattr(model, "_graph", None)
+        grows, graphs = bool(model._state), getattr(model, "_graphs", {})
         kept.extend(model._state.values())  # what a GPU would do with freed memory is undefined
         right(model, tokens)
         if grows:
-            model._graph = graph
+            model._graphs = graphs
 
     monkeypatch.setattr(TrtModel, "_resize", resize)
     found = broken(built, answers)
