@@ -55,6 +55,5 @@ while len(answer) < wanted:
     buffers["past_length"][:] = buffers["present_length"]
     if not ids:
         rows = len(now) if manifest["model"]["all_logits"] else min(len(now), 1 + manifest.get("speculate", 0))
-        ids = [int(buffers["next_token"].flat[rows - 1])]
-        answer += ids
+        answer += (ids := [int(buffers["next_token"].flat[rows - 1])])
 print(*answer)

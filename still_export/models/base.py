@@ -320,7 +320,7 @@ def last_rows(hidden: Tensor, new_tokens: Tensor, keep: int | Tensor) -> Tensor:
         return hidden[:, keep]
     if keep == 0:
         return hidden
-    # A product, for TensorRT 8.6 may not negate integers; of one number, as ONNX Runtime computes one on the CPU and copies none to the GPU.
+    # A product, as TensorRT 8.6 may not negate integers; of one number, which ONNX Runtime computes on the CPU and copies to no GPU.
     index = (new_tokens[:, None] + torch.arange(keep * -1, 0, device=hidden.device)).clamp_min(0)  # [B, keep]
     return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))
 

@@ -351,7 +351,7 @@ class _Chain:
 
         def given(side: str, arrays: Arrays) -> dict[str, Tensor]:
             return {
-                name: torch.from_numpy(np.require(arrays[f"{side}_{name}.{index}"], requirements="CW")).to(
+                name: torch.from_numpy(np.require(arrays[f"{side}_{name}.{index}"], requirements=("C", "W"))).to(
                     self.device, dtype
                 )
                 for name, dtype in layer.states.items()
