@@ -55,7 +55,8 @@ class TorchModel(Runner):
     def _by_layer(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, Tensor]]:
         layers: list[dict[str, Tensor]] = [{} for _ in range(self.model.config.num_hidden_layers)]
         for state in self.table:
-            layers[state.layer][state.name.rsplit(".", 1)[0]] = torch.from_numpy(arrays[state.name])
+            own = np.require(arrays[state.name], requirements=("C", "W"))
+            layers[state.layer][state.name.rsplit(".", 1)[0]] = torch.from_numpy(own)
         return layers
 
     def _clear(self) -> None:
