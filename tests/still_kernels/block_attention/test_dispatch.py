@@ -20,7 +20,7 @@ from tests.tolerances import REFERENCE
 def test_kernels_and_forms(block_size: int) -> None:
     """A prompt of 700 tokens and a step; blocks of one token are covered by no kernel."""
     torch.manual_seed(0)
-    choice = {"top_blocks": 6, "local_blocks": 2, "dense_length": 100, "block_slots": 16}
+    choice = {"top_blocks": 6, "local_blocks": 2, "dense_length": 128, "block_slots": 6}
     rows = torch.zeros(2, 1, 2, 768, 64, device="cuda")
     state = AttentionState(rows[0], rows[1], torch.zeros(1, dtype=torch.int64, device="cuda"))
     sums = torch.zeros(1, 2, 48, 64, device="cuda")
