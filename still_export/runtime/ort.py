@@ -290,9 +290,8 @@ class OrtModel(Runner):
             hashing.finish()
         self.guesses = int(self.manifest.get("speculate", 0))
         self.speculation = Speculation(self.guesses) if self.guesses else None
-        self._fold: Any = (
-            self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
-        )  # not in the midst of an answer
+        # Opened here, not in the midst of an answer.
+        self._fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
@@ -504,9 +503,8 @@ class OrtModel(Runner):
 
     def _hold(self, call: Guess, accepted: np.ndarray) -> None:
         first, count, tokens = call.first, len(accepted), call.tokens
-        if (
-            call.apart and count == self.batch and np.array_equal(accepted, call.brought)
-        ):  # the states after the call are those
+        # Where all tokens of all sequences hold, the states after the call are those.
+        if call.apart and count == self.batch and np.array_equal(accepted, call.brought):
             for name, held in self._held.items():
                 self._past[name], self._held[name] = held, self._past[name]
             self._turn ^= 2

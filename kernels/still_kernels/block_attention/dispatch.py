@@ -15,7 +15,7 @@ from still_kernels.forms import has_kernels
 
 def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """As of `naive.block_attention`; on CUDA by the Triton kernels, where they cover the call and no gradients are asked for, without
-    reading anything back to the host."""
+    reading anything back to the host: a sequence that outgrows the state is no error there."""
     query, blocks, new_tokens = inputs.query, inputs.blocks, inputs.new_tokens
     if (
         not has_kernels(query.device)

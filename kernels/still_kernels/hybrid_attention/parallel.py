@@ -43,7 +43,7 @@ def cut_prompt(
 
     The cost model: a token at position p costs `rest + p k / C`, in salient slots that it reads; every part costs as much as the others.
     What all tokens before p cost is a quadratic of p, which is solved for each share. Early parts have more tokens: of 262,144 in two parts
-    the first has 68%.
+    the first has 69%.
 
     Args:
         past: Tokens before the prompt, which is then continued.

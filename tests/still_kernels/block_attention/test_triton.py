@@ -39,6 +39,16 @@ def test_of_equal_scores_the_first_is_taken() -> None:
 
 
 @pytest.mark.slow
+def test_ops_of_pytorch_run_the_kernels() -> None:
+    interpreted((), kind="dispatch")
+
+
+@pytest.mark.gpu
+def test_ops_of_pytorch_run_the_kernels_on_a_gpu() -> None:
+    triton_cases.run_dispatch("cuda")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("steps", "large group"))
 def test_programs_may_run_in_any_order(name: str) -> None:
     check(interpreted(("steps", "large group"), kind="shuffled")[name], torch.float32)

@@ -156,6 +156,33 @@ def run_published(device: str, dtype: torch.dtype) -> None:
         past += tokens
 
 
+def run_dispatch(device: str = "cpu") -> None:
+    """PyTorch's ops of a prompt and a step, by the kernels: choices and outputs are those of their definitions, blocks of 64 and of one."""
+    from still_kernels.block_attention import block_attention as naive_block_attention
+    from still_kernels.block_attention.dispatch import block_attention
+    from still_kernels.select_blocks.dispatch import select_blocks
+
+    choice = {"top_blocks": 6, "local_blocks": 2, "dense_length": 128, "block_slots": 6}
+    for block_size in (64, 1):
+        torch.manual_seed(0)
+        rows = torch.zeros(2, 1, 2, 512, 64, device=device)
+        state = right = AttentionState(rows[0], rows[1], torch.zeros(1, dtype=torch.int64, device=device))
+        sums = right_sums = torch.zeros(1, 2, 32, 64, device=device)
+        for tokens in (450, 1):
+            query, key, value = (torch.randn(1, tokens, heads, 64, device=device) for heads in (6, 2, 2))
+            new = torch.full((1,), tokens, device=device)
+            given = SelectInputs(query, key, new, state.length, **choice)
+            blocks, sums = select_blocks(given, sums)
+            expected, right_sums = naive_select_blocks(given, right_sums)
+            assert (blocks != expected).float().mean() < 1e-3 and torch.allclose(sums, right_sums, atol=1e-4)
+            chosen = expected if block_size == 64 else (64 * expected).clamp_min(-1)
+            inputs = Inputs(query, key, value, new, chosen, block_size)
+            output, state = block_attention(inputs, state)
+            wanted, right = naive_block_attention(inputs, right)
+            assert (output - wanted).abs().max() <= REFERENCE[torch.float32] * wanted.abs().max()
+            assert torch.equal(state.key, right.key) and torch.equal(state.length, right.length)
+
+
 def main(arguments: list[str]) -> None:
     from tests.still_kernels import quick_interpreter
 
@@ -164,6 +191,14 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     if kind == "ties":
         run_ties()
+        print("{}")
+        return
+    if kind == "dispatch":
+        from still_kernels.block_attention import dispatch as attends
+        from still_kernels.select_blocks import dispatch as selects
+
+        attends.has_kernels = selects.has_kernels = lambda device: True
+        run_dispatch()
         print("{}")
         return
     if kind == "shuffled":
