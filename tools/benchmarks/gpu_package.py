@@ -81,6 +81,30 @@ def guessed(model: Any, batch: int, context: int, guesses: int, steps: int) -> d
     return {"batch": batch, "context": context, "guesses": guesses, **figures}
 
 
+def drawn(model: Any, batch: int, context: int, guesses: int, share: float, steps: int) -> dict[str, Any]:
+    """Tokens a second of steps of so many guesses, each of which holds in `share` of the cases where those before it do."""
+    model.start(batch, context + (guesses + 1) * (steps + BLOCK))
+    model.length[:] = context
+    ids, random = np.full((batch, guesses + 1), 5), np.random.default_rng(0)
+    held = (random.random((steps + BLOCK, batch, guesses)) < share).cumprod(-1).sum(-1) + 1
+    begin = 0.0
+    for step, accepted in enumerate(held):
+        if step == BLOCK:
+            begin = time.perf_counter()
+        model.guess(ids, greedy=True)
+        model.accept(accepted)
+    seconds = time.perf_counter() - begin
+    of_one = held[BLOCK:].sum() / batch
+    return {
+        "batch": batch,
+        "context": context,
+        "guesses": guesses,
+        "hold": share,
+        "tokens_a_step": round(float(of_one) / steps, 2),
+        "ms_a_token": round(1e3 * seconds / float(of_one), 3),
+    }
+
+
 def prefill_call(model: Any, context: int) -> dict[str, Any]:
     """Time of one prefill call of the package's size behind `context` tokens."""
     size = model.prefill_tokens
@@ -176,6 +200,7 @@ def main() -> int:
     parser.add_argument("--batch", default="1,8", help="sequences of the decode steps, '' = none (default 1,8)")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--guesses", default="", help="steps of so many guesses, of a package with --speculate")
+    parser.add_argument("--hold", type=float, help="tokens a second too where this share of guesses holds, by chance")
     parser.add_argument("--build", action="store_true", help="build TensorRT's engine first")
     parser.add_argument(
         "--prefill", action="store_true", help="a prefill call at the start, in the middle and at the end"
@@ -203,6 +228,8 @@ def main() -> int:
             found.add(**decode(model, batch, context, options.steps))
             for guesses in numbers(options.guesses):
                 found.add(**guessed(model, batch, context, guesses, options.steps))
+                if options.hold is not None:
+                    found.add(**drawn(model, batch, context, guesses, options.hold, options.steps))
         last = max(0, context - model.prefill_tokens)
         for start in (0, last // 2, last) if options.prefill else ():
             found.add(**prefill_call(model, start))

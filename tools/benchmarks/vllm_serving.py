@@ -1,6 +1,9 @@
-"""Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with full attention: room for requests, prefill, decode, many at once.
+"""Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with other models: room for requests, prefill, decode, many at once.
 
-  python -m tools.benchmarks.vllm_serving full|full-int4|still|kv_group [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile]
+  python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile]
+
+KIND: still, kv_group; full attention: full, full-int4, full-ngram (speculation by n-grams of prompts that repeat themselves, four guesses
+a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4: Qwen3.5-35B-A3B's sizes, as a Qwen3-Next.
 
 Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 bits (full-int4: all of the layers, not embedding and
 head); a GPU of 100 GB is needed, and nothing else on it. One engine does all of it, and each time is printed when it is there.
@@ -18,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from tools.benchmarks.vllm_process import environment
 
 Loads = list[tuple[int, int]]
 """Requests, and tokens that each gets."""
-KINDS = ("full", "full-int4", "still", "kv_group")
+KINDS = ("full", "full-int4", "full-ngram", "experts-int4", "still", "kv_group")
 GPTQ = {
     "quant_method": "gptq",
     "bits": 4,
@@ -39,7 +42,15 @@ GPTQ = {
     "modules_in_block_to_quantize": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
 """What config.json says of weights in 4 bits, with which vLLM takes its fastest kernel (Machete on Hopper, else Marlin)."""
-LLAMA = GEOMETRIES[LLAMA_8B]
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.8, 0.64, 0.512, 0.4096],  # unconditional: each of those that remain holds in 0.8
+}
+LLAMA, EXPERTS = GEOMETRIES[LLAMA_8B], GEOMETRIES["qwen3.5-35b-a3b"]
 TINY = {
     **LLAMA,
     "vocab_size": 512,
@@ -77,6 +88,8 @@ class Run:
     prefill: float = 0.0
     steps: list[float] = field(default_factory=list)
     running: int = 0
+    made: float = 0.0
+    """Tokens that a request got in these steps, on average."""
 
     @property
     def step_ms(self) -> float | None:
@@ -86,21 +99,27 @@ class Run:
 
 def blank_folder(folder: Path, kind: str, sizes: Sizes) -> Path:
     """A model folder with a configuration alone: full attention, or STILL."""
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3NextConfig
 
     from still_export.mixers.config import StillConfig
     from still_export.models.build import family_of, still_family_config
 
     values = {**sizes.geometry, "max_position_embeddings": 2 * sizes.long}
     values.pop("model_type")
-    config: Any = LlamaConfig(**values, architectures=["LlamaForCausalLM"])
-    if not kind.startswith("full"):
+    config: Any
+    if kind.startswith("experts"):
+        config = Qwen3NextConfig(**values, architectures=["Qwen3NextForCausalLM"])
+    else:
+        config = LlamaConfig(**values, architectures=["LlamaForCausalLM"])
+    if kind in ("still", "kv_group"):
         scope = "kv_group_max" if kind == "kv_group" else "q_head"
         still = StillConfig.from_dict({"capacity_tokens": sizes.context, "select_scope": scope})
         config = still_family_config(family_of("llama"), config.to_dict(), still)
     config.dtype = "bfloat16"
     if kind == "full-int4":
         config.quantization_config = GPTQ
+    if kind == "experts-int4":
+        config.quantization_config = {k: v for k, v in GPTQ.items() if k != "modules_in_block_to_quantize"}
     config.save_pretrained(folder)
     return folder
 
@@ -132,6 +151,7 @@ class Bench:
         self.found = Findings()
         self.name, self.sizes = f"{kind}, {ranks} rank{'s' * (ranks > 1)}", sizes
         self.random = torch.Generator().manual_seed(0)
+        self.repeats = kind == "full-ngram"
         self.engine = LLM(
             model=str(blank_folder(Path(tempfile.mkdtemp()) / "blank", kind, sizes)),
             load_format="dummy",
@@ -140,16 +160,23 @@ class Bench:
             enable_prefix_caching=False,
             max_num_seqs=sizes.rows,
             tensor_parallel_size=ranks,
+            speculative_config=NGRAM if kind == "full-ngram" else None,
             **small,
         ).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        if kind == "full-int4":
+        if kind.endswith("-int4"):
             self.found.add(engine=self.name, matrices_in_4_bits=sum(self.engine.apply_model(fill_codes)))
 
     def say(self, load: str, run: Run, out: int) -> None:
         """A row of one load, whose requests got `out` tokens each."""
         seconds = {"total_s": round(run.total, 3), "prefill_s": round(run.prefill, 3), "step_ms": run.step_ms}
-        self.found.add(engine=self.name, load=load, out=out, **seconds, at_a_time=run.running)
+        steps = max(1, len(run.steps))
+        spent = (
+            {"ms_a_token": round(1e3 * sum(run.steps) / run.made, 3), "tokens_a_step": round(run.made / steps, 2)}
+            if run.made
+            else {}
+        )
+        self.found.add(engine=self.name, load=load, out=out, **seconds, **spent, at_a_time=run.running)
 
     def room(self, tokens: int) -> float:
         """Requests of so many tokens that memory holds."""
@@ -166,23 +193,28 @@ class Bench:
         sampling = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True, detokenize=False)
         for i, tokens in enumerate(lengths):
             prompt = torch.randint(5, self.sizes.geometry["vocab_size"], (tokens,), generator=self.random).tolist()
+            if self.repeats:  # so that n-grams always find something
+                prompt = (prompt[: min(64, tokens)] * -(-tokens // 64))[:tokens]
             self.engine.add_request(f"{i} {time.perf_counter()}", {"prompt_token_ids": prompt}, sampling)
 
     def timed(self, lengths: Sequence[int], out: int) -> Run:
         """Requests of so many tokens each, until the last has ended."""
         times, first, count = Run(), set(), len(lengths)
         begin = last = said = time.perf_counter()
-        made = 0
+        made, had = 0, dict[str, int]()
         self.begin(lengths, out)
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
             now = time.perf_counter()
+            got = {each.request_id: len(each.outputs[0].token_ids) for each in outputs}
             made += len(outputs)
             if len(first) == count and len(outputs) == count:
                 times.steps.append(now - last)
+                times.made += sum(got[name] - had[name] for name in got) / count
             elif len(first) < count:
                 first |= {output.request_id for output in outputs}
                 times.prefill = now - begin
+            had |= got
             times.running = max(times.running, len(self.scheduler.running))
             if now - said > 30:
                 running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
@@ -283,10 +315,13 @@ def main() -> int:
         # So that this process finds the plugin, as those that vLLM starts.
         os.execv(sys.executable, [sys.executable, "-m", "tools.benchmarks.vllm_serving", *sys.argv[1:]])
     small = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
-    bench = Bench(options.kind, options.ranks, TINY_SIZES if options.tiny else SIZES, small)
+    sizes = TINY_SIZES if options.tiny else SIZES
+    if options.kind == "experts-int4":
+        sizes = replace(sizes, geometry=EXPERTS)
+    bench = Bench(options.kind, options.ranks, sizes, small)
     bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     subject = {
-        "geometry": "tiny" if options.tiny else LLAMA_8B,
+        "geometry": "tiny" if options.tiny else str(sizes.geometry["model_type"]),
         "runtime": "vllm",
         "kind": options.kind,
         "ranks": str(options.ranks),

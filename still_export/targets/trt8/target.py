@@ -10,6 +10,7 @@ from still_export.graph.quantization.policy import PLUGIN, Layout, demand_float8
 from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.targets.trt.plugins import find_tensorrt_headers, tensorrt_major
 from still_export.targets.trt.target import TRT
+from still_export.targets.trt8.angles import angles_reduced, reduce_angles
 from still_export.targets.trt8.norms import norm_in_place, whole_norms
 from still_export.targets.trt8.shapes import shape_before_widening, shaped_before_widening
 from still_export.targets.trt8.sigmoids import sigmoids_of_one_type, widen_sigmoids
@@ -59,6 +60,12 @@ TRT8 = replace(
             "8.6 finds no kernels for a part with sigmoids of two types",
             requires=lowered,
             ensures=sigmoids_of_one_type,
+        ),
+        Step(
+            reduce_angles,
+            "8.6 computes sines of large angles in few digits",
+            requires=lowered,
+            ensures=angles_reduced,
         ),
         *TRT.steps[BEHIND_OPSET:],
     ),

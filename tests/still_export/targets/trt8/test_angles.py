@@ -1,0 +1,48 @@
+"""Angles without whole turns."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from still_export.targets.trt8.angles import angles_reduced, reduce_angles
+from tests.still_graphs.steps import applied
+from tests.still_graphs.test_passes_trt import session
+
+SIZE = 5
+
+
+def model(dtype: int) -> onnx.ModelProto:
+    """Sine and cosine of one angle, a sine of another."""
+    names = [("Sin", "a", "sin_a"), ("Cos", "a", "cos_a"), ("Sin", "b", "sin_b")]
+    nodes = [helper.make_node(op, [x], [out]) for op, x, out in names]
+    inputs = [helper.make_tensor_value_info(x, dtype, ["n", SIZE]) for x in "ab"]
+    outputs = [helper.make_tensor_value_info(out, dtype, ["n", SIZE]) for *_, out in names]
+    graph = helper.make_graph(nodes, "waves", inputs, outputs)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_sines_read_half_a_turn_at_most() -> None:
+    rng = np.random.default_rng(0)
+    places = rng.integers(0, 131_072, [4096, SIZE]).astype(np.float32)
+    feeds = {"a": places, "b": -places * np.float32(0.7306)}
+    reduced = model(TensorProto.FLOAT)
+    assert "whole turns" in applied(angles_reduced, reduced)
+    assert applied(reduce_angles, reduced) == 3 and applied(reduce_angles, reduced) == 0
+    assert not applied(angles_reduced, reduced)
+    onnx.checker.check_model(reduced, full_check=True)
+    assert sum(node.op_type == "Round" for node in reduced.graph.node) == 2, "once for each angle"
+    angles = [node.input[0] for node in reduced.graph.node if node.op_type in ("Sin", "Cos")]
+    shown = onnx.ModelProto.FromString(reduced.SerializeToString())
+    shown.graph.output.extend(helper.make_tensor_value_info(x, TensorProto.FLOAT, None) for x in dict.fromkeys(angles))
+    *waves, part_a, part_b = session(shown).run(None, feeds)  # type: ignore[attr-defined]
+    for part in (part_a, part_b):
+        assert np.abs(part).max() < np.pi + 0.02
+    wide = [feeds[x].astype(np.float64) for x in "aab"]
+    for wave, function, angle in zip(waves, (np.sin, np.cos, np.sin), wide, strict=True):
+        np.testing.assert_allclose(wave, function(angle), atol=4e-7)
+
+
+def test_halves_stay() -> None:
+    assert applied(reduce_angles, model(TensorProto.FLOAT16)) == 0
