@@ -15,7 +15,7 @@ from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import REFERENCE
 
 pytest.importorskip("triton")
-from still_kernels.hybrid_attention.parallel import REST, cut_prompt
+from still_kernels.hybrid_attention.parallel import AHEAD, REST, cut_prompt
 from tests.still_kernels import parallel_cases
 
 interpreted = functools.partial(run_cases, Path(parallel_cases.__file__))
@@ -56,10 +56,17 @@ def test_parts_on_two_gpus(name: str) -> None:
 
 @pytest.mark.parametrize(("past", "rest"), [(0, REST), (70_001, REST), (0, 28_000)])
 def test_parts_cost_the_same(past: int, rest: float) -> None:
-    """Tokens counted one by one, within a chunk."""
+    """Tokens counted one by one, within a chunk; parts behind the first wait for its sums."""
     cuts = cut_prompt(LLAMA, 262_144, 3, past, rest)
-    costs = [sum(rest + p / 16 for p in range(begin, end)) for begin, end in itertools.pairwise(cuts)]
-    assert max(costs) - min(costs) < 2 * 64 * (rest + cuts[-1] / 16)
+    ahead = min(AHEAD, rest * AHEAD / REST)
+    waited = ahead * (cuts[1] - past)
+    each = [rest, rest - ahead, rest - ahead]
+    costs = [
+        sum(x + p / 16 for p in range(begin, end))
+        for x, (begin, end) in zip(each, itertools.pairwise(cuts), strict=True)
+    ]
+    costs = [costs[0], *(waited + x for x in costs[1:])]
+    assert max(costs) - min(costs) < 3 * 64 * (rest + cuts[-1] / 16)
     assert cuts[0] == past and cuts[-1] == past + 262_144 and all(cut % 64 == 0 for cut in cuts[1:-1])
 
 
