@@ -3,7 +3,8 @@
   python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile]
 
 KIND: still, kv_group; full attention: full, full-int4, full-ngram (speculation by n-grams of prompts that repeat themselves, four guesses
-a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4: Qwen3.5-35B-A3B's sizes, as a Qwen3-Next.
+a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4: Qwen3.5-35B-A3B's sizes, as a Qwen3-Next, for 8
+requests at most.
 
 Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 bits (full-int4: all of the layers, not embedding and
 head); a GPU of 100 GB is needed, and nothing else on it. One engine does all of it, and each time is printed when it is there.
@@ -317,7 +318,7 @@ def main() -> int:
     small = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
     sizes = TINY_SIZES if options.tiny else SIZES
     if options.kind == "experts-int4":
-        sizes = replace(sizes, geometry=EXPERTS)
+        sizes = replace(sizes, geometry=EXPERTS, rows=8)
     bench = Bench(options.kind, options.ranks, sizes, small)
     bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     subject = {

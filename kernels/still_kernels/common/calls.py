@@ -119,6 +119,12 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
                 return _joined(op.definition.__wrapped__(state.beside, dtype))  # type: ignore[attr-defined]
             return _joined(calls.plain(state.beside))
 
+        def peer(make: Callable[[Any], Callable[[], Any]]) -> Callable[[Held], Tensor]:
+            made: dict[
+                int, tuple[Held, Callable[[], Any]]
+            ] = {}  # one for each state, which is kept so that its number stays its own
+            return lambda state: _joined(made.setdefault(id(state), (state, make(state.inputs)))[1]())
+
         return Work(
             float(sum(x.nbytes for x in (*tensors_of(inputs).values(), *outputs)) - calls.unread(inputs)),
             calls.flop(inputs),
@@ -127,7 +133,9 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
             run=lambda state: _joined(op(state.inputs)),
             launch=launch,
             output=torch.empty_like(_joined(outputs)),
-            peers={calls.peer: plain} if device == "cuda" else {},
+            peers={calls.peer: plain, **{name: peer(make) for name, make in calls.others().items()}}
+            if device == "cuda"
+            else {},
         )
 
     def table(layer: Layer, device: torch.device, wide: bool) -> TileTable:

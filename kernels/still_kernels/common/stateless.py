@@ -87,6 +87,7 @@ class Calls:
             which it is by default.
         beside: What `plain` takes in the place of inputs, made once for each state.
         unread: Bytes of the inputs that a call need not read.
+        others: The libraries that are there, each with what makes, of inputs, a call of its own operators.
     """
 
     draw: Callable[[Mapping[str, int], str, Draw], Any]
@@ -100,6 +101,7 @@ class Calls:
     plain: Callable[[Any], Tensor | tuple[Tensor, ...]] | None = None
     beside: Callable[[Any], Any] = lambda inputs: inputs
     unread: Callable[[Any], int] = lambda inputs: 0
+    others: Callable[[], Mapping[str, Callable[[Any], Callable[[], Any]]]] = dict
 
 
 @dataclass(frozen=True, kw_only=True)

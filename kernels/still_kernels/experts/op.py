@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from still_graphs.ops.experts import EXPERTS
@@ -41,6 +42,21 @@ def plain(inputs: Any) -> Tensor:
     )
 
 
+def _in_vllm(inputs: Inputs) -> Callable[[], Tensor]:
+    """By vLLM's fused_experts, whose gate and up projections lie one behind the other."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    gate_up = torch.cat([inputs.gate_up[:, ::2], inputs.gate_up[:, 1::2]], 1)
+    tokens, weight, expert = (x.flatten(0, 1) for x in (inputs.input, inputs.weight, inputs.expert))
+    return lambda: fused_experts(tokens, gate_up, inputs.down, weight, expert).view(inputs.input.shape)  # type: ignore[no-any-return]
+
+
+def others() -> dict[str, Callable[[Any], Callable[[], Tensor]]]:
+    """vLLM, where it is installed."""
+    return {"vLLM's fused_experts": _in_vllm} if find_spec("vllm") else {}
+
+
 def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
     hidden, many, chosen = sizes["heads"] * sizes["head_dim"], sizes["experts"], sizes["chosen"]
     inner = -(-hidden // 128) * 32  # 512 of 2,048
@@ -76,6 +92,7 @@ OP = grouped_op(
         sizes=SIZES,
         plain=plain,
         unread=unread,
+        others=others,
     ),
     covers="experts have",
 )
