@@ -122,8 +122,14 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
         def peer(make: Callable[[Any], Callable[[], Any]]) -> Callable[[Held], Tensor]:
             made: dict[
                 int, tuple[Held, Callable[[], Any]]
-            ] = {}  # one for each state, which is kept so that its number stays its own
-            return lambda state: _joined(made.setdefault(id(state), (state, make(state.inputs)))[1]())
+            ] = {}  # once for each state, which is kept so that its number stays its own
+
+            def run(state: Held) -> Tensor:
+                if id(state) not in made:
+                    made[id(state)] = state, make(state.inputs)
+                return _joined(made[id(state)][1]())
+
+            return run
 
         return Work(
             float(sum(x.nbytes for x in (*tensors_of(inputs).values(), *outputs)) - calls.unread(inputs)),
