@@ -45,6 +45,14 @@ def row_of(
     return row, start, length, count
 
 
+@triton.jit
+def wait_for_ahead(PDL: tl.constexpr, SETTLE: tl.constexpr):
+    """First in a kernel that is launched before the one ahead has ended: wait for that; the next one may be launched meanwhile."""
+    if PDL and SETTLE:  # not in the interpreter
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers beside it are whole, halves go to the even one
 ROUND_BITS = tl.constexpr(0x4B400000)  # of that float
 STEPS = tl.constexpr(127.0)
