@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 from still_kernels.attention.triton_attend import append_tokens
-from still_kernels.common.triton_shared import LOG2E, absorb, rounded, row_of
+from still_kernels.common.triton_shared import LOG2E, absorb, prefetch, rounded, row_of, wait_for_ahead
 
 
 @triton.jit(do_not_specialize=["T", "HK", "N"])
 def append_kernel(
     p_key, p_value, p_present_key, p_present_value, p_new_tokens, p_past_length, T, HK, N,
-    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of one head to the cache. Grid (ceil(T / BT), HK, B)."""
+    wait_for_ahead(PDL, SETTLE)
     i_head = tl.program_id(1)
     row, start, length, count = row_of(tl.program_id(2), p_new_tokens, p_past_length, None, None, T, False)
     o_token = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -50,7 +51,7 @@ def decode_kernel(
     p_query, p_present_key, p_present_value, p_blocks, p_new_tokens, p_past_length, p_part_acc, p_part_ml,
     T, H, HK, N, S, scale,
     D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    SETTLE: tl.constexpr, DOT: tl.constexpr,
+    BP: tl.constexpr, SETTLE: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Part of one token's blocks, for up to BR heads of a group. Grid (NS, HK * T * ceil(G / BR), B).
 
@@ -58,23 +59,33 @@ def decode_kernel(
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_batch = tl.program_id(2)
-    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, None, None, T, False)
     G = H // HK
     pieces = (G + BR - 1) // BR
     i_piece = tl.program_id(1) % pieces
     i_kv = tl.program_id(1) // pieces % HK
     token = tl.program_id(1) // pieces // HK
+    row = i_batch.to(tl.int64)
+    base = (row * HK + i_kv) * N * D
+    p_list = p_blocks + ((row * T + token) * HK + i_kv) * S
+    o_dim = tl.arange(0, DP)
+    if PDL and SETTLE:
+        # The first block is brought to L2 while the kernel ahead still runs; nothing is used before that has ended.
+        block = tl.load(p_list + i_split)
+        if (block >= 0) & (block < (N + BLOCK - 1) // BLOCK):
+            o_ahead = base + tl.minimum(block * BLOCK + tl.arange(0, BP), N - 1) * D
+            o_line = 128 * tl.arange(0, max(DP * p_present_key.dtype.element_ty.primitive_bitwidth // 1024, 1))
+            prefetch(p_present_key + o_ahead, o_line, SETTLE)
+            prefetch(p_present_value + o_ahead, o_line, SETTLE)
+    wait_for_ahead(PDL, SETTLE)
+    row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, None, None, T, False)
     if token >= count:
         return
     position = length + token
-    o_dim = tl.arange(0, DP)
     o_head = i_piece * BR + tl.arange(0, BR)
     m_head = o_head < G
     mask = m_head[:, None] & (o_dim < D)[None, :]
     o_query = (start + token) * H + i_kv * G + o_head
     b_q = tl.load(p_query + o_query[:, None] * D + o_dim[None, :], mask=mask, other=0.0)
-    base = (row * HK + i_kv) * N * D
-    p_list = p_blocks + ((start + token) * HK + i_kv) * S
     last = tl.minimum(position, N - 1)
     b_max = tl.full([BR], -1.0e30, tl.float32)
     b_sum = tl.zeros([BR], tl.float32)
@@ -99,9 +110,10 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["T", "H", "N", "NS"])
 def merge_kernel(
     p_new_tokens, p_past_length, p_part_acc, p_part_ml, p_output, T, H, N, NS,
-    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The output of one token and head from its NS <= BS parts. Grid (H, T, B)."""
+    wait_for_ahead(PDL, SETTLE)
     i_head, token = tl.program_id(0), tl.program_id(1)
     _, start, length, count = row_of(tl.program_id(2), p_new_tokens, p_past_length, None, None, T, False)
     o_dim = tl.arange(0, DP)

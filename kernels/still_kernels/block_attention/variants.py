@@ -41,6 +41,7 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "DP": pow2(variant.head_dim),
         "SP": variant.slots,
         "BLOCK": variant.block_size,
+        "BP": 1 << (variant.block_size - 1).bit_length(),
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if variant.dtype == "float32" else "tf32",
     }

@@ -57,7 +57,7 @@ PLAN = Plan(
         # Kept means, fine and coarse, and room behind them: up to 128 are read at a time, whatever there is.
         "NM": "ceil_div(N, 128) * 128",
         "NC": "ceil_div(N * mean_stride, 128 * lse_stride) * 128",
-        "NB": "ceil_div(N * mean_stride, block_size)",
+        "NB": "ceil_div(ceil_div(N * mean_stride, block_size), 4) * 4",
     },
     workspace=(
         Region("part_ml", "float32", ("B", "HK * tiles", "parts", f"few_rows if {FEW} else many_rows", 2), SCORED),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_shared import LOG2E, row_of, wait_for_ahead
+from still_kernels.common.triton_shared import LOG2E, prefetch, row_of, wait_for_ahead
 
 MOST = tl.constexpr(1e37)  # where scores end
 CEILING = tl.constexpr(80.0 * 1.4426950408889634)  # of a weight's exponent, in log2 units
@@ -102,6 +102,15 @@ def _store_part(p_part_ml, i_batch, i_split, NS, b_max, b_sum, BM: tl.constexpr)
     tl.store(p_part_ml + o_part + 1, b_sum)
 
 
+@triton.jit
+def _kept(p_from, o_first, end, COUNT: tl.constexpr):
+    """Means of COUNT products from o_first on; those from `end` on are 0."""
+    b_mean = tl.load(p_from + o_first, mask=o_first < end, other=0.0)
+    for r in tl.static_range(1, COUNT):
+        b_mean += tl.load(p_from + o_first + r, mask=o_first + r < end, other=0.0)
+    return b_mean * (1.0 / COUNT)
+
+
 @triton.jit(do_not_specialize=["T", "H", "HK", "N", "NS"])
 def multiply_kernel(
     p_query, p_key_sum, p_new_tokens, p_past_length, p_product, p_part_ml, T, H, HK, N, NS, scale,
@@ -115,12 +124,20 @@ def multiply_kernel(
     p_product: [B, HK * tiles, BM, N].
     MEANS: Coarse means that lie in the BJ sums of a tile; tiles overlap.
     """
-    wait_for_ahead(PDL, SETTLE)
     STEP: tl.constexpr = LSE_STRIDE // STRIDE
     i_split = tl.program_id(0)
     tiles = tl.num_programs(1) // HK
     i_kv, i_tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     i_batch = tl.program_id(2)
+    o_sum = tl.arange(0, BJ)
+    if PDL and SETTLE:
+        # Sums of earlier calls are brought to L2 while the kernel ahead still runs; nothing is used before that has ended.
+        row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, None, None, T, False)
+        known = tl.where(length < DENSE, 0, tl.minimum(length // STRIDE, N))
+        for s in tl.range(i_split * (MEANS * STEP), known, NS * (MEANS * STEP), num_stages=1):
+            p_ahead = p_key_sum + ((row * HK + i_kv) * N + tl.minimum(s + o_sum, N - 1)) * D
+            prefetch(p_ahead, 128 * tl.arange(0, max(DP // 32, 1)), SETTLE)
+    wait_for_ahead(PDL, SETTLE)
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, None, None, T, False)
     o_dim = tl.arange(0, DP)
     b_q, o_position, last = _rows(p_query, start, 0, length, count, i_tile, i_kv, H, HK, N * STRIDE, o_dim, D, GP, BM)
@@ -129,25 +146,26 @@ def multiply_kernel(
     end = tl.minimum((last + 1) // STRIDE, N)  # sums that are complete
     p_sums = p_key_sum + (row * HK + i_kv) * N * D
     p_to = p_product + ((i_batch.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BM + tl.arange(0, BM)) * N
-    b_limit = _complete(o_position, LSE_STRIDE, LSE_LENGTH)
-    o_sum, o_own = tl.arange(0, BJ), tl.arange(0, MP)
-    # Which products a coarse mean's is the sum of: 0 and 1 are exact, and three products of tf32 are as a sum in float32.
-    o_before = o_sum[:, None] - STEP * o_own[None, :]
-    b_band = ((o_before >= 0) & (o_before < LSE_LENGTH // STRIDE)).to(tl.float32)
-    b_max = tl.full([BM], -1.0e30, tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)
     for s in tl.range(i_split * (MEANS * STEP), end, NS * (MEANS * STEP), num_stages=STAGES):
-        mask = (s + o_sum < end)[:, None] & (o_dim < D)[None, :]
-        b_rest = tl.load(p_sums + (s + o_sum)[:, None] * D + o_dim[None, :], mask=mask, other=0.0) * (1.0 / STRIDE)
+        m_sum = s + o_sum < end
+        b_rest = tl.load(
+            p_sums + (s + o_sum)[:, None] * D + o_dim[None, :], mask=m_sum[:, None] & (o_dim < D)[None, :], other=0.0
+        ) * (1.0 / STRIDE)
         b_part, b_rest = _part(b_rest, b_q.dtype)
         b_dot = tl.dot(b_q, tl.trans(b_part), input_precision=DOT)
         for _ in tl.static_range(1, PARTS):
             b_part, b_rest = _part(b_rest, b_q.dtype)
             b_dot = tl.dot(b_q, tl.trans(b_part), b_dot, input_precision=DOT)
-        b_dot *= scale * LOG2E
-        m_own = (o_sum < MEANS * STEP) & (s + o_sum < end)
-        tl.store(p_to[:, None] + (s + o_sum)[None, :], b_dot, mask=m_own[None, :])
-        b_logit = tl.dot(b_dot, b_band, input_precision="tf32x3") * (STRIDE / LSE_LENGTH)
+        tl.store(p_to[:, None] + (s + o_sum)[None, :], b_dot * (scale * LOG2E), mask=m_sum[None, :])
+    # A program reads what it has written alone; where tiles overlap another one writes the same.
+    tl.debug_barrier()
+    o_own = tl.arange(0, MP)
+    b_limit = _complete(o_position, LSE_STRIDE, LSE_LENGTH)
+    b_max = tl.full([BM], -1.0e30, tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    for s in tl.range(i_split * (MEANS * STEP), end, NS * (MEANS * STEP), num_stages=1):
+        o_first = tl.where(o_own < MEANS, s + o_own * STEP, end)
+        b_logit = _kept(p_to[:, None], o_first[None, :], end, LSE_LENGTH // STRIDE)
         m_mean = (o_own < MEANS)[None, :] & ((s // STEP + o_own)[None, :] < b_limit[:, None])
         b_max, b_sum = _absorb(b_max, b_sum, tl.where(m_mean, b_logit, float("-inf")))
     _store_part(p_part_ml, i_batch, i_split, NS, b_max, b_sum, BM)
@@ -246,9 +264,9 @@ def score_kernel(
     STRIDE: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr, DENSE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
     STAGES: tl.constexpr, KEPT: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each block the largest weight of the means that begin in it, and of those that reach into the next. Grid (splits, HK * tiles, B).
+    """Of each block the largest weight of the means that begin in it, and of those that reach into it. Grid (splits, HK * tiles, B).
 
-    p_best, p_tail: [B, chunk, HK, NB].
+    p_best, p_tail: [B, chunk, HK, NB]; into the first none reaches.
     KEPT: Of sums products are kept.
     """
     wait_for_ahead(PDL, SETTLE)
@@ -286,10 +304,7 @@ def score_kernel(
     for s in tl.range(i_split * size, tl.minimum((i_split + 1) * size, many), BJ, num_stages=STAGES):
         o_mean = s + tl.arange(0, BJ)
         if KEPT:
-            b_logit = tl.load(p_from + o_mean[None, :], mask=(o_mean < end)[None, :], other=0.0)
-            for r in tl.static_range(1, LENGTH // STRIDE):
-                b_logit += tl.load(p_from + (o_mean + r)[None, :], mask=(o_mean + r < end)[None, :], other=0.0)
-            b_logit *= STRIDE / LENGTH
+            b_logit = _kept(p_from, o_mean[None, :], end, LENGTH // STRIDE)
         else:
             b_logit = _products(b_q, p_from, o_mean, o_dim, row * 0 + NM, D, PARTS, DOT) * (scale * LOG2E)
         b_share = tl.exp2(tl.minimum(b_logit - b_total[:, None], CEILING))
@@ -298,17 +313,21 @@ def score_kernel(
         b_share = tl.reshape(tl.minimum(b_share, MOST), [BM // GP, BJ // PER, PER])
         b_tail = tl.where(o_per >= PER + 1 - LENGTH // STRIDE, b_share, 0.0)
         o_block = s // PER + tl.arange(0, BJ // PER)
-        mask = (first + o_token < count)[:, None] & (o_token < chunk)[:, None] & (o_block < NB)[None, :]
-        tl.store(p_best + p_to + o_block[None, :], tl.max(b_share, 2), mask=mask)
-        tl.store(p_tail + p_to + o_block[None, :], tl.max(b_tail, 2), mask=mask)
+        m_token = (first + o_token < count)[:, None] & (o_token < chunk)[:, None]
+        p_block = p_to + o_block[None, :]
+        tl.store(p_best + p_block, tl.max(b_share, 2), mask=m_token & (o_block < NB)[None, :])
+        tl.store(p_tail + p_block + 1, tl.max(b_tail, 2), mask=m_token & (o_block + 1 < NB)[None, :])
 
 
 @triton.jit
-def _ranks(p_best, p_tail, o_block, end):
-    """Integers in the order of the blocks' scores, and of equal ones from behind: no two are equal; -1 from `end` on."""
-    m_block = o_block < end
-    b_best = tl.load(p_best + o_block, mask=m_block, other=0.0)
-    b_tail = tl.load(p_tail + o_block - 1, mask=m_block & (o_block > 0), other=0.0)
+def _ranks(p_best, p_tail, o_block, end, INIT: tl.constexpr):
+    """Integers in the order of the blocks' scores, and of equal ones from behind: no two are equal; -1 before INIT and from `end` on."""
+    m_block = (o_block >= INIT) & (o_block < end)
+    m_load = o_block < (end + 3) // 4 * 4  # four at a time: rows have room for that
+    b_best = tl.load(p_best + o_block, mask=m_load, other=0.0)
+    b_tail = tl.load(p_tail + o_block, mask=m_load, other=0.0)
+    if INIT == 0:
+        b_tail = tl.where(o_block > 0, b_tail, 0.0)
     b_bits = tl.maximum(b_best, b_tail).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(m_block, (b_bits.to(tl.int64) << 32) | (0x7FFFFFFF - o_block).to(tl.int64), -1)
 
@@ -316,25 +335,26 @@ def _ranks(p_best, p_tail, o_block, end):
 @triton.jit
 def _take(p_best, p_tail, p_to, end, take, BC: tl.constexpr, INIT: tl.constexpr):
     """Write the `take` best of the blocks INIT .. end - 1 to slots INIT and on, ascending; the slot behind them."""
-    o_block = INIT + tl.arange(0, BC)
-    b_rank = _ranks(p_best, p_tail, o_block, end)
+    o_block = tl.arange(0, BC)
+    b_rank = _ranks(p_best, p_tail, o_block, end, INIT)
     many = end - INIT  # blocks whose rank is at least `least`
     least = many.to(tl.int64) * 0
     bit = least + (1 << 62)
     while many > take:  # and not below: no two ranks are equal
         b_more = (b_rank >= least + bit).to(tl.int32)
-        for s in range(BC, end - INIT, BC):
-            b_more += (_ranks(p_best, p_tail, s + o_block, end) >= least + bit).to(tl.int32)
+        for s in range(BC, end, BC):
+            b_more += (_ranks(p_best, p_tail, s + o_block, end, INIT) >= least + bit).to(tl.int32)
         more = tl.sum(b_more, 0)
         least = tl.where(more >= take, least + bit, least)
         many = tl.where(more >= take, more, many)
         bit = bit >> 1
     at = INIT + take * 0
-    for s in range(0, end - INIT, BC):
-        m_take = _ranks(p_best, p_tail, s + o_block, end) >= least
+    for s in range(0, end, BC):
+        m_take = b_rank >= least
         b_take = m_take.to(tl.int32)
         tl.store(p_to + at + tl.cumsum(b_take, 0) - 1, s + o_block, mask=m_take)
         at += tl.sum(b_take, 0)
+        b_rank = _ranks(p_best, p_tail, s + BC + o_block, end, INIT)
     return at
 
 
@@ -365,6 +385,7 @@ def choose_kernel(
     tl.store(p_to + o_slot, o_slot, mask=o_slot < INIT)
     at = INIT
     if TOP > INIT + LOCAL + 1:
+        NB = NB // 4 * 4  # which tells the compiler
         p_from = ((i_batch.to(tl.int64) * chunk + i_token) * HK + i_head) * NB
         take = tl.minimum(TOP - (own + 1 - open_blocks), open_blocks)
         at = _take(p_best + p_from, p_tail + p_from, p_to, tl.minimum(end, NB), take, BC, INIT)
