@@ -39,6 +39,6 @@ def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
         "choose": KernelTile({"BC": 1024, "PDL": 0}, 4, 1),
         # Of parts of the normalizer BS at most: each program loads them side by side.
         "score_few": KernelTile({"BM": few, "BJ": 128, "BS": 128, "STAGES": 1, "KEPT": 1, **pdl}, 4, 1, None, dependent),
-        "choose_few": KernelTile({"BC": 4096, **pdl}, 4, 1, None, dependent),
+        "choose_few": KernelTile({"BC": 4096, **pdl}, 8, 1, None, dependent),
     }
     return TileTable(tiles, {"few_programs": FEW_PROGRAMS, "span_tokens": SPAN_TOKENS})

@@ -2,7 +2,7 @@
 
 A few tokens: their products with all sums of keys, which are read once, are kept, and with them parts of the normalizer over coarse means;
 weights of fine means follow from sums of products. Prompts: the means are kept, then the normalizer and the weights are products of their
-own. From weights the best of each block; of those the list, by how many scores are at least a number that a search by bits finds.
+own. From weights the best of each block; of those the list, by a number that as many scores reach as are wanted.
 
 Where queries have 16 bits, means of 32 enter matrix instructions as parts of 16, whose sum they are to 22 bits and more.
 """
@@ -320,41 +320,45 @@ def score_kernel(
 
 
 @triton.jit
-def _ranks(p_best, p_tail, o_block, end, INIT: tl.constexpr):
-    """Integers in the order of the blocks' scores, and of equal ones from behind: no two are equal; -1 before INIT and from `end` on."""
-    m_block = (o_block >= INIT) & (o_block < end)
+def _scores(p_best, p_tail, o_block, end, INIT: tl.constexpr):
+    """Blocks' scores as integers of the same order; -1 before INIT and from `end` on."""
     m_load = o_block < (end + 3) // 4 * 4  # four at a time: rows have room for that
     b_best = tl.load(p_best + o_block, mask=m_load, other=0.0)
     b_tail = tl.load(p_tail + o_block, mask=m_load, other=0.0)
     if INIT == 0:
         b_tail = tl.where(o_block > 0, b_tail, 0.0)
     b_bits = tl.maximum(b_best, b_tail).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.where(m_block, (b_bits.to(tl.int64) << 32) | (0x7FFFFFFF - o_block).to(tl.int64), -1)
+    return tl.where((o_block >= INIT) & (o_block < end), b_bits, -1)
 
 
 @triton.jit
 def _take(p_best, p_tail, p_to, end, take, BC: tl.constexpr, INIT: tl.constexpr):
     """Write the `take` best of the blocks INIT .. end - 1 to slots INIT and on, ascending; the slot behind them."""
     o_block = tl.arange(0, BC)
-    b_rank = _ranks(p_best, p_tail, o_block, end, INIT)
-    many = end - INIT  # blocks whose rank is at least `least`
-    least = many.to(tl.int64) * 0
-    bit = least + (1 << 62)
-    while many > take:  # and not below: no two ranks are equal
-        b_more = (b_rank >= least + bit).to(tl.int32)
+    b_score = _scores(p_best, p_tail, o_block, end, INIT)
+    # Bit by bit the largest number that `take` scores reach at least; it is good enough once no more do.
+    least, bit = take * 0, take * 0 + (1 << 30)
+    many, above = end - INIT, take * 0  # scores of at least this number, and of more than that, where it has all its bits
+    while (many > take) & (bit > 0):
+        b_more = (b_score >= least + bit).to(tl.int32)
         for s in range(BC, end, BC):
-            b_more += (_ranks(p_best, p_tail, s + o_block, end, INIT) >= least + bit).to(tl.int32)
+            b_more += (_scores(p_best, p_tail, s + o_block, end, INIT) >= least + bit).to(tl.int32)
         more = tl.sum(b_more, 0)
-        least = tl.where(more >= take, least + bit, least)
-        many = tl.where(more >= take, more, many)
+        reached = more >= take
+        least, many = tl.where(reached, least + bit, least), tl.where(reached, more, many)
+        above = tl.where(reached, above, more)
         bit = bit >> 1
-    at = INIT + take * 0
+    at, equal = INIT + take * 0, take * 0
     for s in range(0, end, BC):
-        m_take = b_rank >= least
+        m_take = b_score >= least
+        if many > take:  # of equal ones the first
+            b_equal = (b_score == least).to(tl.int32)
+            m_take &= (b_equal == 0) | (above + equal + tl.cumsum(b_equal, 0) <= take)
+            equal += tl.sum(b_equal, 0)
         b_take = m_take.to(tl.int32)
         tl.store(p_to + at + tl.cumsum(b_take, 0) - 1, s + o_block, mask=m_take)
         at += tl.sum(b_take, 0)
-        b_rank = _ranks(p_best, p_tail, s + BC + o_block, end, INIT)
+        b_score = _scores(p_best, p_tail, s + BC + o_block, end, INIT)
     return at
 
 
