@@ -71,7 +71,9 @@ PLAN = Plan(
                         Let("count", "min(span, T - first)"),
                         Launch("unite", ("ceil_div(count, tile_tokens)", "HK", "B"), **_OWN),
                         Launch("attend", (f"0 if {_GROUPED} else ceil_div(count, tile_tokens)", "HK", "B"), **_OWN),
-                        Launch("attend_wide", (f"ceil_div(count, tile_tokens) if {_GROUPED} else 0", "HK", "B"), **_OWN),
+                        Launch(
+                            "attend_wide", (f"ceil_div(count, tile_tokens) if {_GROUPED} else 0", "HK", "B"), **_OWN
+                        ),
                     ),
                 ),
             ),

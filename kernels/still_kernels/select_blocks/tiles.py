@@ -27,8 +27,10 @@ def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
     pdl = {"PDL": int(dependent)}
     means = 32 if pow2(head_dim) * (2 if wide else 1) > 128 else 64
     # H100, a prompt of 65,536 tokens of MiniCPM-SALA's layer: 128 rows and 8 warps 20.5 ms, 64 and 4 28.7 ms.
-    rows, warps = (64, 4) if wide else (128, 8)
-    stages = 2 if SHARED_BYTES.get(arch, 99 << 10) < (160 << 10) else 3
+    # Two stages leave room for two programs on a multiprocessor: what one exponentiates hides behind the other's products.
+    small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
+    rows, warps = (64, 4) if wide or (small and head_dim > 128) else (128, 8)
+    stages = 1 if small else 2
     few = max(16, group)
     tiles = {
         "add": KernelTile(pdl, 4, 1, None, dependent),
@@ -38,7 +40,9 @@ def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
         "score": KernelTile({"BM": rows, "BJ": means, "BS": 32, "STAGES": stages, "KEPT": 0, "PDL": 0}, warps, stages),
         "choose": KernelTile({"BC": 1024, "PDL": 0}, 4, 1),
         # Of parts of the normalizer BS at most: each program loads them side by side.
-        "score_few": KernelTile({"BM": few, "BJ": 128, "BS": 128, "STAGES": 1, "KEPT": 1, **pdl}, 4, 1, None, dependent),
+        "score_few": KernelTile(
+            {"BM": few, "BJ": 128, "BS": 128, "STAGES": 1, "KEPT": 1, **pdl}, 4, 1, None, dependent
+        ),
         "choose_few": KernelTile({"BC": 4096, **pdl}, 8, 1, None, dependent),
     }
     return TileTable(tiles, {"few_programs": FEW_PROGRAMS, "span_tokens": SPAN_TOKENS})

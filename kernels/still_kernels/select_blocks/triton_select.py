@@ -338,7 +338,10 @@ def _take(p_best, p_tail, p_to, end, take, BC: tl.constexpr, INIT: tl.constexpr)
     b_score = _scores(p_best, p_tail, o_block, end, INIT)
     # Bit by bit the largest number that `take` scores reach at least; it is good enough once no more do.
     least, bit = take * 0, take * 0 + (1 << 30)
-    many, above = end - INIT, take * 0  # scores of at least this number, and of more than that, where it has all its bits
+    many, above = (
+        end - INIT,
+        take * 0,
+    )  # scores of at least this number, and of more than that, where it has all its bits
     while (many > take) & (bit > 0):
         b_more = (b_score >= least + bit).to(tl.int32)
         for s in range(BC, end, BC):

@@ -50,7 +50,9 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     table = tile_table(arch, v.head_dim, v.group, wide) if table is None else table
     few, many = (table.tiles[name].constants for name in ("score_few", "score"))
     # Coarse means that lie in the sums of one tile.
-    means = (table.tiles["multiply"].constants["BJ"] - v.lse_length // v.mean_stride) // (v.lse_stride // v.mean_stride) + 1
+    means = (table.tiles["multiply"].constants["BJ"] - v.lse_length // v.mean_stride) // (
+        v.lse_stride // v.mean_stride
+    ) + 1
     constants: dict[str, Any] = {
         "D": v.head_dim,
         "DP": pow2(v.head_dim),
