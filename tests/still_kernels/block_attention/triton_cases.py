@@ -31,8 +31,8 @@ CHOICE = SMALL.choice
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, how its sequences are cut into calls, and where that is not the usual, tokens whose workspace is kept at once; then few
-    blocks are ranked at once as well."""
+    """A layer, how its sequences are cut into calls, and where that is not the usual, tokens whose workspace is kept at once; then less
+    than usual is done at once elsewhere too."""
 
     layer: Layer = SMALL
     splits: tuple[Split, ...] = ()
@@ -55,14 +55,14 @@ CASES = {
         (150, [30, 7], 1),
     ),
     "sinks and a window": Case(Layer(choice={**CHOICE, "top_blocks": 4}), (100, 1)),
-    "many chosen": Case(Layer(choice={**CHOICE, "top_blocks": 15}), (200, 1, 1)),
+    "many chosen": Case(Layer(choice={**CHOICE, "top_blocks": 15}), (222, 8, 1), span=100),
     "ragged": Case(splits=([140, 9], [1, 60], 5, [1, 0])),
 }
 
 
 def few_at_once(table: TileTable) -> TileTable:
-    """Of SelectBlocks: eight blocks are ranked at a time."""
-    return changed(changed(table, "choose", {"BC": 8}), "choose_few", {"BC": 8})
+    """Of SelectBlocks: eight blocks are ranked at a time, and the sums of a step are shared by two programs, of eight tokens by none."""
+    return changed(changed(table, "choose", {"BC": 8}), "choose_few", {"BC": 8, "few_programs": 8})
 
 
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
