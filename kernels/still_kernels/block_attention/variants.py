@@ -41,6 +41,7 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "DP": pow2(variant.head_dim),
         "SP": variant.slots,
         "BLOCK": variant.block_size,
+        "BP": 1 << (variant.block_size - 1).bit_length(),
         "SETTLE": int(not triton.knobs.runtime.interpret),
         "DOT": "tf32x3" if variant.dtype == "float32" else "tf32",
     }
@@ -55,6 +56,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
         "decode_heads": ("decode", "BR"),
         "most_parts": ("merge", "BS"),
         "attend_rows": ("attend", "BM"),
+        "wide_rows": ("attend_wide", "BM"),
     }
     rows = {name: table.tiles[kernel].constants[constant] for name, (kernel, constant) in places.items()}
     return Build(table.kernels(), constants_of(variant), {**rows, **table.host})

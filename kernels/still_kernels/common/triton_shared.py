@@ -45,6 +45,24 @@ def row_of(
     return row, start, length, count
 
 
+@triton.jit
+def wait_for_ahead(PDL: tl.constexpr, SETTLE: tl.constexpr):
+    """First in a kernel that is launched before the one ahead has ended: wait for that; the next one may be launched meanwhile."""
+    if PDL and SETTLE:  # not in the interpreter
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(p_row, o_byte, SETTLE: tl.constexpr):
+    """Bring lines at `o_byte` of rows towards L2 without waiting for them. Nothing in the interpreter."""
+    if SETTLE:
+        p_line = p_row.to(tl.pointer_type(tl.int8), bitcast=True)[:, None] + o_byte[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers beside it are whole, halves go to the even one
 ROUND_BITS = tl.constexpr(0x4B400000)  # of that float
 STEPS = tl.constexpr(127.0)

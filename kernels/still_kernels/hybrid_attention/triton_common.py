@@ -21,16 +21,6 @@ RELEASED_EPSILON = tl.constexpr(1e-8)
 
 
 @triton.jit
-def prefetch(p_row, o_byte, SETTLE: tl.constexpr):
-    """Bring lines at `o_byte` of rows towards L2 without waiting for them. Nothing in the interpreter."""
-    if SETTLE:
-        p_line = p_row.to(tl.pointer_type(tl.int8), bitcast=True)[:, None] + o_byte[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def load_tokens(
     p_new, p_ring, p_ring_scale, o_position, length, end, stride, o_dim, D: tl.constexpr, C: tl.constexpr, CODES: tl.constexpr
 ):  # fmt: skip

@@ -14,8 +14,9 @@ def _steps(few: str, first: str, count: str) -> tuple[Launch, ...]:
     """Scores and choices of `count` tokens from `first` on."""
     own = {"first": first, "chunk": "span"}
     tiles = f"HK * ceil_div({count}, {'few' if few else 'many'}_tokens)"
+    grid = (f"parts if {SCORED} else 0", tiles, "B")
     return (
-        Launch(f"normalize{few}", (f"parts if {SCORED} else 0", tiles, "B"), first=first),
+        Launch("multiply", grid) if few else Launch("normalize", grid, first=first),
         Launch(f"score{few}", (f"splits if {SCORED} else 0", tiles, "B"), **own),
         Launch(f"choose{few}", (count, "HK", "B"), **own),
     )
@@ -34,7 +35,10 @@ PLAN = Plan(
         "few_tokens",  # of one program of a step
         "many_tokens",  # of a prompt
         "few_programs",  # that fill the chip
-        "most_parts",
+        "few_parts",  # of a normalizer
+        "many_parts",
+        "mean_parts",  # numbers of which one mean is the sum
+        "mean_rows",  # sums of a program
         "few_rows",  # queries of a program
         "many_rows",
         "span_tokens",  # of a prompt that workspace is for
@@ -48,17 +52,23 @@ PLAN = Plan(
         "tiles": f"ceil_div(span, few_tokens if {FEW} else many_tokens)",
         "fill": "ceil_div(few_programs, B * HK * tiles)",
         # Programs that share the means of one tile of tokens.
-        "parts": "max(1, min(min(ceil_div(N * mean_stride, 32 * lse_stride), fill), most_parts))",
         "splits": "max(1, min(ceil_div(N, 64), fill))",
-        "NB": "ceil_div(N * mean_stride, block_size)",
+        "parts": f"min(splits, few_parts if {FEW} else many_parts)",
+        # Kept means, fine and coarse, and room behind them: up to 128 are read at a time, whatever there is.
+        "NM": "ceil_div(N, 128) * 128",
+        "NC": "ceil_div(N * mean_stride, 128 * lse_stride) * 128",
+        "NB": "ceil_div(ceil_div(N * mean_stride, block_size), 4) * 4",
     },
     workspace=(
         Region("part_ml", "float32", ("B", "HK * tiles", "parts", f"few_rows if {FEW} else many_rows", 2), SCORED),
+        Region("product", "float32", ("B", "HK * tiles", "few_rows", "N"), f"{SCORED} and {FEW}"),
+        Region("mean", "T", ("B", "HK", "mean_parts", "NM", "D"), f"{SCORED} and not ({FEW})"),
+        Region("coarse", "T", ("B", "HK", "mean_parts", "NC", "D"), f"{SCORED} and not ({FEW})"),
         Region("best", "float32", ("B", "span", "HK", "NB"), SCORED),
         Region("tail", "float32", ("B", "span", "HK", "NB"), SCORED),
     ),
     arguments={
-        **{name: name for name in ("T", "H", "HK", "N", "NB")},
+        **{name: name for name in ("T", "H", "HK", "N", "NM", "NC", "NB")},
         "S": "block_slots",
         "NS": "parts",
         "scale": "rsqrt(D)",
@@ -69,6 +79,7 @@ PLAN = Plan(
             FEW,
             _steps("_few", "0", "T"),
             (
+                Launch("mean", (f"ceil_div(N, mean_rows) if {SCORED} else 0", "HK", "B")),
                 Loop(
                     "first",
                     "0",

@@ -8,7 +8,7 @@ from typing import Any
 from still_kernels.op_kernels import DTYPES, Build, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Check
 from still_kernels.select_blocks.plan import PLAN
-from still_kernels.select_blocks.tiles import MAX_HEAD_DIM, MOST_PARTS, tile_table
+from still_kernels.select_blocks.tiles import MAX_HEAD_DIM, tile_table
 from still_kernels.tile import TileTable, pow2
 
 PARTS = {"float32": 1, "float16": 2, "bfloat16": 3}
@@ -44,9 +44,15 @@ class Variant:
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
+    import triton
+
     v, wide = variant, variant.dtype == "float32"
     table = tile_table(arch, v.head_dim, v.group, wide) if table is None else table
-    few, many = (table.tiles[name].constants["BM"] for name in ("score_few", "score"))
+    few, many = (table.tiles[name].constants for name in ("score_few", "score"))
+    # Coarse means that lie in the sums of one tile.
+    means = (table.tiles["multiply"].constants["BJ"] - v.lse_length // v.mean_stride) // (
+        v.lse_stride // v.mean_stride
+    ) + 1
     constants: dict[str, Any] = {
         "D": v.head_dim,
         "DP": pow2(v.head_dim),
@@ -64,9 +70,14 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
         "DENSE": v.dense_length,
         "PARTS": PARTS[v.dtype],
         "DOT": "tf32x3" if wide else "tf32",
+        "MEANS": means,
+        "MP": pow2(means),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
     }
-    rows = {"few_rows": few, "many_rows": many, "few_tokens": few // v.group, "many_tokens": many // v.group}
-    return Build(table.kernels(), constants, {**rows, "most_parts": MOST_PARTS, **table.host})
+    sizes = {"mean_parts": PARTS[v.dtype], "mean_rows": table.tiles["mean"].constants["BJ"]}
+    for name, of in (("few", few), ("many", many)):
+        sizes |= {f"{name}_rows": of["BM"], f"{name}_tokens": of["BM"] // v.group, f"{name}_parts": of["BS"]}
+    return Build(table.kernels(), constants, {**sizes, **table.host})
 
 
 KERNELS = OpKernels(
@@ -86,6 +97,10 @@ KERNELS = OpKernels(
         Check(
             "mean_length <= block_size + mean_stride",
             "mean_length={mean_length}; the kernels have means of at most block_size={block_size} keys and one sum more.",
+        ),
+        Check(
+            "lse_length <= 32 * mean_stride",
+            "lse_length={lse_length}; the kernels have coarse means of at most 32 sums of mean_stride={mean_stride} keys.",
         ),
     ),
 )

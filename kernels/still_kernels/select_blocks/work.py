@@ -12,16 +12,21 @@ from still_kernels.attention.work import Layer, layer
 from still_kernels.forms import has_kernels
 from still_kernels.select_blocks.naive import Inputs, naive_select_blocks
 from still_kernels.select_blocks.tiles import tile_table
-from still_kernels.tile import Setting, TileTable, one, pow2
+from still_kernels.tile import Setting, TileTable, one, pow2, stages
 from still_kernels.work import Kind, OneTensor, OpWork, Work, filled
 
 MOVES: dict[str, list[Setting]] = {
-    "normalize": [*one("BM", 64, 128), *one("BJ", 32, 64), *one("num_warps", 4, 8)],
-    "score": [*one("num_stages", 1, 2, 3), *one("BM", 64, 128), *one("BJ", 32, 64), *one("num_warps", 4, 8)],
-    "choose": [*one("BC", 512, 1024, 2048), *one("num_warps", 2, 4, 8), *one("span_tokens", 1024, 2048, 4096)],
-    "normalize_few": [*one("BJ", 16, 32, 64), *one("num_warps", 2, 4, 8), *one("few_programs", 132, 264, 528)],
-    "score_few": [*one("BJ", 32, 64), *one("num_warps", 2, 4, 8)],
-    "choose_few": [*one("BC", 1024, 2048, 4096), *one("num_warps", 4, 8)],
+    "normalize": [*stages(1, 2, 3), *one("BM", 64, 128, 256), *one("BJ", 32, 64), *one("num_warps", 4, 8)],
+    "score": [*stages(1, 2, 3), *one("BM", 64, 128, 256), *one("BJ", 32, 64), *one("num_warps", 4, 8)],
+    "choose": [*one("BC", 512, 1024, 2048), *one("num_warps", 1, 2, 4, 8), *one("span_tokens", 1024, 2048, 4096)],
+    "multiply": [
+        *stages(1, 2, 3),
+        *one("BJ", 32, 64, 128),
+        *one("num_warps", 4, 8),
+        *one("few_programs", 132, 264, 528),
+    ],
+    "score_few": [*one("BJ", 64, 128, 256), *one("num_warps", 2, 4, 8)],
+    "choose_few": [*one("BC", 2048, 4096), *one("num_warps", 4, 8, 16)],
 }
 """What is tried from the current setting and then from better ones, by kernel."""
 
@@ -91,5 +96,5 @@ WORK = OpWork(
     work=work,
     table=_table,
     moves=MOVES,
-    decode=frozenset({"normalize_few", "score_few", "choose_few"}),
+    decode=frozenset({"multiply", "score_few", "choose_few"}),
 )

@@ -18,7 +18,7 @@ from still_kernels.block_attention.tiles import tile_table as attend_table
 from still_kernels.select_blocks import Inputs as SelectInputs
 from still_kernels.select_blocks import naive_select_blocks
 from still_kernels.select_blocks.tiles import tile_table as select_table
-from still_kernels.tile import TileTable
+from still_kernels.tile import TileTable, changed
 from tests.block_cases import Layer, Split, calls
 from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
 from tests.tolerances import REFERENCE
@@ -31,7 +31,8 @@ CHOICE = SMALL.choice
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, how its sequences are cut into calls, and tokens whose workspace is kept at once, where that is not the usual."""
+    """A layer, how its sequences are cut into calls, and where that is not the usual, tokens whose workspace is kept at once; then less
+    than usual is done at once elsewhere too."""
 
     layer: Layer = SMALL
     splits: tuple[Split, ...] = ()
@@ -46,10 +47,22 @@ CASES = {
         Layer(20, 1, 16, 300, {**CHOICE, "mean_length": 9, "lse_stride": 9, "lse_length": 27, "local_blocks": 0}),
         (100, [0, 12], 2),
     ),
+    "whole blocks": Case(
+        Layer(
+            8,
+            choice={**CHOICE, "block_size": 16, "mean_stride": 4, "mean_length": 8, "lse_stride": 16, "lse_length": 32},
+        ),
+        (150, [30, 7], 1),
+    ),
     "sinks and a window": Case(Layer(choice={**CHOICE, "top_blocks": 4}), (100, 1)),
-    "many chosen": Case(Layer(choice={**CHOICE, "top_blocks": 15}), (200, 1, 1)),
+    "many chosen": Case(Layer(choice={**CHOICE, "top_blocks": 12}), (222, 8, 8, 8, 1), span=100),
     "ragged": Case(splits=([140, 9], [1, 60], 5, [1, 0])),
 }
+
+
+def few_at_once(table: TileTable) -> TileTable:
+    """Of SelectBlocks: eight blocks are ranked at a time, and the sums of a step are shared by two programs, of eight tokens by none."""
+    return changed(changed(table, "choose", {"BC": 8}), "choose_few", {"BC": 8, "few_programs": 8})
 
 
 def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
@@ -70,7 +83,8 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
             select_table(90, layer.dim, group, wide),
             attend_table(90, layer.dim, layer.choice["block_size"], wide),
         )
-        tables = [replace(table, host={**table.host, "span_tokens": case.span}) for table in made]
+        tables = [few_at_once(made[0]), made[1]]
+        tables = [replace(table, host={**table.host, "span_tokens": case.span}) for table in tables if table]
     errors = {"blocks": 0.0, "sums": 0.0, "output": 0.0}
     rows = -(-layer.rows // layer.choice["mean_stride"])
     expected = torch.zeros(2, layer.kv_heads, rows, layer.dim)
@@ -112,8 +126,10 @@ def run_ties(device: str = "cpu") -> None:
     new, past = torch.tensor([120], device=device), torch.tensor([0], device=device)
     blocks = torch.zeros(1, 120, 2, SMALL.attributes["block_slots"], dtype=torch.int32, device=device)
     given = SelectInputs(query, key, new, past, **SMALL.attributes)
-    launch_select_blocks(given, torch.zeros(1, 2, 40, 10, device=device), blocks)
-    assert blocks[0, 119, 0].tolist()[:6] == [0, 1, 2, 7, 8, 9], blocks[0, 119, 0].tolist()
+    usual = select_table(90, SMALL.dim, 4, True)
+    for table in (usual, few_at_once(usual), changed(usual, "choose", {"BC": 2})):
+        launch_select_blocks(given, torch.zeros(1, 2, 40, 10, device=device), blocks, table)
+        assert blocks[0, 119, 0].tolist()[:6] == [0, 1, 2, 7, 8, 9], blocks[0, 119, 0].tolist()
 
 
 def run_published(device: str, dtype: torch.dtype) -> None:

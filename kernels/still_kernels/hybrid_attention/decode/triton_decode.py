@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_shared import LOG2E, rounded, scales_at, store_rows
+from still_kernels.common.triton_shared import LOG2E, prefetch, rounded, scales_at, store_rows
 from still_kernels.hybrid_attention.decode.triton_decode_linear import linear_slice, linear_whole
 from still_kernels.hybrid_attention.decode.triton_decode_roles import (
     FAR,
@@ -24,7 +24,6 @@ from still_kernels.hybrid_attention.decode.triton_decode_roles import (
     window_part,
 )
 from still_kernels.hybrid_attention.decode.triton_decode_types import Constants, Heads, Parts, Room, Row, States
-from still_kernels.hybrid_attention.triton_common import prefetch
 from still_kernels.hybrid_attention.triton_pages import cache_of, in_page
 
 

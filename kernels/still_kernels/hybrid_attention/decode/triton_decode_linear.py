@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_shared import LOG2E, as_numbers, rounded
+from still_kernels.common.triton_shared import LOG2E, as_numbers, prefetch, rounded
 from still_kernels.hybrid_attention.decode.triton_decode_roles import pair_sum, step_of
 from still_kernels.hybrid_attention.triton_common import (
     FEATURE_FLOOR,
@@ -14,7 +14,6 @@ from still_kernels.hybrid_attention.triton_common import (
     kept_features,
     load_weight,
     plain_features,
-    prefetch,
     scaled_softmax,
     select_chunk,
 )

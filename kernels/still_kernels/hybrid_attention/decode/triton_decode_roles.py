@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_shared import as_numbers, rounded, store_rows, wide
-from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, prefetch, select_chunk, selected_offsets
+from still_kernels.common.triton_shared import as_numbers, prefetch, rounded, store_rows, wide
+from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, select_chunk, selected_offsets
 from still_kernels.hybrid_attention.triton_pages import rows_of, slots_of
 
 FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay numbers
