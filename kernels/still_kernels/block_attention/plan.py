@@ -8,7 +8,6 @@ from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 FEW = "T <= 8"
 """So few tokens that each goes through its own blocks."""
 _MANY = f"not ({FEW})"
-_GROUPED = "H // max(HK, 1) > 3"
 _OWN = {"first": "first", "span": "count"}
 
 PLAN = Plan(
@@ -26,7 +25,6 @@ PLAN = Plan(
         "decode_programs",  # that fill the chip
         "most_parts",
         "attend_rows",  # tokens times heads of a group, of one program of a prompt
-        "wide_rows",  # the same for groups of four heads and more: more tokens would be more than 32
         "span_tokens",  # of a prompt that workspace is for
     ),
     checks=(
@@ -37,7 +35,7 @@ PLAN = Plan(
         "pieces": "ceil_div(H // HK, decode_heads)",
         "parts": "max(1, min(min(S, most_parts), ceil_div(decode_programs, B * HK * T * pieces)))",
         # Of a tile; their bits have 32.
-        "tile_tokens": f"max(1, min(32, (wide_rows if {_GROUPED} else attend_rows) // max(1, H // HK)))",
+        "tile_tokens": "max(1, min(32, attend_rows // max(1, H // HK)))",
         "span": "min(T, ceil_div(span_tokens, tile_tokens) * tile_tokens)",
         "tiles": "ceil_div(span, tile_tokens)",
         "united_blocks": "min(tile_tokens * S, ceil_div(N, block_size))",
@@ -70,10 +68,7 @@ PLAN = Plan(
                     (
                         Let("count", "min(span, T - first)"),
                         Launch("unite", ("ceil_div(count, tile_tokens)", "HK", "B"), **_OWN),
-                        Launch("attend", (f"0 if {_GROUPED} else ceil_div(count, tile_tokens)", "HK", "B"), **_OWN),
-                        Launch(
-                            "attend_wide", (f"ceil_div(count, tile_tokens) if {_GROUPED} else 0", "HK", "B"), **_OWN
-                        ),
+                        Launch("attend", ("ceil_div(count, tile_tokens)", "HK", "B"), **_OWN),
                     ),
                 ),
             ),

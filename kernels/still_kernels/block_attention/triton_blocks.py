@@ -234,5 +234,4 @@ FUNCTIONS = {
     "merge": merge_kernel,
     "unite": unite_kernel,
     "attend": attend_kernel,
-    "attend_wide": attend_kernel,
 }

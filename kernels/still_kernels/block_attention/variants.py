@@ -56,7 +56,6 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
         "decode_heads": ("decode", "BR"),
         "most_parts": ("merge", "BS"),
         "attend_rows": ("attend", "BM"),
-        "wide_rows": ("attend_wide", "BM"),
     }
     rows = {name: table.tiles[kernel].constants[constant] for name, (kernel, constant) in places.items()}
     return Build(table.kernels(), constants_of(variant), {**rows, **table.host})

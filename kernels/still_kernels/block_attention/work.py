@@ -20,7 +20,7 @@ SLOTS, BLOCK = 128, 64
 """Blocks that a token reads at most, and tokens of a block: MiniCPM-SALA's."""
 
 MOVES: dict[str, list[Setting]] = {
-    "attend_wide": [*stages(2, 3, 4), {"BM": 64, "num_warps": 4}, *one("BN", 32, 64), *one("num_warps", 4, 8)],
+    "attend": [*stages(2, 3, 4), {"BM": 128, "num_warps": 8}, *one("BN", 32, 64), *one("num_warps", 4, 8)],
     "unite": [*one("BC", 256, 512, 1024), *one("num_warps", 2, 4, 8)],
     "decode": [
         *stages(2, 3, 4),
