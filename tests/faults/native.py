@@ -1,5 +1,5 @@
-"""Faults of the native kernels for ONNX Runtime's CPU: changed lines of a copy of plugins/cpu, all in one library, of which one at a time is
-switched on."""
+"""Faults of the native kernels for ONNX Runtime's CPU: changed lines of a copy of plugins/cpu, all in one library, switched on one at a
+time."""
 
 from __future__ import annotations
 
