@@ -25,8 +25,8 @@ MEDIAN = 8.0
 be."""
 LOGITS_MEDIAN = 2.0
 """The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
-CHANCE = 1e-7
-"""That the median of a part lies beyond its bound when its rows err as PyTorch's, of which each is a draw: `verify` asks some thousand."""
+CHANCE = 1e-4
+"""That the median of n rows lies above what `_above` says of n when each row is a draw of PyTorch's own; multiples of that are allowed."""
 FEWEST = 8
 """Rows of a part at least, that its median says something."""
 ROUNDINGS = 64
@@ -105,7 +105,10 @@ class Bounds:
         if parts and worst.share <= 1:  # a row says where
             errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
             times = self.logits if output == LOGITS else MEDIAN * self.coarse
-            bounds = np.maximum(times * np.fmax(_medians(own), self._usual_medians(output, errors)), self._sums(output))
+            # Rows that are heads, or channels, of a sequence read the same tokens: what one errs in, all do.
+            together = calls[0].shape[2] if output != LOGITS and calls[0].ndim == 3 else 1
+            usual = np.fmax(_medians(own), self._usual_medians(output, errors, together))
+            bounds = np.maximum(times * usual, self._sums(output))
             bounds = np.maximum(bounds, self.tail_median.get(output, np.zeros(2))[:, None])
             medians = _part_medians(errors)
             at = np.unravel_index(int((medians / np.maximum(bounds, TINY)).argmax()), medians.shape)
@@ -126,11 +129,11 @@ class Bounds:
         bounds = np.maximum(self.row * np.fmax(own, usual), tail)
         return np.asarray(np.maximum(self.coarse * bounds, max(self._sums(output), TINY)))
 
-    def _usual_medians(self, output: str, errors: np.ndarray) -> np.ndarray:
-        """Of as many of PyTorch's rows as parts [2, heads, n] have, [2, heads]: the medians' upper limits."""
+    def _usual_medians(self, output: str, errors: np.ndarray, together: int) -> np.ndarray:
+        """Of as many of PyTorch's rows as parts [2, heads, n] have, [2, heads]: the medians' upper limits. `together` rows are one draw."""
         ordered, rows = self.ordered[output], (~np.isnan(errors)).sum(2)
         size = ordered.shape[1]
-        at = np.ceil(size * _above(np.maximum(rows, 1))).astype(int) - 1
+        at = np.ceil(size * _above(np.maximum(rows // together, 1))).astype(int) - 1
         return np.take_along_axis(ordered, at, axis=1) if size else np.zeros(rows.shape)
 
     def _sums(self, output: str) -> float:

@@ -7,8 +7,7 @@ import ctypes
 import shutil
 from pathlib import Path
 
-from still_export.targets.ort.headers import find_onnxruntime_headers
-from still_export.targets.ort.library import LIBRARY
+from still_export.targets.ort.library import LIBRARY, _headers
 from still_export.targets.trt.plugins import SOURCE, run_cmake
 from tests.faults.registry import Random, fault
 
@@ -73,7 +72,7 @@ def build(folder: Path) -> Path:
     (sources / "cpu/common/fault.h").write_text(SWITCH)
     kernel = sources / "cpu/common/kernel.cpp"
     kernel.write_text(f"{INCLUDE}int still_fault = 0, still_place = 0;\n{kernel.read_text()}")
-    options: dict[str, Path | str | None] = {"ONNXRUNTIME_INCLUDE_DIR": find_onnxruntime_headers(None).resolve()}
+    options: dict[str, Path | str | None] = {"ONNXRUNTIME_INCLUDE_DIR": _headers(None).resolve()}
     built = run_cmake(sources, folder / "build", options, "still_onnxruntime") / "onnxruntime" / LIBRARY
     shutil.copyfile(built, library)
     return library

@@ -120,13 +120,13 @@ def test_half_precision_logits_on_a_cpu_err_as_pytorchs_do(dtype: str, coarse: f
     assert (verdict.share > 1) == found and verdict.median
 
 
-def test_a_median_of_few_rows_may_err_as_few_of_pytorchs_rows_do() -> None:
-    """A token of huge activations errs in all heads of a sequence alike."""
-    exact, own, actual = drawn((1, 300, 8))
-    own[:, ::20] += 0.02
-    pool, few = case_of(exact, own, STATE), case_of(exact[:, 1:10], own[:, 1:10], STATE)
+def test_a_median_of_few_draws_may_err_as_few_of_pytorchs_do() -> None:
+    """A token of huge activations errs in all heads of a sequence alike, which are one draw."""
+    exact, own, actual = drawn((33, 9, 8))
+    own[::10] += 0.02
+    pool, few = case_of(exact, own, STATE), case_of(exact[1:2], own[1:2], STATE)
     bounds = Bounds([pool, few])
-    assert bounds.judge(few, STATE, [row_errors(exact[:, 1:10], actual[:, 1:10] + 0.1)]).share <= 1
+    assert bounds.judge(few, STATE, [row_errors(exact[1:2], actual[1:2] + 0.1)]).share <= 1
     found = bounds.judge(pool, STATE, [row_errors(exact, actual + 0.1)])
     assert found.share > 1 and found.median
 
