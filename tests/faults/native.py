@@ -17,7 +17,7 @@ extern "C" __attribute__((visibility("default"))) int still_fault, still_place;
 #define AT(n) (still_place % (n))
 #define HALF(x) ([](float wide) { Half half; from_float(wide, &half); return to_float(half); }(x))
 """
-INCLUDE = '#include "fault.h"\n'
+CPU = SOURCE / "cpu"
 EDITS: list[tuple[int, str, str, str]] = []
 """Number of the fault, file, the text that is there once, the text in its place."""
 
@@ -46,32 +46,36 @@ def switch(library: Path, number: int, place: int = 0) -> None:
     ctypes.c_int.in_dll(loaded, "still_place").value = place
 
 
-def build(folder: Path) -> Path:
-    """The library with all faults, built in `folder` where it is not there yet.
+def patched() -> dict[Path, str]:
+    """Sources below plugins/cpu with all faults in them.
 
     Raises:
         ValueError: A line that a fault changes is not there once.
     """
-    library = folder / LIBRARY
-    if library.exists():
-        return library
-    sources = folder / "plugins"
-    shutil.copytree(SOURCE, sources, dirs_exist_ok=True)
-    texts = {path: path.read_text() for path in sorted((sources / "cpu").rglob("*")) if path.suffix in (".h", ".cpp")}
+    texts = {path.relative_to(CPU): path.read_text() for path in CPU.rglob("*") if path.suffix in (".h", ".cpp")}
     for number, name, old, new in EDITS:
-        path = sources / "cpu" / name
+        path = Path(name)
         if texts[path].count(old) != 1:
             raise ValueError(
                 f"{name} has {texts[path].count(old)} times what fault {number} changes, instead of once: {old}"
             )
         texts[path] = texts[path].replace(old, new.replace("FAULT", f"(still_fault == {number})"))
-    for path, text in texts.items():
-        if "still_fault" in text:
-            text = text.replace("#include", INCLUDE.replace("fault.h", "../common/fault.h") + "#include", 1)
-        path.write_text(text)
-    (sources / "cpu/common/fault.h").write_text(SWITCH)
-    kernel = sources / "cpu/common/kernel.cpp"
-    kernel.write_text(f"{INCLUDE}int still_fault = 0, still_place = 0;\n{kernel.read_text()}")
+    for path in {Path(name) for _, name, _, _ in EDITS}:
+        texts[path] = texts[path].replace("#include", '#include "../common/fault.h"\n#include', 1)
+    kernel = Path("common/kernel.cpp")
+    texts[kernel] = f'#include "fault.h"\nint still_fault = 0, still_place = 0;\n{texts[kernel]}'
+    return texts | {Path("common/fault.h"): SWITCH}
+
+
+def build(folder: Path) -> Path:
+    """The library with all faults, built in `folder` where it is not there yet; ValueError as of `patched`."""
+    library = folder / LIBRARY
+    if library.exists():
+        return library
+    sources = folder / "plugins"
+    shutil.copytree(SOURCE, sources, dirs_exist_ok=True)
+    for path, text in patched().items():
+        (sources / "cpu" / path).write_text(text)
     options: dict[str, Path | str | None] = {"ONNXRUNTIME_INCLUDE_DIR": _headers(None).resolve()}
     built = run_cmake(sources, folder / "build", options, "still_onnxruntime") / "onnxruntime" / LIBRARY
     shutil.copyfile(built, library)
