@@ -25,7 +25,7 @@ MEDIAN = 8.0
 be."""
 LOGITS_MEDIAN = 2.0
 """The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
-CHANCE = 1e-4
+CHANCE = 1e-3
 """That the median of n rows lies above what `_above` says of n when each row is a draw of PyTorch's own; multiples of that are allowed."""
 FEWEST = 8
 """Rows of a part at least, that its median says something."""
