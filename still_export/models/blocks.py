@@ -9,6 +9,9 @@ import numpy as np
 
 from still_graphs.ops.dense_matmul import NUMBERS
 
+CACHED = 1 << 16
+"""Weights that are read back at once, which a processor's cache holds: a pass over all of them costs as much as the arithmetic."""
+
 
 @dataclass(frozen=True)
 class BlockWeight:
@@ -30,14 +33,22 @@ class BlockWeight:
 
     def dequantized(self) -> np.ndarray:
         """The weight, float32 [N, K]."""
-        outputs, blocks, _ = self.packed.shape
-        codes = unpack(self.packed, self.bits).astype(np.float32)
-        zero: np.ndarray | int = 1 << (self.bits - 1)
-        if self.zero_points is not None:
-            zero = unpack(self.zero_points, self.bits)[:, :blocks, None].astype(np.float32)
-        values = (codes - zero) * self.scales[:, :, None].astype(np.float32)
-        if self.offsets is not None:
-            values += self.offsets[:, :, None]
+        outputs, blocks, width = self.packed.shape
+        values = np.empty((outputs, blocks, width * 8 // self.bits), np.float32)
+        size = max(1, CACHED // max(1, values[:1].size))
+        for rows in (slice(start, start + size) for start in range(0, outputs, size)):
+            packed, part = self.packed[rows], values[rows]
+            if self.bits == 4:
+                part[..., 0::2], part[..., 1::2] = packed & 15, packed >> 4
+            else:
+                part[...] = packed
+            zero: np.ndarray | int = 1 << (self.bits - 1)
+            if self.zero_points is not None:
+                zero = unpack(self.zero_points[rows], self.bits)[:, :blocks, None]
+            part -= zero
+            part *= self.scales[rows, :, None].astype(np.float32)
+            if self.offsets is not None:
+                part += self.offsets[rows, :, None]
         return values.reshape(outputs, -1)
 
     def split(self, size: int) -> BlockWeight:

@@ -22,7 +22,7 @@ from still_export.proof.layerwise import Chain, LayerwiseModel, nothing
 
 LOSS_TOKENS = 2048
 """Of a text, from its beginning."""
-RANDOM_TOKENS = 256
+RANDOM_TOKENS = 64
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ TAIL, TAIL_MEDIAN = 8.0, 4.0
 part: a near tie turns whole rows, of a trained model every long prompt has hundreds, and which rows they turn is another in each run. Of
 six float16 and int4 packages on an H100, where bounds are 1.5 times these, the furthest of their rows reaches 7.2."""
 MEDIAN = 8.0
-"""Times the median error of PyTorch's rows, of the part or of the output, that the median of a part's rows may be."""
+"""Times the error of PyTorch's rows, of the part's median or of what `_above` says of the output's, that the median of a part's rows may
+be."""
 LOGITS_MEDIAN = 2.0
 """The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
-FEW_LOGITS = 2.0
-"""The median of n rows of logits may be 1 + FEW_LOGITS / sqrt(n) times that: that of 24 of a clean Falcon-H1 reaches 2.23."""
+CHANCE = 1e-3
+"""That the median of n rows lies above what `_above` says of n when each row is a draw of PyTorch's own; multiples of that are allowed."""
 FEWEST = 8
 """Rows of a part at least, that its median says something."""
 ROUNDINGS = 64
@@ -77,7 +78,7 @@ class Bounds:
         found = {name: np.concatenate([*each, np.zeros((2, 1))], axis=1) for name, each in rows.items()}
         self.usual = {name: np.sqrt(np.square(each).mean(1)) for name, each in found.items()}
         # Where PyTorch's own run began anew at the reference's state, behind a tie, it has no error: that says nothing.
-        self.median = {name: np.median(each[:, each.any(0)], axis=1) for name, each in found.items() if each.any()}
+        self.ordered = {name: np.sort(each[:, each.any(0)].astype(np.float32)) for name, each in found.items()}
         self.tail = {name: TAIL * found[name].max(1) for name in parts}
         self.tail_median = {name: TAIL_MEDIAN * np.concatenate(each, axis=1).max(1) for name, each in parts.items()}
         self.absolute = {
@@ -103,9 +104,10 @@ class Bounds:
         worst = max(found, key=lambda verdict: verdict.share)
         if parts and worst.share <= 1:  # a row says where
             errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
-            usual = np.fmax(_medians(own), self.median.get(output, np.zeros(2))[:, None])
-            few = 1 + FEW_LOGITS / math.sqrt(errors.shape[2])
-            times = self.logits * few if output == LOGITS else MEDIAN * self.coarse
+            times = self.logits if output == LOGITS else MEDIAN * self.coarse
+            # Rows that are heads, or channels, of a sequence read the same tokens: what one errs in, all do.
+            together = calls[0].shape[2] if output != LOGITS and calls[0].ndim == 3 else 1
+            usual = np.fmax(_medians(own), self._usual_medians(output, errors, together))
             bounds = np.maximum(times * usual, self._sums(output))
             bounds = np.maximum(bounds, self.tail_median.get(output, np.zeros(2))[:, None])
             medians = _part_medians(errors)
@@ -127,6 +129,13 @@ class Bounds:
         bounds = np.maximum(self.row * np.fmax(own, usual), tail)
         return np.asarray(np.maximum(self.coarse * bounds, max(self._sums(output), TINY)))
 
+    def _usual_medians(self, output: str, errors: np.ndarray, together: int) -> np.ndarray:
+        """Of as many of PyTorch's rows as parts [2, heads, n] have, [2, heads]: the medians' upper limits. `together` rows are one draw."""
+        ordered, rows = self.ordered[output], (~np.isnan(errors)).sum(2)
+        size = ordered.shape[1]
+        at = np.ceil(size * _above(np.maximum(rows // together, 1))).astype(int) - 1
+        return np.take_along_axis(ordered, at, axis=1) if size else np.zeros(rows.shape)
+
     def _sums(self, output: str) -> float:
         return self.sums.get(output, 0.0)
 
@@ -141,6 +150,12 @@ def _part_medians(rows: np.ndarray) -> np.ndarray:
     """Of [2, heads, n]; 0 of a head with too few rows."""
     few = np.isfinite(rows).sum(2) < FEWEST
     return np.where(few, 0.0, np.nan_to_num(_medians(rows), posinf=np.inf))
+
+
+def _above(count: np.ndarray) -> np.ndarray:
+    """The part of a distribution below which the median of `count` draws lies but for CHANCE. Where q of it lie above, at least half of n
+    draws do by a chance of (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of Asymptotic Efficiency", 1952)."""
+    return np.asarray((1 + np.sqrt(1 - CHANCE ** (2 / count))) / 2)
 
 
 def _medians(rows: np.ndarray) -> np.ndarray:

@@ -63,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=12, help="random places of every fault")
+    parser.add_argument("--first", type=int, default=0, help="the first of them, where several processes share a row")
     parser.add_argument("--clean", type=int, default=0, help="clean runs, over all packages and runtimes")
     parser.add_argument("--packages", default="", help="only those whose name holds one of these, separated by commas")
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
@@ -73,6 +74,7 @@ def main() -> None:
     known = json.loads(kept.read_text()) if kept.exists() else {"faults": [], "clean": []}
     subjects = [(m, k, r) for m, k in PAIRS for r in options.runtimes.split(",")]
     wanted = [s for s in subjects if any(w in f"{s[0]} {s[1]}" for w in options.packages.split(","))]
+    clean = [s for s in wanted if s[2] != "native"]  # whose kernels are those of another
     for number, (model, kind, runtime) in enumerate(wanted):
         name = f"{model} {kind}"
         package = package_of(options.folder, model, kind)
@@ -80,7 +82,7 @@ def main() -> None:
             continue  # it has no weights of its own to plant in
         scratch = options.folder / f"scratch-{number}"
         scratch.mkdir(exist_ok=True)
-        share = -(-options.clean // len(wanted))
+        share = -(-options.clean // len(clean)) if runtime != "native" else 0
         done = sum(e["package"] == name and e["runtime"] == runtime for e in known["clean"])
         for seed in range(done, share):
             report = Subject(package, runtime, Drawn(package, 1000 + seed), scratch).clean()
@@ -102,7 +104,7 @@ def main() -> None:
         drawn = Drawn(package, 0)
         subject = Subject(package, runtime, drawn, scratch)
         subject.clean()
-        found = [asdict(o) for o in outcomes(subject, range(options.seeds))]
+        found = [asdict(o) for o in outcomes(subject, range(options.first, options.first + options.seeds))]
         entry = {
             "package": name,
             "runtime": runtime,

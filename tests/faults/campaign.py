@@ -25,7 +25,7 @@ from still_export.proof.verify import Judged, Report, Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
 from still_kernels.ties import Choices
-from tests.faults import graph, runner, states, weights  # noqa: F401 (they register faults)
+from tests.faults import graph, native, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import CHUNK, MIXED, still_model
@@ -45,10 +45,16 @@ TYPES: dict[str, dict[str, Any]] = {
     "int8 cache": {"still": {"cache": "int8"}},
     "int4": {"quantize": "int4"},
 }
-RUNTIMES = ("bodies", "kernels", "torch")
-"""ONNX Runtime with the ops' bodies, with the native kernels, and PyTorch's runner."""
-PLACES = {"bodies": {"graph", "kernels"}, "kernels": {"graph"}, "torch": set()}
-"""Where faults are planted beside weights, states and runner, by runtime."""
+ANYWHERE = {"weights", "states", "runner"}
+PLACES = {
+    "bodies": ANYWHERE | {"graph", "kernels"},
+    "kernels": ANYWHERE | {"graph"},
+    "native": {"native"},
+    "torch": ANYWHERE,
+}
+"""Where faults are planted, by runtime: ONNX Runtime with the ops' bodies, with the native kernels, with these changed, and PyTorch's
+runner."""
+RUNTIMES = tuple(PLACES)
 
 
 def package_of(folder: Path, model: str, kind: str) -> Package:
@@ -127,6 +133,8 @@ class Subject:
                 parameters[name].data.copy_(torch.from_numpy(array))
             return model
         library = self.package.path / self.package.manifest["native"]["library"] if self.runtime == "kernels" else None
+        if self.runtime == "native":
+            library = native.build(self.package.path.parent / "native")
         with mock.patch.object(ort, "native_library", lambda *_: library):
             return ort.OrtModel(folder or self.package.path, threads=1, check=False)
 
@@ -157,6 +165,9 @@ class Subject:
             report, settled = self.judge(model)
         except Exception:  # whatever the runtime says of a graph that is none
             return Outcome(fault.name, fault.where, True, np.inf, refused=True)
+        finally:
+            if self.runtime == "native":
+                native.switch(native.build(self.package.path.parent / "native"), 0)
         moved, changed = 0.0, report.selections.wrong > 0
         for _, case, pairs, _ in settled:
             for (_, actual), right in zip(pairs, self.right[case.name], strict=False):
@@ -170,6 +181,13 @@ class Subject:
         if fault.where in ("states", "runner"):
             model = self.open()
             return None if fault.plant(random, model) is False else model
+        if fault.where == "native":
+            model = self.open()
+            ops = {
+                node.op_type.lower()
+                for node in onnx.load(self.package.path / "model.onnx", load_external_data=False).graph.node
+            }
+            return None if fault.plant(random, (model.native, ops)) is False else model
         if self.runtime == "torch":
             parameters = self.open().model.named_parameters()
             arrays = {name: p.detach().float().numpy().copy() for name, p in parameters}
@@ -199,9 +217,8 @@ class Subject:
 
 def outcomes(subject: Subject, seeds: Sequence[int], faults: Sequence[Fault] = ()) -> Iterator[Outcome]:
     """Every fault with every seed."""
-    places = {"weights", "states", "runner"} | PLACES[subject.runtime]
     for fault in faults or FAULTS:
-        if fault.where in places:
+        if fault.where in PLACES[subject.runtime]:
             for seed in seeds:
                 outcome = subject.with_fault(fault, seed)
                 if outcome is None:

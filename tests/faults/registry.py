@@ -14,10 +14,11 @@ Plant = Callable[[Random, Any], bool | None]
 
 @dataclass(frozen=True)
 class Fault:
-    """`plant` changes weights (arrays by name), a graph (onnx.ModelProto) or a runner; False: this package has nothing of the kind.
+    """`plant` changes weights (arrays by name), a graph (onnx.ModelProto), a runner, or a library of kernels in front of a package's ops;
+    False: this package has nothing of the kind.
 
     Args:
-        where: "weights", "graph", "kernels" (bodies of ops), "states" or "runner".
+        where: "weights", "graph", "kernels" (bodies of ops), "native" (kernels for ONNX Runtime's CPU), "states" or "runner".
     """
 
     name: str

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import native
 from tests.faults.campaign import Drawn, Subject, outcomes, package_of
 from tests.faults.registry import FAULTS
 
@@ -37,7 +38,15 @@ SAMPLE = {
 def test_faults_are_many_and_named_once() -> None:
     names = [each.name for each in FAULTS]
     assert len(set(names)) == len(names) >= 60
-    assert {each.where for each in FAULTS} == {"weights", "graph", "kernels", "states", "runner"}
+    assert {each.where for each in FAULTS} == {"weights", "graph", "kernels", "native", "states", "runner"}
+
+
+def test_lines_of_kernels_that_faults_change_are_there() -> None:
+    """Each under its own number, in sources that know the switch."""
+    sources = native.patched()
+    text = "".join(sources.values())
+    assert all(f"still_fault == {number})" in text for number, *_ in native.EDITS)
+    assert all("common/fault.h" in sources[path] for path in sources if "still_fault ==" in sources[path])
 
 
 @pytest.mark.slow

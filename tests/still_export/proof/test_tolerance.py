@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from still_export.proof.cases import Case, row_errors
-from still_export.proof.tolerance import Bounds
+from still_export.proof.tolerance import CHANCE, Bounds, _above
 
 STATE, LOGITS = "present_key.0", "logits"
 
@@ -117,3 +118,22 @@ def test_half_precision_logits_on_a_cpu_err_as_pytorchs_do(dtype: str, coarse: f
     case = case_of(exact, own, LOGITS)
     verdict = Bounds([case], coarse, dtype).judge(case, LOGITS, [row_errors(exact, exact + 3 * (own - exact))])
     assert (verdict.share > 1) == found and verdict.median
+
+
+def test_a_median_of_few_draws_may_err_as_few_of_pytorchs_do() -> None:
+    """A token of huge activations errs in all heads of a sequence alike, which are one draw."""
+    exact, own, actual = drawn((33, 9, 8))
+    own[::10] += 0.02
+    pool, few = case_of(exact, own, STATE), case_of(exact[1:2], own[1:2], STATE)
+    bounds = Bounds([pool, few])
+    assert bounds.judge(few, STATE, [row_errors(exact[1:2], actual[1:2] + 0.1)]).share <= 1
+    found = bounds.judge(pool, STATE, [row_errors(exact, actual + 0.1)])
+    assert found.share > 1 and found.median
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 64, 1001])
+def test_the_median_of_draws_lies_above_by_chance_hardly_ever(count: int) -> None:
+    above = 1 - float(_above(np.array(count)))
+    tail = sum(math.comb(count, k) * above**k * (1 - above) ** (count - k) for k in range((count + 1) // 2, count + 1))
+    assert tail <= CHANCE
+    assert count < 9 or tail > 1e-3 * CHANCE

@@ -215,7 +215,7 @@ def test_verify_of_a_quantized_engine(
     assert call("build", str(folder), "--quiet") == 0
     assert call("verify", *arguments) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert "quantization loss on 256 random tokens: KL" in said and "rounded to 8 bits" not in said
+    assert "quantization loss on 64 random tokens: KL" in said and "rounded to 8 bits" not in said
     loss = json.loads((folder / "verify/report.json").read_text())["quantization_loss"]
     assert loss["kl"] > 0 and loss["kl_rounded"] is None
     shutil.rmtree(folder / "verify")

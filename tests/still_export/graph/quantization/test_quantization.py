@@ -210,7 +210,7 @@ def test_verify_tells_faults_from_the_price(
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     said = capsys.readouterr().out
-    assert "activations rounded to 8 bits" in said and "quantization loss on 256 random tokens: KL" in said
+    assert "activations rounded to 8 bits" in said and "quantization loss on 64 random tokens: KL" in said
     loss = json.loads((tmp_path / "report.json").read_text())["quantization_loss"]
     assert 0 < loss["kl"] <= loss["kl_rounded"] * 1.5 and loss["bits_per_byte"] is None
 
