@@ -68,10 +68,6 @@ class ServedConfig:
             cache.enable_prefix_caching = False
         if cache.mamba_block_size is None:
             cache.mamba_block_size = vllm_config.model_config.max_model_len
-        linear = linear_state(cache)
-        if linear != torch.float32:  # a model that does not keep it so is refused here, on the CPU too
-            model = vllm_config.model_config
-            common_pages(model.hf_config, model.max_model_len, model.dtype, vllm_config.parallel_config.tensor_parallel_size, linear)
         capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
         check_device(
             vllm_config.model_config.hf_config,
