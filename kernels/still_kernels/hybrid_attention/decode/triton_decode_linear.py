@@ -123,7 +123,8 @@ def _add_rows(b_rows, b_query, b_v, held, p_state, p_rest, p_mass, o_feature, o_
     """
     b_rows = b_rows.to(b_v.dtype)
     m_slice = (o_feature < c.P)[:, None] & (o_column < c.D)[None, :]
-    o_slice = o_feature[:, None] * c.D + o_column[None, :]
+    p_slice = p_state + o_feature[:, None] * c.D + o_column[None, :]
+    p_taken = p_rest + o_feature[:, None] * c.D + o_column[None, :]
     b_more = tl.dot(tl.trans(b_rows), b_v, input_precision=c.DOT)
     b_ones = tl.full([b_rows.shape[0], 16], 1.0, b_rows.dtype)
     b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=c.DOT), 1)
@@ -133,8 +134,8 @@ def _add_rows(b_rows, b_query, b_v, held, p_state, p_rest, p_mass, o_feature, o_
         m_z = m_z & held
         m_s = m_s & held
     b_z = tl.load(p_mass + o_feature, mask=m_z, other=0.0)
-    b_s = load_sums(p_state + o_slice, p_rest + o_slice, m_s)
-    store_sums(p_state + o_slice, p_rest + o_slice, b_s + b_more, m_slice)
+    b_s = load_sums(p_slice, p_taken, m_s)
+    store_sums(p_slice, p_taken, b_s + b_more, m_slice)
     tl.store(p_mass + o_feature, b_z + b_mass, mask=m_mass)
     return tl.sum(b_query[:, None] * b_more, 0), b_query * b_mass
 
