@@ -2,7 +2,7 @@
 
   python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile]
 
-KIND: still, kv_group, still-bfloat16 (the linear state in bfloat16 with a rest); full attention: full, full-int4, full-ngram (speculation by
+KIND: still, kv_group, still-bfloat16 (linear state in bfloat16 with a rest); full attention: full, full-int4, full-ngram (speculation by
 n-grams of prompts that repeat themselves, four guesses a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4:
 Qwen3.5-35B-A3B's sizes, as a Qwen3-Next, for 8 requests at most.
 
