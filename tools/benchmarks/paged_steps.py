@@ -101,7 +101,7 @@ def microseconds(call: Callable[[], object], count: int, repeats: int = 30) -> f
     return round(statistics.median(times[3:]), 1)
 
 
-def timed(call: Callable[[], None], count: int) -> float | None:
+def timed(call: Callable[[], object], count: int) -> float | None:
     """The same in a CUDA graph; without a GPU it is tried."""
     if CUDA:
         call()
@@ -128,7 +128,7 @@ def of_steps(options: argparse.Namespace, sizes: dict[str, int], findings: Findi
             row = {"rows": rows, "tokens": tokens, "S": form, "MB": round((wide - saved) / 1e6, 1), "layers": count}
             half = int(wide - saved) // 2
             pairs = [torch.zeros(2, half, dtype=torch.int8, device=DEVICE) for _ in range(count)]
-            row["copy_us"] = timed(lambda: [pair[0].copy_(pair[1]) for pair in pairs] and None, count)  # noqa: B023
+            row["copy_us"] = timed(lambda: [pair[0].copy_(pair[1]) for pair in pairs], count)  # noqa: B023
             for blocks in [{}, *options.blocks]:
                 table = None
                 if blocks:
@@ -136,7 +136,7 @@ def of_steps(options: argparse.Namespace, sizes: dict[str, int], findings: Findi
                     heads = rows * config.num_heads
                     table = for_many_rows(table, 90, config.head_dim, config.projection_dim, heads)
                     table = changed(for_narrow_sums(table) if form != "float32" else table, "decode", blocks)
-                found = {}
+                found: dict[str, Any] = {}
                 for name, length in (("plain", plain), ("one_promotes", one), ("all_promote", promoting)):
 
                     def step() -> None:
