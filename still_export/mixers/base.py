@@ -361,6 +361,9 @@ class PagedLayer(Protocol):
     names: tuple[str, ...]
     """Of the tensors that `inputs` makes."""
 
+    linear_states: tuple[torch.dtype, ...] = (torch.float32,)
+    """Types that the linear state may be kept in."""
+
     window: int = 0
     """Tokens, its own among them, that a softmax attention of the engine's own looks at beside; 0: there is none."""
 
@@ -374,12 +377,15 @@ class PagedLayer(Protocol):
     def refusals(self, dtype: torch.dtype) -> list[str]:
         """Why no kernel covers the layer on CUDA, one line per property with what is covered; empty if one does."""
 
-    def pages(self, tokens: int, capacity_tokens: int, dtype: torch.dtype) -> Pages:
+    def pages(
+        self, tokens: int, capacity_tokens: int, dtype: torch.dtype, linear: torch.dtype = torch.float32
+    ) -> Pages:
         """How the states of a request of at most `tokens` tokens lie in pages.
 
         Args:
             capacity_tokens: What the model's states are meant to hold.
             dtype: Of activations.
+            linear: Of the linear state, one of `linear_states`.
         """
 
     def attend(

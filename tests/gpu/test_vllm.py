@@ -36,6 +36,7 @@ CHECKS: list[tuple[str, ...]] = [
     *(("verify", str(SMALL), kind) for kind in TYPES[1:]),
     *(("family", name, TYPES[0]) for name in (*FAMILIES, *VARIANTS)),
     *(("prefixes", model, TYPES[0]) for model in (str(SMALL), "llama")),
+    ("sums", "llama", TYPES[0]),
     *(("quantized", form, "float16" if GPU else "bfloat16") for form in FORMS if GPU or "fp8" not in form),
     ("refusals",),
     ("serve",),

@@ -169,7 +169,7 @@ def family(options: argparse.Namespace, name: str, dtype: str, ranks: str = "1")
     return proven(options, folder, dtype, [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)], ranks)
 
 
-def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1") -> str:
+def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1", **settings: Any) -> str:
     """Prompts that begin alike, states kept after every 64 tokens: with room for all; with so little that kept states and requests are
     thrown out for want of it; and with everything thrown out now and then. A folder, or a family of random models."""
     from still_export.proof.served import Load
@@ -180,7 +180,12 @@ def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = 
         Load("want of room", 100, 6, CONTEXT, tight=2, prefix_tokens=64, eager=True),
         Load("thrown out", 100, 6, CONTEXT, preempt_every=25, prefix_tokens=128, eager=True),
     ]
-    return proven(options, place, dtype, loads, ranks)
+    return proven(options, place, dtype, loads, ranks, **settings)
+
+
+def sums(options: argparse.Namespace, folder: str, dtype: str) -> str:
+    """The same with the linear state in bfloat16 beside a rest."""
+    return prefixes(options, folder, dtype, mamba_ssm_cache_dtype="bfloat16")
 
 
 def quantized(options: argparse.Namespace, form: str, dtype: str) -> str:
@@ -367,6 +372,7 @@ CHECKS: dict[str, Callable[..., str]] = {
     "verify": verify,
     "family": family,
     "prefixes": prefixes,
+    "sums": sums,
     "quantized": quantized,
     "refusals": refusals,
     "serve": serve,

@@ -26,12 +26,12 @@ from still_kernels.packing import Packing, PagedStates
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "chunk_size": 8, "salient_per_chunk": 2}
 
 
-def some_pages(config: HybridAttentionConfig, rows: int = 8) -> Pages:
+def some_pages(config: HybridAttentionConfig, rows: int = 8, linear: torch.dtype = torch.float32) -> Pages:
     """Pages of few salient rows, so that a request has several, and of three heads of S."""
-    found = Pages.of(config, config.capacity_slots, torch.float32)
+    found = Pages.of(config, config.capacity_slots, torch.float32, linear)
     states = []
     for name, shape, dtype, offset in found.states:
-        if name == "kv_state":
+        if name in paged.LINEAR:
             shape = (3, *shape[1:])
         elif name in ("salient_key", "salient_value"):
             shape = (shape[0], rows, shape[2])
@@ -105,12 +105,13 @@ def test_requests_that_share_pages_equal_each_alone(overflow: str, capacity: int
 
 
 @pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_min_score", 32)])
-def test_a_kept_prefix_is_gone_on_from_again_and_again(overflow: str, capacity: int) -> None:
+@pytest.mark.parametrize("linear", [torch.float32, torch.bfloat16])
+def test_a_kept_prefix_is_gone_on_from_again_and_again(overflow: str, capacity: int, linear: torch.dtype) -> None:
     """Copies of the pages that change, the others shared: whoever goes on from them gets what it gets alone, and nobody changes them."""
     torch.manual_seed(0)
     config = HybridAttentionConfig(**SIZES, capacity_tokens=capacity, overflow=overflow)
     weights = [torch.randn(4, 8, 8) * 8**-0.5 for _ in "qk"]
-    pages = some_pages(config)
+    pages = some_pages(config, linear=linear)
     for tokens in (1, 15, 16, 64, 71, 96):
         memory, free = memory_of(pages, 5 * pages.columns + 1), list(range(1, 5 * pages.columns + 1))
         prefix = random_inputs(config, tokens)

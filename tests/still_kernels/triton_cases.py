@@ -1,5 +1,6 @@
 """Cases that hold the Triton kernels to the chunked form; as a program (DTYPE [NAME ...]): run them in Triton's
-interpreter, print the errors; "shuffled" for DTYPE: in float32, the programs of each grid in some order.
+interpreter, print the errors; "shuffled" for DTYPE: in float32, the programs of each grid in some order; "rest": in float32, with S in
+bfloat16.
 
 The interpreter must be chosen before Triton is imported, so the tests start this file in a process of its own.
 """
@@ -19,6 +20,8 @@ import torch
 
 from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.narrow import narrowed, widened
+from still_kernels.hybrid_attention.paged import LINEAR
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.tiles import HEAD_DIMS, tile_table
@@ -56,6 +59,7 @@ class Case:
     inputs: str = "random"
     packed: bool = False  # through query_start and state_row, the rows in another order and among others
     paged: bool = False  # packed, the states in pages of an engine, which hold garbage where the rows have nothing
+    rest: bool = False  # paged, S in bfloat16 beside what rounding took
     wide: bool = False  # in the interpreter: block sizes of float32 in the place of those of 16 bits
     tiles: dict[str, dict[str, int]] = field(default_factory=dict)  # in the interpreter: other block sizes, by kernel
 
@@ -203,6 +207,32 @@ CASES = {
 }
 
 
+WITH_REST = {
+    "steps": Case(calls=((62, [62, 1]), *[STEP] * 3, (66, [66, 62]), *[STEP] * 2, (2, [0, 2])), paged=True, rest=True),
+    "many rows": Case(
+        {"select_scope": "kv_group_max"},
+        ((94, [94, 62]), *[STEP] * 3, (31, [31, 30]), STEP, STEP),
+        paged=True,
+        rest=True,
+        tiles={"decode": {"LF": 16, "WG": 1}},
+    ),
+    "fold oldest": Case(
+        {"overflow": "fold_oldest", "capacity_tokens": 96},
+        ((63, [63, 62]), STEP, STEP, (64, [40, 64])),
+        paged=True,
+        rest=True,
+    ),
+    "rounds": Case(
+        {"chunk_size": 64, "capacity_tokens": 832, "feature_map": "relu"},
+        ((190, [190, 127]), STEP, STEP, STEP),
+        paged=True,
+        rest=True,
+        tiles={"decode": {"RB": 32}},
+    ),
+}
+"""Cases of float32 in which the interpreter has to know bfloat16, and what a step reads of S is rounded to it."""
+
+
 def case_inputs(case: Case, batch: int, tokens: int, generator: torch.Generator) -> list[torch.Tensor | None]:
     """query, key, value, gate of one call on the CPU."""
     config = case.config()
@@ -279,7 +309,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     from still_kernels.hybrid_attention import launch
 
-    case = CASES[name]
+    case = {**CASES, **WITH_REST}[name]
     config = case.config()
     table = case.table() if device == "cpu" else None
     generator = torch.Generator().manual_seed(len(name))
@@ -305,7 +335,7 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
         state = HybridAttentionState(**{n: guarded.copy(t) for n, t in state.tensors().items()})
         inputs = Inputs(*tensors, *weights, new)
         if case.packed or case.paged:
-            output = _launch_packed(guarded, inputs, config, state, table, case.paged)
+            output = _launch_packed(guarded, inputs, config, state, table, case)
         else:
             output = guarded.empty(tensors[0], tuple(tensors[0].shape), dtype)
             length = guarded.empty(state.length, (batch,), state.length.dtype)
@@ -398,18 +428,18 @@ def shuffle_programs() -> None:
     builder.set_grid_idx = set_grid_idx
 
 
-def _pages(config: HybridAttentionConfig, slots: int, dtype: torch.dtype) -> Pages:
+def _pages(config: HybridAttentionConfig, slots: int, dtype: torch.dtype, rest: bool) -> Pages:
     """Pages with room for one head of S less than the layer has, and some bytes that nothing uses."""
-    found = Pages.of(config, slots, dtype)
+    found = Pages.of(config, slots, dtype, torch.bfloat16 if rest else torch.float32)
     heads = max(1, config.num_heads - 1)
-    states = tuple((n, (heads, *s[1:]) if n == "kv_state" else s, t, o) for n, s, t, o in found.states)
+    states = tuple((n, (heads, *s[1:]) if n in LINEAR else s, t, o) for n, s, t, o in found.states)
     return replace(found, heads=heads, states=states, size_bytes=found.size_bytes + 64 * found.row_bytes)
 
 
 def _places(pages: Pages, pids: list[int], views: dict[str, torch.Tensor], name: str, count: int) -> Iterator[Any]:
     """Where the `count` heads or slots of a row's state lie: (which of the state, view of its place); pids are the row's pages."""
     view = views[name]
-    if name == "kv_state":
+    if name in LINEAR:
         for head in range(count):
             yield head, view[pids[1 + head // pages.heads], head % pages.heads]
     elif name in ("salient_key", "salient_value"):
@@ -435,8 +465,8 @@ def _in_pages(
             table[row, column] = free.pop()
         for name, tensor in rows.items():
             mine = _own(name, tensor[row : row + 1], length[row : row + 1], config)[0]
-            held = torch.where(mine, tensor[row], float("nan"))
-            count = tensor.shape[1] if name == "kv_state" else min(pages.slots, config.slots_for(int(length[row])))
+            held = torch.where(mine, tensor[row], float("nan") if tensor.is_floating_point() else 113)
+            count = tensor.shape[1] if name in LINEAR else min(pages.slots, config.slots_for(int(length[row])))
             for which, place in _places(pages, table[row].tolist(), views, name, count):
                 place.copy_(held[which])
     return views, table.to(device)
@@ -446,13 +476,13 @@ def _from_pages(
     pages: Pages, pids: list[int], views: dict[str, torch.Tensor], name: str, into: torch.Tensor, slots: int
 ) -> None:
     """Read a row's state [heads, ...] back, of the salient cache `slots` slots."""
-    for which, place in _places(pages, pids, views, name, into.shape[0] if name == "kv_state" else slots):
+    for which, place in _places(pages, pids, views, name, into.shape[0] if name in LINEAR else slots):
         into[which] = place
 
 
 def _own(name: str, tensor: torch.Tensor, length: torch.Tensor, config: HybridAttentionConfig) -> torch.Tensor:
     """What of a state is of its rows' `length` tokens, bool, as many dimensions."""
-    if name in ("kv_state", "z_state"):
+    if name in (*LINEAR, "z_state"):
         own = (length > 2 * config.chunk_size)[:, None]
     elif name.startswith("window"):
         own = torch.arange(tensor.shape[2], device=tensor.device) < length[:, None]
@@ -468,7 +498,7 @@ def _launch_packed(
     config: HybridAttentionConfig,
     state: HybridAttentionState,
     table: TileTable | None,
-    paged: bool,
+    case: Case,
 ) -> torch.Tensor:
     """The call with packed tokens on rows 2 and 0 of a state of three; returns the padded output, writes the rows back."""
     from still_kernels.hybrid_attention import launch
@@ -477,8 +507,10 @@ def _launch_packed(
     rows = torch.tensor([2, 0], dtype=torch.int32, device=new.device)
     wide = {n: torch.cat([t[1:], torch.full_like(t[:1], 5), t[:1]]) for n, t in state.tensors().items()}
     pages = None
-    if paged:
-        pages = _pages(config, state.slots, state.salient_key.dtype)
+    if case.paged:
+        pages = _pages(config, state.slots, state.salient_key.dtype, case.rest)
+        if case.rest:
+            wide["kv_state"], wide["kv_rest"] = narrowed(wide["kv_state"])
         length = wide.pop("length")
         now, after = length.clone(), length.clone()
         after[rows.long()] += new.to(after.dtype)
@@ -493,22 +525,28 @@ def _launch_packed(
     output = guarded.empty(packed[0], tuple(packed[0].shape), packed[0].dtype)
     given = Inputs(*packed, inputs.feature_q_weight, inputs.feature_k_weight)
     packing = Packing(start, rows if pages is None else owned[rows.long()].contiguous(), inputs.query.shape[1], pages)
-    launch.launch_hybrid_attention(given, config, HybridAttentionState(**wide), output, packing, table)
+    named = {n: t for n, t in wide.items() if n != "kv_rest"}
+    launch.launch_hybrid_attention(given, config, HybridAttentionState(**named), output, packing, table)
     wide.pop("length")
     if pages is not None:
         used = owned[rows.long()].unique().tolist()
         idle = [page for page in range(len(wide["z_state"])) if page not in used or page == 0]
-        for name, tensor in state.tensors().items():
-            if name == "length":
-                continue
+        for name in wide:
             assert torch.equal(wide[name][idle].nan_to_num(), seen[name][idle].nan_to_num()), (
                 f"{name}: a page of others changed"
             )
-            found = torch.zeros_like(tensor)
+        read = {}
+        for name in wide:
+            kind = wide[name].dtype
+            shape = state.kv_state if name == "kv_rest" else getattr(state, name)
+            read[name] = found = torch.zeros_like(shape, dtype=kind)
             for b, row in enumerate(rows.tolist()):
                 slots = min(pages.slots, config.slots_for(int(state.length[b] + new[b])))
                 _from_pages(pages, owned[row].tolist(), wide, name, found[b], slots)
-            tensor.copy_(torch.where(_own(name, tensor, state.length + new, config), found, 0))
+        if case.rest:
+            read["kv_state"] = widened(read["kv_state"], read.pop("kv_rest"))
+        for name, found in read.items():
+            getattr(state, name).copy_(torch.where(_own(name, found, state.length + new, config), found, 0))
         wide = {}
     for name, tensor in state.tensors().items():
         if name in wide:
@@ -525,12 +563,13 @@ if __name__ == "__main__":
 
     quick_interpreter.install()
     dtype, *names = sys.argv[1:]
-    if dtype in ("float16", "bfloat16", "unused"):
+    if dtype in ("float16", "bfloat16", "unused", "rest"):
         import interpreter16
 
         interpreter16.install()
     if dtype == "shuffled":
         shuffle_programs()
+    if dtype in ("shuffled", "rest"):
         dtype = "float32"
     if dtype == "garbage":
         run_garbage()

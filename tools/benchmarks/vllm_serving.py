@@ -2,9 +2,9 @@
 
   python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile]
 
-KIND: still, kv_group; full attention: full, full-int4, full-ngram (speculation by n-grams of prompts that repeat themselves, four guesses
-a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4: Qwen3.5-35B-A3B's sizes, as a Qwen3-Next, for 8
-requests at most.
+KIND: still, kv_group, still-bfloat16 (linear state in bfloat16 with a rest); full attention: full, full-int4, full-ngram (speculation by
+n-grams of prompts that repeat themselves, four guesses a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4:
+Qwen3.5-35B-A3B's sizes, as a Qwen3-Next, for 8 requests at most.
 
 Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 bits (full-int4: all of the layers, not embedding and
 head); a GPU of 100 GB is needed, and nothing else on it. One engine does all of it, and each time is printed when it is there.
@@ -32,7 +32,7 @@ from tools.benchmarks.vllm_process import environment
 
 Loads = list[tuple[int, int]]
 """Requests, and tokens that each gets."""
-KINDS = ("full", "full-int4", "full-ngram", "experts-int4", "still", "kv_group")
+KINDS = ("full", "full-int4", "full-ngram", "experts-int4", "still", "still-bfloat16", "kv_group")
 GPTQ = {
     "quant_method": "gptq",
     "bits": 4,
@@ -162,6 +162,7 @@ class Bench:
             max_num_seqs=sizes.rows,
             tensor_parallel_size=ranks,
             speculative_config=NGRAM if kind == "full-ngram" else None,
+            mamba_ssm_cache_dtype="bfloat16" if kind == "still-bfloat16" else "auto",
             **small,
         ).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler

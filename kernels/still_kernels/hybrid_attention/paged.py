@@ -11,12 +11,14 @@ from still_graphs.errors import ShapeError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.dispatch import demand_kernel, with_contiguous_heads, with_weights_of_tokens
 from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.narrow import narrowed, widened
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.packing import PagedStates
 
 SALIENT = ("salient_key", "salient_value")
+LINEAR = ("kv_state", "kv_rest")
 
 
 def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged: PagedStates, output: Tensor) -> None:
@@ -44,7 +46,9 @@ def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged:
     from still_kernels.hybrid_attention.launch import launch_hybrid_attention
 
     demand_kernel(config, inputs.query.dtype, inputs.query.device)
-    state = HybridAttentionState(**pages.views(paged.memory), length=paged.length)
+    views = pages.views(paged.memory)
+    views.pop("kv_rest", None)  # which kernels find behind S
+    state = HybridAttentionState(**views, length=paged.length)
     given = with_contiguous_heads(with_weights_of_tokens(inputs))  # heads come as slices of one projection
     launch_hybrid_attention(given, config, state, output, paged.packing)
 
@@ -93,16 +97,21 @@ def _in_chunks(inputs: Inputs, config: HybridAttentionConfig, pages: Pages, page
             own = own[:, :, :slots]
             mine = mine & (torch.arange(slots) < filled[:, None])
         held[name] = torch.where(mine.view(len(table), 1, -1, *[1] * (own.dim() - 3)), own, 0)
+    if pages.rest:
+        held["kv_state"] = widened(held["kv_state"], held.pop("kv_rest"))
     result, present = chunked_hybrid_attention(padded, config, HybridAttentionState(**held, length=length))
     output[place[real]] = result[real]
-    for name, tensor in present.tensors().items():
-        if name != "length":
-            _scatter(name, tensor, views[name], table, pages, after)
+    tensors = present.tensors()
+    del tensors["length"]
+    if pages.rest:
+        tensors["kv_state"], tensors["kv_rest"] = narrowed(tensors["kv_state"])
+    for name, tensor in tensors.items():
+        _scatter(name, tensor, views[name], table, pages, after)
 
 
 def _columns(name: str, pages: Pages, slots: int) -> slice:
     """Of the table: where the pages of a state lie that holds `slots` slots."""
-    if name == "kv_state":
+    if name in LINEAR:
         return slice(1, pages.first)
     if name in SALIENT:
         return slice(pages.first + (name == "salient_value"), pages.count(slots), 2)
@@ -112,7 +121,7 @@ def _columns(name: str, pages: Pages, slots: int) -> slice:
 def _gathered(name: str, view: Tensor, table: Tensor, pages: Pages, slots: int) -> Tensor:
     """A state of the table's rows as if it were contiguous, [B, heads, ...]; of the salient cache whole pages."""
     parts = view[table[:, _columns(name, pages, slots)]]  # [B, pages, ...]
-    if name == "kv_state":
+    if name in LINEAR:
         return parts.flatten(1, 2)[:, : pages.config.num_heads]
     return parts.transpose(1, 2).flatten(2, 3) if name in SALIENT else parts[:, 0]
 
@@ -120,7 +129,7 @@ def _gathered(name: str, view: Tensor, table: Tensor, pages: Pages, slots: int) 
 def _scatter(name: str, tensor: Tensor, view: Tensor, table: Tensor, pages: Pages, after: Tensor) -> None:
     """Write a state [B, heads, ...] back into the pages that the rows own, with `after` slots filled."""
     chosen = table[:, _columns(name, pages, tensor.shape[2])]
-    if name == "kv_state":
+    if name in LINEAR:
         for i in range(chosen.shape[1]):
             heads = tensor[:, i * pages.heads : (i + 1) * pages.heads]
             view[chosen[:, i], : heads.shape[1]] = heads

@@ -22,7 +22,7 @@ ALIGNMENT = 64
 @dataclass(frozen=True)
 class Pages:
     """The pages of a request, in the order of its table: one with all states but S and the salient cache; those of S, query head by query
-    head; then by turns pages of salient keys and of salient values.
+    head; then by turns pages of salient keys and of salient values. S in bfloat16 has a rest (`narrow`), kv_rest, behind it in its pages.
 
     Args:
         config: The layer, without what differs from layer to layer.
@@ -41,8 +41,15 @@ class Pages:
     states: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
 
     @classmethod
-    def of(cls, config: HybridAttentionConfig, slots: int, dtype: torch.dtype) -> Pages:
-        """The pages that take the least memory for a request that fills `slots` slots; `dtype` is that of activations."""
+    def of(
+        cls, config: HybridAttentionConfig, slots: int, dtype: torch.dtype, linear: torch.dtype = torch.float32
+    ) -> Pages:
+        """The pages that take the least memory for a request that fills `slots` slots.
+
+        Args:
+            dtype: Of activations.
+            linear: Of S: float32 or bfloat16.
+        """
         kinds = {
             name: dtype if name.startswith(("window_k", "window_v")) else torch.float32 for name in state_names(config)
         }
@@ -54,15 +61,18 @@ class Pages:
                 states.append((name, shape, kinds[name], offset))
                 offset += _aligned(math.prod(shape) * kinds[name].itemsize)
         whole = math.lcm(ALIGNMENT, config.head_dim * dtype.itemsize)
-        head_bytes = config.state_features * config.head_dim * 4
+        numbers = config.state_features * config.head_dim
+        narrow = linear != torch.float32
         row_bytes = config.select_heads * config.head_dim * dtype.itemsize
         least = max(offset, ROWS * row_bytes)
         found: list[Pages] = []
         for count in range(1, config.num_heads + 1):
-            size = _aligned(max(count * head_bytes, least if count == config.num_heads else 0), whole)
+            rest = _aligned(count * numbers * linear.itemsize)
+            size = _aligned(max(rest + narrow * count * numbers, least if count == config.num_heads else 0), whole)
             if size >= least:
                 rows = size // (ROWS * row_bytes) * ROWS
-                shapes = [("kv_state", (count, config.state_features, config.head_dim), torch.float32, 0)]
+                shape = (count, config.state_features, config.head_dim)
+                shapes = [("kv_state", shape, linear, 0), *[("kv_rest", shape, torch.int8, rest)] * narrow]
                 shapes += [(name, (config.select_heads, rows, config.head_dim), dtype, 0) for name in sorted(salient)]
                 alike = replace(config, window_factor=None)
                 found.append(cls(alike, size, count, rows, slots, (*states, *shapes)))
@@ -98,7 +108,12 @@ class Pages:
     @property
     def kernel(self) -> tuple[int, ...]:
         """What kernels are compiled for; `triton_pages` says what it is."""
-        return (self.size_bytes, self.columns, self.first, self.heads, self.rows)
+        return (self.size_bytes, self.columns, self.first, self.heads, self.rows, self.rest)
+
+    @property
+    def rest(self) -> int:
+        """Bytes from the beginning of a page of S to the rest; 0: S is in float32."""
+        return next((offset for name, _, _, offset in self.states if name == "kv_rest"), 0)
 
     @property
     def row_bytes(self) -> int:
@@ -120,7 +135,7 @@ class Pages:
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """Each state as pages hold it, [pages, *shape] by name, of int8 [pages, bytes], whose rows lie `size_bytes` apart.
 
-        Of kv_state the shape is [heads, F, D], of salient keys and values [HS, rows, D].
+        Of kv_state and kv_rest the shape is [heads, F, D], of salient keys and values [HS, rows, D].
         """
         return {
             name: memory[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from still_graphs.errors import ShapeError
+from still_graphs.errors import ShapeError, UnsupportedError
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.spec import StateSpec
 from still_kernels.codes import dequantized, quantized
@@ -109,7 +109,11 @@ class HybridAttentionState:
         return replace(self, **changed)
 
     def check(self, config: HybridAttentionConfig, batch: int) -> None:
-        """Raise ShapeError unless every tensor has the shape that `config` and `batch` demand."""
+        """Raise ShapeError unless every tensor has the shape that `config` and `batch` demand, UnsupportedError for S in bfloat16."""
+        if self.kv_state.dtype == torch.bfloat16:
+            raise UnsupportedError(
+                "kv_state is bfloat16: without the rest beside it sums stop growing. It has one in an engine's pages alone; pass float32."
+            )
         for name, expected in _state_shapes(config, batch, self.slots).items():
             tensor = getattr(self, name)
             if tensor is None or tensor.shape != expected:

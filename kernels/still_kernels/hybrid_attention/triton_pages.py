@@ -1,8 +1,8 @@
 """Addresses of states that lie in an engine's pages. Without pages each function leaves the code that the kernels have otherwise.
 
 PAGES is 0, or `pages.Pages.kernel`: (bytes of a page, columns of the table, columns ahead of the salient rows, heads of S in a page,
-salient rows in a page). p_state_row is then the table [B, columns] of the call's rows: the page of all states but S and the salient cache,
-the pages of S, then by turns pages of salient keys and of salient values.
+salient rows in a page, bytes from the beginning of a page of S to its rest or 0). p_state_row is then the table [B, columns] of the call's
+rows: the page of all states but S and the salient cache, the pages of S, then by turns pages of salient keys and of salient values.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -32,6 +32,8 @@ class PagedHybridAttention(PagedLayer):
         UnsupportedModelError: The heads cannot be shared among so many ranks.
     """
 
+    linear_states = (torch.float32, torch.bfloat16)
+
     def __init__(
         self, config: HybridAttentionConfig, gate_bias: bool, shared_feature_map: bool, ranks: int, rank: int
     ) -> None:
@@ -45,9 +47,11 @@ class PagedHybridAttention(PagedLayer):
     def refusals(self, dtype: torch.dtype) -> list[str]:
         return refusals(self.config, dtype)
 
-    def pages(self, tokens: int, capacity_tokens: int, dtype: torch.dtype) -> Pages:
+    def pages(
+        self, tokens: int, capacity_tokens: int, dtype: torch.dtype, linear: torch.dtype = torch.float32
+    ) -> Pages:
         rule = SLOTS.resolve(self.config.attributes())
-        return Pages.of(self.config, rows_after(rule, tokens, capacity_tokens), dtype)
+        return Pages.of(self.config, rows_after(rule, tokens, capacity_tokens), dtype, linear)
 
     def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
         query, key, value = given.heads

@@ -39,7 +39,9 @@ class PagedLinearAttention(PagedLayer):
         attributes = {"update_rule": self.rule, "scale": self.scale}
         return kernels_of("LinearAttention").refusals(Call(sizes, attributes, dtype=str(dtype).removeprefix("torch.")))
 
-    def pages(self, tokens: int, capacity_tokens: int, dtype: torch.dtype) -> Pages:
+    def pages(
+        self, tokens: int, capacity_tokens: int, dtype: torch.dtype, linear: torch.dtype = torch.float32
+    ) -> Pages:
         return Pages.of(self.states, self.dim, self.dim)
 
     def attend(

@@ -27,6 +27,7 @@ from still_export.mixers.projections import rotate
 from still_export.mixers.registry import mixer_of
 from still_export.serving.vllm import OP
 from still_export.serving.vllm.blocks import StatesSpec
+from still_export.serving.vllm.pages import linear_state
 from still_export.serving.vllm.parts import rounded_up
 from still_kernels.packing import Packing, PagedStates
 
@@ -196,7 +197,8 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         self.weights = {name: weights.get_parameter(name) for name in layer.head_weights}
         current = get_current_vllm_config()
         tokens = current.model_config.max_model_len
-        self.pages = layer.pages(tokens, config.still.deployment.capacity(config), current.model_config.dtype)
+        capacity, linear = config.still.deployment.capacity(config), linear_state(current.cache_config)
+        self.pages = layer.pages(tokens, capacity, current.model_config.dtype, linear)
         known = current.compilation_config.static_forward_context
         if prefix in known:
             raise ValueError(f"two layers are called {prefix}")

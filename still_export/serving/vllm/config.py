@@ -11,7 +11,7 @@ import torch
 
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
 from still_export.models.build import family_of
-from still_export.serving.vllm.pages import common_pages, paged_layers
+from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 
 PAGES_SHARE = 0.9
 """Of what a GPU has beside the weights; the rest is for activations and CUDA graphs."""
@@ -95,7 +95,7 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
     tokens, ranks = vllm_config.model_config.max_model_len, vllm_config.parallel_config.tensor_parallel_size
     layers = sum(layer is not None for layer in paged_layers(config, ranks))
-    pages = common_pages(config, tokens, dtype, ranks)
+    pages = common_pages(config, tokens, dtype, ranks, linear_state(vllm_config.cache_config))
     request_bytes = layers * pages.size_bytes * pages.after(1)
     usable = (
         device_bytes * vllm_config.cache_config.gpu_memory_utilization - weight_bytes(vllm_config.model_config) / ranks

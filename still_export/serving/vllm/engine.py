@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import UnsupportedError
@@ -122,11 +123,12 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
     from transformers import AutoConfig
 
     import still_export.models.families  # noqa: F401  # which tells transformers of the configurations
-    from still_export.serving.vllm.pages import common_pages, paged_layers
+    from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 
     config, tokens = AutoConfig.from_pretrained(settings["model"]), load["context_tokens"]
     dtype = getattr(torch, settings["dtype"])
-    pages = common_pages(config, tokens, dtype, settings["tensor_parallel_size"])
+    linear = linear_state(SimpleNamespace(**settings))
+    pages = common_pages(config, tokens, dtype, settings["tensor_parallel_size"], linear)
     layers = paged_layers(config)
     softmax = layers.count(None)
     # vLLM shares memory among groups of as many layers as the rarest kind has.

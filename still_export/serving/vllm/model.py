@@ -12,7 +12,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from still_export.models.build import family_of
 from still_export.serving.vllm.attention import ServedAttention
 from still_export.serving.vllm.config import find_quantized
-from still_export.serving.vllm.pages import common_pages
+from still_export.serving.vllm.pages import common_pages, linear_state
 
 
 class StillForCausalLM(LlamaForCausalLM, HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no types here
@@ -31,7 +31,8 @@ class StillForCausalLM(LlamaForCausalLM, HasInnerState, IsHybrid):  # type: igno
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
         model = vllm_config.model_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        return ((common_pages(model.hf_config, model.max_model_len, model.dtype, ranks).size_bytes,),)
+        linear = linear_state(vllm_config.cache_config)
+        return ((common_pages(model.hf_config, model.max_model_len, model.dtype, ranks, linear).size_bytes,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from still_export.errors import UnsupportedModelError
+from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.base import PagedLayer, Pages
 from still_export.mixers.registry import mixer_of
+
+LINEAR_STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def paged_layers(config: Any, ranks: int = 1, rank: int = 0) -> list[PagedLayer | None]:
@@ -31,14 +33,40 @@ def paged_layers(config: Any, ranks: int = 1, rank: int = 0) -> list[PagedLayer 
     return layers
 
 
-def common_pages(config: Any, tokens: int, dtype: torch.dtype, ranks: int = 1) -> Pages:
-    """The pages of every layer that has some, for requests of at most `tokens` tokens; the engine knows one size.
+def linear_state(cache: Any) -> torch.dtype:
+    """What vLLM's CacheConfig has the linear states kept in: --mamba-ssm-cache-dtype, which is by default --mamba-cache-dtype.
 
     Raises:
-        UnsupportedModelError: They differ, or as of `paged_layers`.
+        ConfigError: A type that sums are not kept in.
+    """
+    names = (getattr(cache, f"mamba_{which}cache_dtype", "auto") for which in ("ssm_", ""))
+    name = next((name for name in names if name != "auto"), "float32")
+    if name not in LINEAR_STATES:
+        raise ConfigError(
+            f"--mamba-ssm-cache-dtype {name}: the linear state of a STILL model is kept in {' or '.join(LINEAR_STATES)}."
+        )
+    return LINEAR_STATES[name]
+
+
+def common_pages(
+    config: Any, tokens: int, dtype: torch.dtype, ranks: int = 1, linear: torch.dtype = torch.float32
+) -> Pages:
+    """The pages of every layer that has some, for requests of at most `tokens` tokens; the engine knows one size.
+
+    Args:
+        linear: As of `linear_state`.
+
+    Raises:
+        UnsupportedModelError: They differ, a layer does not keep its linear state so, or as of `paged_layers`.
     """
     capacity = config.still.deployment.capacity(config)
-    found = [layer.pages(tokens, capacity, dtype) for layer in paged_layers(config, ranks) if layer is not None]
+    layers = [layer for layer in paged_layers(config, ranks) if layer is not None]
+    if not all(linear in layer.linear_states for layer in layers):
+        raise UnsupportedModelError(
+            "--mamba-ssm-cache-dtype bfloat16 is for layers of STILL's hybrid attention, whose promotions keep what rounding takes; this "
+            "model has others. Leave it out."
+        )
+    found = [layer.pages(tokens, capacity, dtype, linear) for layer in layers]
     if any(pages != found[0] for pages in found):
         raise UnsupportedModelError(
             "the states of this model's layers differ in size; vLLM is given one page size for all."

@@ -31,7 +31,7 @@ from still_export.serving.vllm.config import (
     find_quantized,
     weight_bytes,
 )
-from still_export.serving.vllm.pages import common_pages, paged_layers
+from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
 from still_export.serving.vllm.prefixes import Prefixes
 from still_kernels.hybrid_attention import HybridAttentionConfig
@@ -137,6 +137,22 @@ def test_what_is_no_still_model_is_refused() -> None:
         codes = still_model("qwen2", torch.float32, layer_types=types, cache="int8")
         with pytest.raises(UnsupportedModelError, match="cache='int8' in "):
             paged_layers(codes.config)
+
+
+def test_the_linear_state_is_kept_as_vllm_is_told(model: Any) -> None:
+    def told(**given: str) -> torch.dtype:
+        return linear_state(SimpleNamespace(**given))
+
+    assert told() == told(mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto") == torch.float32
+    assert told(mamba_cache_dtype="bfloat16", mamba_ssm_cache_dtype="auto") == torch.bfloat16
+    assert told(mamba_cache_dtype="bfloat16", mamba_ssm_cache_dtype="float32") == torch.float32
+    with pytest.raises(ConfigError, match=r"--mamba-ssm-cache-dtype float16: .* in float32 or bfloat16"):
+        told(mamba_ssm_cache_dtype="float16")
+    pages = common_pages(model.config, TOKENS, torch.bfloat16, linear=torch.bfloat16)
+    assert pages.rest and not common_pages(model.config, TOKENS, torch.bfloat16).rest
+    other = still_model("qwen2", torch.float32, layer_types=(FULL, "linearized_gdn", "linearized_gdn"))
+    with pytest.raises(UnsupportedModelError, match="--mamba-ssm-cache-dtype bfloat16 is for layers of STILL"):
+        common_pages(other.config, TOKENS, torch.bfloat16, linear=torch.bfloat16)
 
 
 LAYER = HybridAttentionConfig(8, 4, 16, window_factor=tuple(range(8)), chunk_size=8)

@@ -17,6 +17,7 @@ from still_kernels.hybrid_attention.triton_common import (
     scaled_softmax,
     select_chunk,
 )
+from still_kernels.hybrid_attention.triton_narrow import load_sums, rest_of, store_sums
 from still_kernels.hybrid_attention.triton_pages import head_in_page
 
 
@@ -73,8 +74,8 @@ def _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half: tl.constex
 
 @triton.jit
 def _fold_chunk(
-    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_mass, m_mass, o_column, K, c: tl.constexpr
-):
+    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_rest, p_mass, m_mass, o_column, K, c: tl.constexpr
+):  # fmt: skip
     """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory.
 
     Returns:
@@ -100,7 +101,8 @@ def _fold_chunk(
             b_rows = _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half, c)
             b_query = b_phi if half == 0 else b_psi
             b_out, b_mass = _add_rows(
-                b_rows, b_query, b_v, old + r > 0, p_state + half * (c.P * c.D), p_mass + half * c.P, o_feature, o_column, m_mass, c
+                b_rows, b_query, b_v, old + r > 0, p_state + half * (c.P * c.D), p_rest + half * (c.P * c.D), p_mass + half * c.P,
+                o_feature, o_column, m_mass, c,
             )  # fmt: skip
             b_more += b_out
             b_more_mass += b_mass
@@ -110,7 +112,7 @@ def _fold_chunk(
 
 
 @triton.jit
-def _add_rows(b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, m_mass, c: tl.constexpr):
+def _add_rows(b_rows, b_query, b_v, held, p_state, p_rest, p_mass, o_feature, o_column, m_mass, c: tl.constexpr):
     """Add phi^T v of rows to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does.
 
     In pages what is not `held` is another row's, and counts as 0.
@@ -121,6 +123,7 @@ def _add_rows(b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, 
     b_rows = b_rows.to(b_v.dtype)
     m_slice = (o_feature < c.P)[:, None] & (o_column < c.D)[None, :]
     p_slice = p_state + o_feature[:, None] * c.D + o_column[None, :]
+    p_taken = p_rest + o_feature[:, None] * c.D + o_column[None, :]
     b_more = tl.dot(tl.trans(b_rows), b_v, input_precision=c.DOT)
     b_ones = tl.full([b_rows.shape[0], 16], 1.0, b_rows.dtype)
     b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=c.DOT), 1)
@@ -130,8 +133,8 @@ def _add_rows(b_rows, b_query, b_v, held, p_state, p_mass, o_feature, o_column, 
         m_z = m_z & held
         m_s = m_s & held
     b_z = tl.load(p_mass + o_feature, mask=m_z, other=0.0)
-    b_s = tl.load(p_slice, mask=m_s, other=0.0)
-    tl.store(p_slice, b_s + b_more, mask=m_slice)
+    b_s = load_sums(p_slice, p_taken, m_s)
+    store_sums(p_slice, p_taken, b_s + b_more, m_slice)
     tl.store(p_mass + o_feature, b_z + b_mass, mask=m_mass)
     return tl.sum(b_query[:, None] * b_more, 0), b_query * b_mass
 
@@ -202,10 +205,10 @@ def _slice_output(loads, p_q, p_gate, p_weight, p_slice, p_mass, o_column, m_sli
     o_dim = tl.arange(0, c.DP)
     b_whole = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0).to(tl.float32)
     b_phi, b_psi = _query_features(b_direction, tl.sum(rounded(b_whole, b_whole), 0), c.P, c.PP, c.FEATURE)
-    b_terms = b_phi[:, None] * b_plus_s
+    b_terms = b_phi[:, None] * b_plus_s.to(tl.float32)
     b_mass = b_phi * b_plus_z
     if c.FEATURE <= 1:
-        b_terms += b_psi[:, None] * b_minus_s
+        b_terms += b_psi[:, None] * b_minus_s.to(tl.float32)
         b_mass += b_psi * b_minus_z
     return tl.sum(b_terms, 0), b_mass, b_gate, b_phi, b_psi
 
@@ -248,6 +251,7 @@ def linear_slice(
     p_weight = p_q_weight + w_head
     p_kv, i_own = head_in_page(states.kv, at.p_state_row, at.i_batch, i_head, c.PAGES)
     p_state = p_kv + (at.row * heads.H + i_own) * (F * c.D)
+    p_rest = rest_of(p_kv, c.PAGES) + (at.row * heads.H + i_own) * (F * c.D)
     p_mass = states.z + (at.row * heads.H + i_head) * F
     p_slice = p_state + o_feature[:, None] * c.D + o_column[None, :]
     loads = _slice_loads(p_q, p_weight, p_slice, m_slice, c)
@@ -263,8 +267,8 @@ def linear_slice(
         b_out, b_mass = _if_held(b_out, b_mass, held, c)
         tl.debug_barrier()  # all threads have read the slice
         b_more, b_more_mass = _fold_chunk(
-            at, states, heads, i_head // heads.G, b_phi, b_psi, length // c.C - 2, length, p_k_weight + w_head, p_state, p_mass, m_mass,
-            o_column, K, c,
+            at, states, heads, i_head // heads.G, b_phi, b_psi, length // c.C - 2, length, p_k_weight + w_head, p_state, p_rest, p_mass,
+            m_mass, o_column, K, c,
         )  # fmt: skip
         _store_slice(b_out + b_more, b_mass + b_more_mass, b_gate, p_lin, p_den, i_slice, o_column, c)
     else:
@@ -277,7 +281,7 @@ def linear_slice(
 
 @triton.jit
 def _fold_whole(
-    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_mass, p_gate, p_lin, p_den, K, c: tl.constexpr,
+    at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_rest, p_mass, p_gate, p_lin, p_den, K, c: tl.constexpr,
 ):  # fmt: skip
     """`_fold_chunk` for all slices of S, whose features are made once; what they add to the output goes to where that has been stored."""
     o_feature = tl.arange(0, c.PP)
@@ -302,8 +306,8 @@ def _fold_whole(
                 )
                 b_v = as_numbers(b_v, states.window_value_scale, o_slot, o_row >= 0, p_weight.dtype.element_ty, c.CODES)
                 b_more, b_mass = _add_rows(
-                    b_rows, b_query, b_v, old + r > 0, p_state + half * (c.P * c.D), p_mass + half * c.P, o_feature, o_column,
-                    (o_feature < c.P) & (i == 0), c,
+                    b_rows, b_query, b_v, old + r > 0, p_state + half * (c.P * c.D), p_rest + half * (c.P * c.D), p_mass + half * c.P,
+                    o_feature, o_column, (o_feature < c.P) & (i == 0), c,
                 )  # fmt: skip
                 b_more_mass += tl.where(i == 0, b_mass, 0.0)
                 if c.GATE:
@@ -335,9 +339,11 @@ def linear_whole(
     p_weight = p_q_weight + w_head
     p_kv, i_own = head_in_page(states.kv, at.p_state_row, at.i_batch, i_head, c.PAGES)
     p_state = p_kv + (at.row * heads.H + i_own) * (F * c.D)
+    p_rest = rest_of(p_kv, c.PAGES) + (at.row * heads.H + i_own) * (F * c.D)
     p_mass = states.z + (at.row * heads.H + i_head) * F
     # S is asked for while phi(q) is made: its first half, of which each row is a few lines.
-    o_line = tl.minimum(LINE * tl.arange(0, max(c.DP * 4 // LINE, 1)), (c.D - 1) * 4)
+    SIZE: tl.constexpr = states.kv.dtype.element_ty.primitive_bitwidth // 8
+    o_line = tl.minimum(LINE * tl.arange(0, max(c.DP * SIZE // LINE, 1)), (c.D - 1) * SIZE)
     prefetch(p_state + tl.minimum(o_feature, c.P - 1) * c.D, o_line, c.SETTLE)
     length, _live, promoting = step_of(at, c)
     held = length >= (2 * c.C + 1 if c.FUSED else 2 * c.C)
@@ -372,12 +378,12 @@ def linear_whole(
         b_s = tl.load(p_state + o_from[:, None] * c.D + o_dim[None, :], mask=m_this, other=0.0)
         b_these = tl.where(i < BLOCKS, b_plus, b_minus)
         b_these = tl.sum(tl.where((o_block == j)[:, None], b_these, 0.0), 0)
-        b_sum += b_these[:, None] * b_s
+        b_sum += b_these[:, None] * b_s.to(tl.float32)
     b_out, b_mass = _if_held(tl.sum(b_sum, 0), b_mass, held, c)
     _store_slice(b_out, b_mass, b_gate, p_lin, p_den, 0, o_dim, c)
     if c.FUSED and promoting:
         tl.debug_barrier()  # all threads have read S and stored the output
         _fold_whole(
-            at, states, heads, i_head // heads.G, b_phi, b_psi, length // c.C - 2, length, p_k_weight + w_head, p_state, p_mass, p_gate,
-            p_lin, p_den, K, c,
+            at, states, heads, i_head // heads.G, b_phi, b_psi, length // c.C - 2, length, p_k_weight + w_head, p_state, p_rest, p_mass,
+            p_gate, p_lin, p_den, K, c,
         )  # fmt: skip

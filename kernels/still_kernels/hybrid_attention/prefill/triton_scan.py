@@ -8,6 +8,7 @@ import triton.language as tl
 
 from still_kernels.common.triton_shared import ROWS, row_of, scales_at
 from still_kernels.hybrid_attention.triton_common import load_tokens
+from still_kernels.hybrid_attention.triton_narrow import load_sums, rest_of, store_sums
 from still_kernels.hybrid_attention.triton_pages import head_in_page, in_page
 
 
@@ -57,6 +58,7 @@ def scan_kernel(
     o_block = o_feature[:, None] * D + o_dim[None, :]
     o_row = tl.arange(0, RB)
     p_state = p_kv_state + (row * H + i_own) * (F * D) + o_block
+    p_rest = rest_of(p_kv_state, PAGES) + (row * H + i_own) * (F * D) + o_block
     # A page that is new holds an old row's S and z; nothing is promoted within two chunks.
     m_state = m_block
     m_z = m_feature[:, None]
@@ -64,7 +66,7 @@ def scan_kernel(
         held = (length > 2 * C) | (first_tile > 0)
         m_state = m_state & held
         m_z = m_z & held
-    b_state = tl.load(p_state, mask=m_state, other=0.0)
+    b_state = load_sums(p_state, p_rest, m_state)
     # z by products with ones, in columns that are all equal; the programs of the first columns of S store one of them.
     o_copy = tl.arange(0, 16)
     m_mass = m_feature[:, None] & (o_copy == 0)[None, :] & (tl.program_id(0) % COLUMNS == 0)
@@ -109,5 +111,5 @@ def scan_kernel(
         tl.store(p_out, b_state.to(p_prefix_kv.dtype.element_ty), mask=m_block & (store_prefix != 0))
         p_out = p_prefix_z + i_stored * F + o_feature[:, None] + 0 * o_copy[None, :]
         tl.store(p_out, b_mass, mask=m_mass & (store_prefix != 0))
-    tl.store(p_state, b_state, mask=m_block)
+    store_sums(p_state, p_rest, b_state, m_block)
     tl.store(p_z, b_mass, mask=m_mass)
