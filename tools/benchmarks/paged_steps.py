@@ -25,7 +25,7 @@ from still_kernels.hybrid_attention.cost import decode_cost
 from still_kernels.hybrid_attention.narrow import widened
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.tiles import for_many_rows, for_narrow_sums
+from still_kernels.hybrid_attention.tiles import for_many_rows
 from still_kernels.hybrid_attention.work import WORK, layer
 from still_kernels.packing import Packing, PagedStates
 from still_kernels.tile import changed
@@ -135,7 +135,7 @@ def of_steps(options: argparse.Namespace, sizes: dict[str, int], findings: Findi
                     table = WORK.table(config, torch.device(DEVICE), False)
                     heads = rows * config.num_heads
                     table = for_many_rows(table, 90, config.head_dim, config.projection_dim, heads)
-                    table = changed(for_narrow_sums(table) if form != "float32" else table, "decode", blocks)
+                    table = changed(table, "decode", blocks)
                 found: dict[str, Any] = {}
                 for name, length in (("plain", plain), ("one_promotes", one), ("all_promote", promoting)):
 

@@ -17,7 +17,7 @@ from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.state import HybridAttentionState, state_names
-from still_kernels.hybrid_attention.tiles import for_many_rows, for_narrow_sums
+from still_kernels.hybrid_attention.tiles import for_many_rows
 from still_kernels.hybrid_attention.variants import BY_TMA, constants_of, plan_constants, sizes_of, table_of
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
@@ -109,8 +109,6 @@ def _prepared(
     if pages is not None:
         heads = call[0] * config.num_heads
         table = for_many_rows(table, launcher.arch_of(device), config.head_dim, config.projection_dim, heads)
-        if pages.rest:
-            table = for_narrow_sums(table)
     whole = table.tiles["decode"].constants["LF"]
     variant = launcher.variant_of(config, device, dtype, factor, pages, call[-1] is not None, whole)
     return _prepare(config, dtype, table, variant, factor, pages, *call)

@@ -130,11 +130,6 @@ def for_many_rows(table: TileTable, arch: int, head_dim: int, feature_rows: int,
     return changed(table, "decode", {"LF": min(pow2(feature_rows), 4096 // pow2(head_dim)), "WG": 1})
 
 
-def for_narrow_sums(table: TileTable) -> TileTable:
-    """Block sizes for a step with S in bfloat16: columns of a projection take the bytes of a slice of S again."""
-    return changed(table, "decode", {"DW": table.tiles["decode"].constants["DW"] // 2})
-
-
 def _attend_blocks(head_dim: int) -> dict[str, tuple[int, int]]:
     """Of attend_tma: 64 queries and what belongs to them, 128 keys."""
     rows = {"query": 64, "gate": 64, "output": 64, "linear": 64}
