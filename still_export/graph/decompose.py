@@ -19,7 +19,7 @@ _KNOWN = {*_CASTS, *_VIEWS, _SQUARE, _FROM, _EYE, *_SAME, *_RENAMED}
 _KEPT = (
     *(_ATEN.linear.default, _ATEN.matmul.default, _ATEN.einsum.default, _ATEN.conv1d.default, _ATEN.pad.default),
     *(_ATEN.reshape.default, _ATEN.chunk.default, _ATEN.expand_as.default, _ATEN.repeat_interleave.self_int),
-    *(_ATEN.layer_norm.default, _ATEN.softmax.int, _ATEN.sym_size.int),
+    *(_ATEN.layer_norm.default, _ATEN.softmax.int, _ATEN.scaled_dot_product_attention.default, _ATEN.sym_size.int),
     *(_ATEN.where.Scalar, _ATEN.where.ScalarSelf, _ATEN.where.ScalarOther),
 )
 """Of the ops that torch has as compositions of others, those of models here that the exporter translates whole."""
