@@ -72,7 +72,7 @@ def promote_simply() -> Iterator[None]:
                 self._maybe_promote_node(node, rule)
         return node.meta["val"]
 
-    passing.run_node = promote  # type: ignore[method-assign]
+    passing.run_node = promote  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
