@@ -14,7 +14,7 @@ from still_export.graph.lower import onnx_of
 
 
 class Simple(nn.Module):
-    """A sum of two types, casts (one changes nothing), views (sizes that inputs say, one that none says), and the other ops that are known."""
+    """A sum of two types, casts (one changes nothing), views (sizes that inputs say, one that none says), the other ops that are known."""
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         heads = (0.5 - x).to(torch.float32).unflatten(-1, (2, 6)).square() * torch.tensor([2.0, 3, 4, 5, 6, 7])
