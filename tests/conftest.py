@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.library import cached_library, this_cpu
 from tests.plugins import builds
@@ -56,7 +57,7 @@ def pytest_collection_finish() -> None:
     """What was imported, a million objects, stays: looking through it for garbage again and again was a tenth of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(*RARELY)
 
 
 @pytest.fixture(scope="session", autouse=True)

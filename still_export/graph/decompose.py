@@ -1,8 +1,9 @@
-"""What torch's ONNX exporter decomposes of a traced program. Doing it by another trace was half of the time of an export."""
+"""What torch's ONNX exporter decomposes and promotes in a traced program, without running it again: that was half of an export's time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from torch.fx import Graph, Node
 _ATEN = torch.ops.aten
 _CASTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.type_as.default)
 _VIEWS = (_ATEN.flatten.using_ints, _ATEN.unflatten.int)
-_SQUARE = _ATEN.square.default
+_SQUARE, _FROM, _EYE = _ATEN.square.default, _ATEN.rsub.Scalar, _ATEN.eye.default
+_SAME = (_ATEN.detach_.default, _ATEN.contiguous.default)
+_RENAMED = {_ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor, _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor}
+_KNOWN = {*_CASTS, *_VIEWS, _SQUARE, _FROM, _EYE, *_SAME, *_RENAMED}
 _KEPT = (
     *(_ATEN.linear.default, _ATEN.matmul.default, _ATEN.einsum.default, _ATEN.conv1d.default, _ATEN.pad.default),
     *(_ATEN.reshape.default, _ATEN.chunk.default, _ATEN.expand_as.default, _ATEN.repeat_interleave.self_int),
-    *(_ATEN.layer_norm.default, _ATEN.softmax.int, _ATEN.where.ScalarSelf, _ATEN.where.ScalarOther, _ATEN.sym_size.int),
+    *(_ATEN.layer_norm.default, _ATEN.softmax.int, _ATEN.scaled_dot_product_attention.default, _ATEN.sym_size.int),
+    *(_ATEN.where.Scalar, _ATEN.where.ScalarSelf, _ATEN.where.ScalarOther),
 )
 """Of the ops that torch has as compositions of others, those of models here that the exporter translates whole."""
 
@@ -27,8 +32,8 @@ class _Other(Exception):
 def decompose_simply(program: torch.export.ExportedProgram) -> None:
     """From now on let `program.run_decompositions` trace the program anew only where it must.
 
-    Casts and views are the ops of most programs that are to be decomposed: what they become is known. The program itself is changed, and
-    returned: it is used up.
+    Casts, views and few others are the ops of most programs that are to be decomposed: what they become is known. The program itself is
+    changed, and returned: it is used up.
     """
     anew = program.run_decompositions
 
@@ -52,10 +57,32 @@ def decompose_simply(program: torch.export.ExportedProgram) -> None:
     program.run_decompositions = run_decompositions  # type: ignore[method-assign, assignment]
 
 
+@contextmanager
+def promote_simply() -> Iterator[None]:
+    """Let torch's pass that writes type promotions out take values from the trace; it runs what it changes, and nothing else."""
+    from torch.onnx._internal.fx.passes import type_promotion
+
+    passing, run_node = type_promotion._TypePromotionInterpreter, type_promotion._TypePromotionInterpreter.run_node
+
+    def promote(self: Any, node: Node) -> Any:
+        if node.op != "call_function" or "val" not in node.meta:
+            return run_node(self, node)
+        with self._set_current_node(node):
+            if rule := type_promotion.get_type_promotion_rule(node, self.type_promotion_table):
+                self._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    passing.run_node = promote  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        passing.run_node = run_node  # type: ignore[method-assign]
+
+
 def _is_simple(node: Node, table: Mapping[Any, Any]) -> bool:
-    """Whether `node` is a cast, a view or a square; no: ONNX has its op. Raises _Other: it changes inputs, has graphs, is decomposed."""
+    """Whether what `node` becomes is known; no: ONNX has its op. Raises _Other: it changes inputs, has graphs, is decomposed."""
     op: Any = node.target
-    if op in (*_CASTS, *_VIEWS, _SQUARE):
+    if op in _KNOWN and not (op is _FROM and len(node.args) > 2):
         return True
     if op in table or isinstance(op, torch._ops.HigherOrderOperator):
         raise _Other
@@ -89,15 +116,38 @@ def _said_sizes(graph: Graph) -> dict[Any, Node]:
 
 
 def _simplify(node: Node, sizes: list[int | Node] | None) -> None:
-    """A view becomes one of these sizes, a square a power, a cast to what the value is the value, and another cast a copy in its type."""
+    """A view becomes one of these sizes, what changes nothing its operand, and the others what torch makes of them."""
+    op: Any = node.target
     source, dtype = node.args[0], node.meta["val"].dtype
+    if op is _EYE:
+        return _as_comparison(node)
     assert isinstance(source, Node)
     if sizes is not None:
         node.target, node.args, node.kwargs = _ATEN.reshape.default, (source, sizes), {}
-    elif node.target is _SQUARE:
+    elif op is _SQUARE:
         node.target, node.args = _ATEN.pow.Tensor_Scalar, (source, 2)
+    elif op is _FROM:
+        node.target, node.args = _ATEN.sub.Tensor, (node.args[1], source)
+    elif op in _RENAMED:
+        node.target = _RENAMED[op]
     elif source.meta["val"].dtype == dtype and not any(user.op == "output" for user in node.users):
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
     else:
         node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
+
+
+def _as_comparison(eye: Node) -> None:
+    """A unit matrix is where the number of the row is that of the column."""
+    matrix: Any = eye.meta["val"]
+
+    def of(op: Any, *given: Any, **options: Any) -> Node:
+        node = eye.graph.call_function(op, given, options)
+        node.meta["val"] = op(*(x.meta["val"] if isinstance(x, Node) else x for x in given), **options)
+        return node
+
+    with matrix.fake_mode, eye.graph.inserting_before(eye):
+        column = of(_ATEN.arange.default, len(matrix))
+        same = of(_ATEN.eq.Tensor, of(_ATEN.unsqueeze.default, column, -1), column)
+        eye.replace_all_uses_with(of(_ATEN._to_copy.default, same, dtype=matrix.dtype))
+    eye.graph.erase_node(eye)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
-from still_export.graph.decompose import decompose_simply
+from still_export.graph.decompose import decompose_simply, promote_simply
 from still_export.graph.garbage import few_collections
 from still_export.graph.repeat import LayersDiffer, hidden_names, repeat_layers
 from still_export.graph.trace import TracedModel, trace_model
@@ -139,7 +139,7 @@ def onnx_of(
         table: What ops of ours become.
     """
     decompose_simply(traced)
-    with few_collections(), _without_exporter_noise():
+    with few_collections(), promote_simply(), _without_exporter_noise():
         program = torch.onnx.export(
             traced,
             input_names=inputs,

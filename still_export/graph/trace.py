@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,15 @@ class TracedModel:
     weights: dict[str, Tensor]
     alike: list[int]
     constants: list[Constants]
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """No gradients, little garbage collected, and no table of what ops made of shapes: to fill it takes longer than it saves."""
+    from torch._dynamo import config
+
+    with few_collections(), torch.no_grad(), config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 def _name(state: State) -> str:
@@ -118,7 +129,7 @@ def trace_model(model: Any, keep: int = 1, whole: bool = False, ahead: bool = Fa
     of_head = [torch.zeros(TRACE_BATCH, TRACE_TOKENS, config.hidden_size)] if isinstance(model, AheadMixin) else []
     arguments = (ids, counts + TRACE_TOKENS, counts, past, seen, *of_head)
     names, weights = _weight_names(wrapper), dict(model.named_parameters())
-    with few_collections(), torch.no_grad(), only(model, set(alike)) as wrapper.hidden:
+    with tracing(), only(model, set(alike)) as wrapper.hidden:
         program = torch.export.export(
             wrapper,
             arguments,

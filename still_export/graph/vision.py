@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 
-from still_export.graph.garbage import few_collections
 from still_export.graph.lower import give_weights, onnx_of
+from still_export.graph.trace import tracing
 from still_export.models.vision import Vision
 from still_export.models.weights import stand_ins
 
@@ -24,7 +24,7 @@ def vision_graph(vision: Vision) -> ir.Model:
     sizes = {0: torch.export.Dim("images", min=1, max=1 << 16), 1: square * squares}
     pixels = torch.zeros(IMAGES, SQUARES * square, vision.said["patch_values"])
     grid = torch.tensor([vision.said["merge"], SQUARES * vision.said["merge"]])
-    with few_collections(), torch.no_grad():
+    with tracing():
         program = torch.export.export(encoder, (pixels, grid), dynamic_shapes=(sizes, None), strict=False)
     names = {name: name.removeprefix("visual.") for name, _ in encoder.named_parameters()}
     model = onnx_of(program, INPUTS, [OUTPUT], names, {})

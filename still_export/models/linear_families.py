@@ -109,7 +109,7 @@ class Qwen3_5TextPositions(Qwen3_5TextRotaryEmbedding):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.rows is not None:
-            angles = position_ids[self.rows].movedim(0, -1).float() * self.inv_freq.float()
+            angles = position_ids[self.rows].permute(1, 2, 0).float() * self.inv_freq.float()
         else:
             places = position_ids if position_ids.ndim == 2 else position_ids[0]
             angles = places[..., None].float() * self.inv_freq.float()

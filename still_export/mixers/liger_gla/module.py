@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import softplus
+from transformers.utils.generic import maybe_autocast
 
 from still_export.mixers.base import LayerOp
 from still_export.mixers.gated_linear_attention.module import LOGIT_NORMALIZER
@@ -44,7 +45,7 @@ class LigerGLA(WindowModule):
     def gated(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
         """GLA [B, T, H, D] of heads before RoPE; queries and keys are distributions over their channels."""
         given = op_inputs(query, key, value)
-        with torch.autocast(value.device.type, enabled=False):  # the kernel chooses its own precision
+        with maybe_autocast(value.device.type, enabled=False):  # the kernel chooses its own precision
             inputs = Inputs(**given, update_rule="gated", scale=1.0)  # type: ignore[arg-type]
             return recurrent(inputs, past_key_values, self.layer_idx, self.ops).flatten(2, 3)
 
@@ -52,7 +53,7 @@ class LigerGLA(WindowModule):
 def op_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Tensors of GLA's op of heads [.., h, D] before RoPE."""
     wide = torch.promote_types(value.dtype, torch.float32)
-    decay = logsigmoid(key.to(wide)) / LOGIT_NORMALIZER
+    decay = -softplus(-key.to(wide)) / LOGIT_NORMALIZER
     query, key = (x.to(wide).softmax(-1).to(value.dtype) for x in (query, key))
     grouped = query.unflatten(-2, (value.shape[-2], -1))
     return {"query": grouped, "key": key, "value": value, "decay": decay}

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
+from transformers.utils.generic import maybe_autocast
 
 from still_export.mixers.base import LayerOp, PagedProjection, Turn
 from still_export.mixers.gated_linear_attention.module import LOGIT_NORMALIZER
@@ -142,7 +143,7 @@ class LinearizedAttention(ProjectedAttention):
             return self.turned(query, key, position_embeddings)
 
         given = self.op_inputs(self.heads(hidden), projected, weights, turn)
-        with torch.autocast(hidden.device.type, enabled=False):  # the kernel chooses its own precision
+        with maybe_autocast(hidden.device.type, enabled=False):  # the kernel chooses its own precision
             inputs = Inputs(**given, update_rule=self.rule)  # type: ignore[arg-type]
             output = recurrent(inputs, past_key_values, self.layer_idx, self.ops)
             return self.normed(output[:, :, :, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -13,12 +14,21 @@ from still_export.graph.lower import onnx_of
 
 
 class Simple(nn.Module):
-    """Casts, of which one changes nothing, views of sizes that inputs say and one that none says, a square."""
+    """A sum of two types, casts (one changes nothing), views (sizes that inputs say, one that none says), the other ops that are known."""
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        heads = x.to(torch.float32).unflatten(-1, (2, 6)).square()
+        heads = (0.5 - x).to(torch.float32).unflatten(-1, (2, 6)).square() * torch.tensor([2.0, 3, 4, 5, 6, 7])
+        heads = heads.transpose(1, 2).contiguous().transpose(1, 2) @ torch.eye(6).roll(1, 0)
+        heads = torch.where((heads > 1) & (heads < 3) | (heads > 5), -0.25, 3.0) + heads + torch.arange(6)
         joined = torch.cat([heads, heads], 1).flatten(-2).to(torch.float16)
         return joined.type_as(y), y.to(torch.float64)
+
+
+class Scaled(Simple):
+    """A difference with a factor, which ONNX has no op for."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(torch.rsub(x, 2.0, alpha=3.0), y)
 
 
 class Other(Simple):
@@ -50,7 +60,11 @@ def exported(model: nn.Module, traces: list[int], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, more", [(Simple(), 0), (Other(), 1), (Moved(), 1)], ids=["simple", "other", "moved"])
+@pytest.mark.parametrize(
+    "model, more",
+    [(Simple(), 0), (Scaled(), 1), (Other(), 1), (Moved(), 1)],
+    ids=["simple", "scaled", "other", "moved"],
+)
 def test_the_graph_is_that_of_torch(model: nn.Module, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
     import onnx_ir as ir
@@ -60,6 +74,7 @@ def test_the_graph_is_that_of_torch(model: nn.Module, more: int, monkeypatch: py
     ours = exported(model, traces, monkeypatch)
     assert len(traces) == more
     monkeypatch.setattr(lower, "decompose_simply", lambda program: None)
+    monkeypatch.setattr(lower, "promote_simply", contextlib.nullcontext)
     theirs = exported(model, traces, monkeypatch)
     assert len(traces) == more + 1
     counts = [Counter(node.op_type for node in graph.graph) for graph in (ours, theirs)]  # type: ignore[attr-defined]
