@@ -202,6 +202,7 @@ class Manifest(Record):
     eos_token_ids: list[Whole]
     chat: Chat | None = None
     portable: str | None = None
+    state_identity: str | None = None
     every: Every | None = None
     speculate: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
     vision: Vision | None = None

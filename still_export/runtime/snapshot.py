@@ -23,7 +23,7 @@ class Snapshot:
     """The state of a model's single sequence after `length` tokens.
 
     arrays: State tensors by name, cut to the rows that hold something; bfloat16 as uint16.
-    package: Digest of the files that give the state its meaning.
+    package: Digest of what gives the state its meaning.
     place: Where the text stops: in plain "text", inside a "user" message of a chat, after an "answer".
     unread: Tokens that belong to the text and that the model has not read.
     tokens: That were read, where they are known.
@@ -134,12 +134,10 @@ class Snapshot:
 
 
 def digest(model: Runner) -> str:
-    """Of graph, weights and adapter, and of the states' types and shapes: what a state's numbers depend on."""
-    files = {
-        name: entry["sha256"]
-        for name, entry in sorted(model.manifest["files"].items())
-        if name.endswith((".onnx", ".data"))
-    }
-    states = [[s.name, s.dtype, list(map(str, s.shape))] for s in model.table]
-    parts = [files, states, *([model.adapter] if model.adapter else [])]
+    """Of what a state's numbers depend on: the portable package, so that those that were lowered from it for other runtimes go on from each
+    other's states, and the adapter."""
+    told = (
+        model.manifest.get("state_identity") or model.manifest["files"]
+    )  # of a package that was exported before there was one
+    parts = [told, *([model.adapter] if model.adapter else [])]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

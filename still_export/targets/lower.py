@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -142,6 +143,7 @@ def lower_into(
     native = manifest.pop("native", None)  # ONNX Runtime's kernel
     content = {k: v for k, v in manifest.items() if k not in GENERATED}
     content |= {"portable": portable_identity(files), **({"command": command} if command else {})}
+    content.setdefault("state_identity", state_identity(content))
     target.check_model(content, options)
     say(f"lowering for {target.to}")
     traits = {*target.traits(options), *(() if content.get("quantization") else (FLOAT_WEIGHTS,))}
@@ -179,6 +181,12 @@ def demand_portable(package: Package) -> Package:
 def portable_identity(files: dict[str, Any]) -> str:
     """What tells a portable package from others: the hash of its weights, or of its graph where that holds them."""
     return str(files.get(DATA, files[PORTABLE])["sha256"])
+
+
+def state_identity(content: dict[str, Any]) -> str:
+    """What tells whether a package goes on from another's states: a hash of the portable package's weights, layers and states."""
+    told = [content[name] for name in ("portable", "model", "still", "states")]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:

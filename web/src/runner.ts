@@ -14,6 +14,7 @@ export interface Manifest {
   prefill_tokens: number;
   states: { name: string; shape: (number | string)[]; dtype: "float32"; growth: Growth | null }[];
   eos_token_ids: number[];
+  state_identity: string;
   chat: Record<"start" | "user_to_assistant" | "assistant_to_user", string> | null;
   files: Record<string, { sha256: string; size_bytes: number }>;
 }
@@ -175,12 +176,9 @@ export class Model {
     }
   }
 
-  /** Digest of graph, weights and states: what a snapshot's numbers depend on (still_export/runtime/snapshot.py). */
+  /** Digest of what a snapshot's numbers depend on (still_export/runtime/snapshot.py). */
   async digest(): Promise<string> {
-    const files = Object.keys(this.manifest.files).filter((n) => n.endsWith(".onnx") || n.endsWith(".data")).sort();
-    const hashes = files.map((n) => `${JSON.stringify(n)}: "${this.manifest.files[n]!.sha256}"`).join(", ");
-    const states = this.manifest.states.map((s) => `["${s.name}", "${s.dtype}", [${s.shape.map((d) => `"${d}"`).join(", ")}]]`);
-    return sha256(new TextEncoder().encode(`[{${hashes}}, [${states.join(", ")}]]`));
+    return sha256(new TextEncoder().encode(`["${this.manifest.state_identity}"]`));
   }
 
   /** What was read, as a file that `still-export run --load-state` takes too. */

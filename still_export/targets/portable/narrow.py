@@ -91,7 +91,7 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
             shutil.copyfile(source.path / name, folder / name)
     types = {value.name: value.dtype for value in model.graph.inputs}
     names: dict[ir.DataType | None, str] = {ir.DataType.FLOAT: "float32", TYPES[dtype]: dtype}
-    content = {k: v for k, v in manifest.items() if k not in GENERATED and k != "native"}
+    content = {k: v for k, v in manifest.items() if k not in (*GENERATED, "native", "state_identity")}
     content["model"] = {**manifest["model"], "dtype": dtype}
     content["config"] = {**manifest["config"], "dtype": dtype}
     content["states"] = [{**s, "dtype": names[types[f"past_{s['name']}"]]} for s in manifest["states"]]

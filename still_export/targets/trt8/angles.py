@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from still_graphs.edits import Writer, is_standard
 from still_graphs.later_ir import ir
 
@@ -63,7 +61,7 @@ def _part_of_a_turn(writer: Writer, angle: ir.Value) -> ir.Value:
     name = str(angle.name)
 
     def of(op: str, value: ir.Value, other: ir.Value | float | None, hint: str) -> ir.Value:
-        constant = writer.constant(np.float32(other), np.float32) if isinstance(other, float) else other
+        constant = writer.constant(other, "float32") if isinstance(other, float) else other
         result = writer.node(op, [value] if constant is None else [value, constant], hint=f"{name}{hint}")
         result.shape, result.type = angle.shape, ir.TensorType(ir.DataType.FLOAT)
         return result

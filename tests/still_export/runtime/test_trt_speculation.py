@@ -15,10 +15,14 @@ from still_export.graph.options import ExportOptions
 from still_export.package.folder import open_package
 from still_export.package.trust import trust_package
 from still_export.proof.package import VerifyOptions, verify
+from still_export.runtime.base import Runner
+from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.speculation import Guesser, Speculation
 from still_export.runtime.tensorrt import TrtModel
 from still_export.targets.lower import lower_package
+from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.build import build_engines
 from still_export.targets.trt.options import TrtOptions
 from still_graphs.states import AHEAD, ANY, LAST_HIDDEN, StateTable
@@ -28,7 +32,7 @@ from tests.still_export.fake_tensorrt import FakeTensorRT
 from tests.still_export.head_models import published
 from tests.still_export.linear_models import linear_model
 from tests.still_export.packages import portable_package
-from tests.still_export.runtime.test_speculation import GUESSES, PROMPT, SEQUENCES, begun, check_models
+from tests.still_export.runtime.test_speculation import CLOSE, GUESSES, PROMPT, SEQUENCES, begun, check_models
 from tests.still_export.tiny import CHUNK, MIXED
 
 pytestmark = pytest.mark.slow  # each exports a model
@@ -174,3 +178,30 @@ def test_a_head_is_left_out(module: FakeTensorRT, tmp_path: Path) -> None:
     check_models(lambda plain=False: TrtModel(path))
     with pytest.raises(RunError, match=r"no head that guesses .* run it with ONNX Runtime"):
         still_export.load(path, guess="mtp")
+
+
+def test_saved_states_move_between_runtimes(export_tiny: Exporter, module: FakeTensorRT, tmp_path: Path) -> None:
+    """Of packages that were lowered from one portable package; those of others are refused."""
+    portable = still(export_tiny)
+    for name in ("onnx", "same"):
+        (tmp_path / name).mkdir()
+        lower_package(open_package(portable), OrtOptions(native=False), tmp_path / name, "onnx")
+    other = still(export_tiny, layer_types=None)
+    here: list[Runner] = [OrtModel(tmp_path / "onnx", threads=1), TrtModel(built(portable, tmp_path / "trt", 1))]
+    tokens = PROMPT[:1, : CHUNK + 5]
+    for one, another in (here, here[::-1], [here[0], OrtModel(tmp_path / "same", threads=1)]):
+        one.start()
+        one.feed(tokens)
+        path = tmp_path / "state.safetensors"
+        Snapshot.of(one).save(path)
+        another.start()
+        another.feed(tokens[:, :3])  # what it had read is forgotten
+        Snapshot.load(path).restore(another, CHUNK)
+        ends = [
+            np.concatenate([model.feed(tokens[:, i : i + 1]) for i in range(CHUNK)], axis=1) for model in (one, another)
+        ]
+        np.testing.assert_allclose(ends[1], ends[0], atol=CLOSE["atol"], rtol=CLOSE["rtol"])
+    (tmp_path / "other").mkdir()
+    lower_package(open_package(other), OrtOptions(native=False), tmp_path / "other", "onnx")
+    with pytest.raises(RunError, match="of another package"):
+        Snapshot.load(path).restore(OrtModel(tmp_path / "other", threads=1))
