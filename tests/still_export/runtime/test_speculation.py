@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,17 @@ def begun(model: Runner) -> Any:
     return model
 
 
-def guessed(model: Runner, hold: Hold, part: slice = slice(0, SEQUENCES)) -> np.ndarray:
-    """Logits of `TOKENS`, read by the sequences of `part` in calls of guesses, with others behind those that hold."""
-    random, done = np.random.default_rng(1), np.zeros(SEQUENCES, np.int64)
-    done[: part.start], done[part.stop :] = STEPS, STEPS
-    logits = np.zeros((SEQUENCES, STEPS, VOCAB), np.float32)
-    while (done < STEPS).any():
-        brought = np.where(done < STEPS, random.integers(1, GUESSES + 2, SEQUENCES), 0)
-        holds = np.minimum(hold(random, brought), STEPS - done)
+def guessed(model: Runner, hold: Hold, part: slice = slice(0, SEQUENCES), tokens: np.ndarray = TOKENS) -> np.ndarray:
+    """Logits of `tokens`, read by the sequences of `part` in calls of guesses, with others behind those that hold."""
+    random, done, steps = np.random.default_rng(1), np.zeros(SEQUENCES, np.int64), tokens.shape[1]
+    done[: part.start], done[part.stop :] = steps, steps
+    logits = np.zeros((SEQUENCES, steps, VOCAB), np.float32)
+    while (done < steps).any():
+        brought = np.where(done < steps, random.integers(1, GUESSES + 2, SEQUENCES), 0)
+        holds = np.minimum(hold(random, brought), steps - done)
         ids = random.integers(3, VOCAB, (SEQUENCES, GUESSES + 1))
         for b, count in enumerate(holds):
-            ids[b, :count] = TOKENS[b, done[b] : done[b] + count]
+            ids[b, :count] = tokens[b, done[b] : done[b] + count]
         rows = model.guess(ids[part], brought[part], part.start)
         again = model.guess(ids[part], brought[part], part.start, greedy=True)  # what was not accepted was not read
         for row, likely, count in zip(rows, again, brought[part], strict=True):
@@ -91,15 +91,17 @@ def check(path: Path, replays: bool = False) -> None:
     check_models(lambda plain=False: opened(path, replays and not plain))
 
 
-def check_models(opened: Callable[..., Any]) -> None:
+def check_models(
+    opened: Callable[..., Any], tokens: np.ndarray = TOKENS, holds: Mapping[str, Hold] = HOLDS, parts: int = 2
+) -> None:
     """That states and logits of a runner are those of plain decoding, whatever holds."""
     plain = begun(opened(plain=True))
-    logits = np.concatenate([plain.feed(TOKENS[:, i : i + 1]) for i in range(STEPS)], axis=1)
+    logits = np.concatenate([plain.feed(tokens[:, i : i + 1]) for i in range(tokens.shape[1])], axis=1)
     expected = [{n: x.copy() for n, x in plain.take(b).items()} for b in range(SEQUENCES)]
-    for name, hold in HOLDS.items():
-        for part in (slice(0, SEQUENCES), slice(1, SEQUENCES)):
+    for name, hold in holds.items():
+        for part in [slice(first, SEQUENCES) for first in range(parts)]:
             model = begun(opened())
-            found, those = guessed(model, hold, part), range(SEQUENCES)[part]
+            found, those = guessed(model, hold, part, tokens), range(SEQUENCES)[part]
             np.testing.assert_allclose(found[part], logits[part], err_msg=name, **CLOSE)
             assert (model.length[part] == plain.length[part]).all()
             captured = getattr(model, "_captured", {1 + GUESSES})
@@ -125,6 +127,14 @@ def test_still_beside_softmax_layers(export_tiny: Exporter, native: bool | None)
     package = export_tiny(options={"speculate": GUESSES, "native": native}, layer_types=MIXED)
     assert (OrtModel(package.path).native is None) == (native is False)
     check(package.path)
+
+
+@pytest.mark.long
+def test_a_thousand_calls_of_which_some_hold(export_tiny: Exporter, native: bool | None) -> None:
+    options = {"speculate": GUESSES, "native": native}
+    package = export_tiny(options=options, layer_types=MIXED, capacity_tokens=2048)
+    tokens = np.random.default_rng(8).integers(3, VOCAB, (SEQUENCES, 1536))
+    check_models(lambda plain=False: opened(package.path), tokens, {"random": HOLDS["random"]}, parts=1)
 
 
 def test_calls_that_are_replayed(export_tiny: Exporter, library: str, tmp_path: Path) -> None:
