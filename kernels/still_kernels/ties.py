@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,13 +37,14 @@ Pairs = list[tuple[Arrays, Arrays]]
 class Choices:
     """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without a tie;
     `widest` is the largest lead among those that differ, in parts of the lead that is a tie. `expected` is the number of choices that
-    rounding turns in a right runtime."""
+    rounding turns in a right runtime. `untold` are tokens with a choice that nearly ties and that the runtime does not tell."""
 
     compared: int = 0
     near_ties: int = 0
     wrong: int = 0
     widest: float = 0.0
     expected: float = 0.0
+    untold: int = 0
 
     @property
     def too_many(self) -> bool:
@@ -61,6 +62,7 @@ class Choices:
         self.wrong += other.wrong
         self.widest = max(self.widest, other.widest)
         self.expected += other.expected
+        self.untold += other.untold
 
 
 class OpTies(Protocol):
@@ -100,6 +102,14 @@ class OpTies(Protocol):
 
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """The smallest lead of what was chosen along sequences of `counts` [B] tokens, in units of the scores."""
+
+
+@runtime_checkable
+class Untold(Protocol):
+    """Choices that no state shows: a runtime tells them, or nobody knows."""
+
+    def open_tokens(self, leads: Leads) -> np.ndarray:
+        """As of Ties."""
 
 
 class Ties:
@@ -149,6 +159,11 @@ class Ties:
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """As of OpTies; infinity where nothing is chosen."""
         return min((op.closest(_part(op, scores), counts) for op in self.each), default=math.inf)
+
+    def open_tokens(self, leads: Leads) -> np.ndarray:
+        """Tokens [B, N] with a choice that states do not show and that nearly ties: either answer is right. N is 0 where none is."""
+        found = [op.open_tokens(leads) for op in self.each if isinstance(op, Untold)]
+        return found[0] if found else np.zeros((1, 0), bool)
 
     @property
     def shown(self) -> Ties:

@@ -177,9 +177,14 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
     for check in report.checks:
         print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
     chosen = report.selections
+    untold = (
+        f"; {chosen.untold} tokens with a near tie that the runtime does not tell: their logits are not held"
+        if chosen.untold
+        else ""
+    )
     print(
         f"selections: {chosen.compared} choices compared, {chosen.near_ties} differ by a near tie (expected: at most some "
-        f"{chosen.expected:.1f}{': TOO MANY' if chosen.too_many else ''}), {chosen.wrong} differ without one"
+        f"{chosen.expected:.1f}{': TOO MANY' if chosen.too_many else ''}), {chosen.wrong} differ without one{untold}"
     )
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     for entry in [e for e in report.outputs if not e.passed][:SHOWN]:

@@ -62,6 +62,7 @@ class Case:
         own_mean: The mean error of that run, by output.
         went: By layer, the experts that tokens went to in PyTorch, a mask [B, N, E].
         own_top1: That run's best tokens that are the reference's too, and all.
+        untold: Tokens [B, N] with a choice that nearly ties and that the target did not tell: their logits are not held.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Case:
     own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
     went: dict[int, np.ndarray] = field(default_factory=dict)
+    untold: np.ndarray = field(default_factory=lambda: np.zeros((1, 0), bool))
 
     @cached_property
     def largest(self) -> dict[str, float]:
@@ -144,6 +146,14 @@ class Case:
             if not (there | ~told).all() or fewer.any():
                 return False
         return True
+
+    def open_rows(self, expected: Arrays) -> np.ndarray:
+        """Rows of a call's logits, [B, T], that are of tokens of `untold`."""
+        real = np.any(expected["logits"] != 0, axis=-1)
+        places = expected["present_length"][:, None] - real.sum(1, keepdims=True) + np.arange(real.shape[1])
+        within = real & (places >= 0) & (places < self.untold.shape[1])
+        chosen = np.take_along_axis(self.untold, np.where(within, places, 0), 1) if self.untold.size else within & False
+        return np.asarray(within & chosen)
 
     def before(self, place: int, done: int, feed: Arrays) -> Arrays:
         """PyTorch's outputs after the steps from `done` up to `place`, whose call `feed` is."""

@@ -70,6 +70,8 @@ class Judged:
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
+            if LOGITS in expected and case.untold.any():
+                errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
         return cls(case, errors, sums, np.concatenate(same or [np.zeros(0, bool)]))
 
@@ -238,7 +240,8 @@ class Verifier:
         target did, `told` before it answered or on the same prompt once more: each choice is judged by what PyTorch would have chosen
         there, and all numbers are compared. Steps go on from PyTorch's state where it chose otherwise (`Case.pairs`).
 
-        Answers from a file follow nobody, and experts only where the runtime tells them. There another prompt is drawn if what differs
+        Answers from a file follow nobody, and experts only where the runtime tells them: else the logits of tokens whose experts nearly tie
+        are not held. There another prompt is drawn if what differs
         within a call, the prompt's of steps among them, exceeds the bounds of the case itself, or other selections differ by more than a
         tie: those of later layers and chunks read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs
         by more than a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of
@@ -258,6 +261,8 @@ class Verifier:
                 else:
                     pairs, turned = case.pairs(session, self.ties)
                 seen = session.seen() if self.target.watch else []
+                if self.target.watch and not (seen and self.cases.follows):
+                    case.untold = self.ties.open_tokens(case.leads)
                 other = case.elsewhere(pairs, seen, self.ties) if self.cases.follows else None
                 more = attempt < ATTEMPTS - 1
                 if more and other is not None and not other.is_like(told.get(number)):
@@ -284,7 +289,7 @@ class Verifier:
     def _compared(self, case: Case, pairs: Pairs) -> Choices:
         """The choices of a case, and how many of them rounding turns."""
         found = self.ties.compare(pairs, case.leads)
-        found.expected = expected_ties(case.leads)
+        found.expected, found.untold = expected_ties(case.leads), int(case.untold.sum())
         return found
 
     def _guessed(self, session: Guessing, case: Case, total: Choices) -> Judged:

@@ -21,6 +21,8 @@ class RoutingTies:
 
     score = MARGINS
     watched = ROUTE.name
+    heads = 1
+    """Choices of a token in one layer."""
     span = 1 << 30
 
     def compare(self, pairs: Pairs, leads: Leads) -> Choices:
@@ -85,6 +87,12 @@ class RoutingTies:
                 lead = np.where(turned, -np.abs(gap), lead)
             found[key] = np.where(np.arange(lead.shape[1]) < counts[:, None], lead, np.inf)
         return found
+
+    def open_tokens(self, leads: Leads) -> np.ndarray:
+        """As of Ties: what nearly ties in any layer."""
+        tied = [np.abs(lead) <= 1 for key, lead in leads.items() if key < 0]
+        whole = np.any(tied, axis=0) if tied else np.zeros((1, 0), bool)
+        return np.asarray(whole.reshape(len(whole), -1, self.heads).any(-1))
 
     def usual(self, error: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Root of the mean square of errors, less their mean; `known` are those of margins that are finite."""

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from still_export.package.folder import Package
-from still_export.proof.cases import Case
+from still_export.proof.cases import Case, row_errors
 from still_export.proof.sessions import Target
-from still_export.proof.verify import Verifier
+from still_export.proof.tolerance import Bounds
+from still_export.proof.verify import Judged, Verifier
+from still_kernels.route.ties import RoutingTies
+from still_kernels.select_blocks.ties import BlockTies
 from still_kernels.ties import Choices, Ties
 
 OWN = {"logits": np.full((2, 1), 5e-3), "kind": np.full((2, 1), 1e9)}
@@ -92,3 +95,27 @@ def test_which_draw_is_judged(draws: list[tuple[int, float]], judged: int) -> No
 )
 def test_which_draw_of_steps_is_judged(draws: list[tuple[int, int, float]], judged: int) -> None:
     assert drawn(draws) == judged
+
+
+@pytest.mark.parametrize(("wrong", "tied", "passes"), [(8, 8, True), (8, 9, False), (9, 8, False), (10, 10, False)])
+def test_rows_of_choices_that_nobody_tells_are_not_held(wrong: int, tied: int, passes: bool) -> None:
+    """Tokens 6 to 9, of a sequence with two tokens of padding behind; 10 is none."""
+    draw = np.random.default_rng(0)
+    right = np.concatenate([draw.standard_normal((1, 4, 16)), np.zeros((1, 2, 16))], axis=1)
+    found = right + 1e-3 * (right != 0) * draw.standard_normal(right.shape)
+    found[0, wrong - 6] += 0.5
+    lead = np.full((1, 12), np.inf)
+    lead[0, tied], lead[0, 3] = 0.2, -0.9
+    case = Case("case", [], [], leads={~1: np.full((1, 12), 5.0), ~0: lead})
+    case.own = [{"logits": row_errors(right, right + 1e-3 * (right != 0))}]
+    case.untold = Ties([RoutingTies()]).open_tokens(case.leads)
+    assert case.untold.sum() == 2
+    call = {"logits": right, "present_length": np.array([10])}
+    judged = Judged.of(case, [(call, {**call, "logits": found})])
+    assert (Bounds([case], dtype="float16").judge(case, "logits", [judged.errors[0]["logits"]]).share <= 1) == passes
+
+
+def test_choices_of_several_heads_are_of_one_token() -> None:
+    leads = {~0: np.array([[9.0, 0.5, 9.0, 9.0, 9.0, 9.0]])}
+    assert Ties([BlockTies(2)]).open_tokens(leads).tolist() == [[True, False, False]]
+    assert not Ties([Chooser()]).open_tokens(leads).size  # what states show is compared by them
