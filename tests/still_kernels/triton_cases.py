@@ -216,7 +216,7 @@ WITH_REST = {
         rest=True,
         tiles={"decode": {"LF": 16, "WG": 1}},
     ),
-    "fold oldest": Case(
+    "rest, fold oldest": Case(
         {"overflow": "fold_oldest", "capacity_tokens": 96},
         ((63, [63, 62]), STEP, STEP, (64, [40, 64])),
         paged=True,
@@ -231,6 +231,7 @@ WITH_REST = {
     ),
 }
 """Cases of float32 in which the interpreter has to know bfloat16, and what a step reads of S is rounded to it."""
+assert not CASES.keys() & WITH_REST.keys(), "of one name only one would run"
 
 
 def case_inputs(case: Case, batch: int, tokens: int, generator: torch.Generator) -> list[torch.Tensor | None]:
