@@ -13,13 +13,13 @@ CPU, where nothing is timed.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from still_kernels.bench import median_s
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.cost import decode_cost
 from still_kernels.hybrid_attention.narrow import widened
@@ -88,25 +88,12 @@ def random_tokens(config: HybridAttentionConfig, tokens: int, mean: float = 0.0)
     return Inputs(query, key, value, gate, *maps), torch.full_like(query, float("nan"))
 
 
-def microseconds(call: Callable[[], object], count: int, repeats: int = 30) -> float:
-    """Of a `count`-th of a call that is replayed, the median."""
-    times = []
-    for _ in range(repeats + 3):
-        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / count)
-    return round(statistics.median(times[3:]), 1)
-
-
 def timed(call: Callable[[], object], count: int) -> float | None:
-    """The same in a CUDA graph; without a GPU it is tried."""
+    """Microseconds of a `count`-th of a call in a CUDA graph, the median; without a GPU it is tried."""
     if CUDA:
         call()
         torch.cuda.synchronize()
-        return microseconds(replayed(call), count)
+        return round(median_s(replayed(call), 30) * 1e6 / count, 1)
     call()
     return None
 

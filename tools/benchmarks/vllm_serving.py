@@ -51,7 +51,7 @@ NGRAM = {
     "rejection_sample_method": "synthetic",
     "synthetic_acceptance_rates": [0.8, 0.64, 0.512, 0.4096],  # unconditional: each of those that remain holds in 0.8
 }
-LLAMA, EXPERTS = GEOMETRIES[LLAMA_8B], GEOMETRIES["qwen3.5-35b-a3b"]
+LLAMA, EXPERTS = GEOMETRIES[LLAMA_8B], "qwen3.5-35b-a3b"
 TINY = {
     **LLAMA,
     "vocab_size": 512,
@@ -112,7 +112,7 @@ def blank_folder(folder: Path, kind: str, sizes: Sizes) -> Path:
         config = Qwen3NextConfig(**values, architectures=["Qwen3NextForCausalLM"])
     else:
         config = LlamaConfig(**values, architectures=["LlamaForCausalLM"])
-    if kind in ("still", "kv_group"):
+    if kind.startswith("still") or kind == "kv_group":
         scope = "kv_group_max" if kind == "kv_group" else "q_head"
         still = StillConfig.from_dict({"capacity_tokens": sizes.context, "select_scope": scope})
         config = still_family_config(family_of("llama"), config.to_dict(), still)
@@ -317,13 +317,13 @@ def main() -> int:
         # So that this process finds the plugin, as those that vLLM starts.
         os.execv(sys.executable, [sys.executable, "-m", "tools.benchmarks.vllm_serving", *sys.argv[1:]])
     small = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
-    sizes = TINY_SIZES if options.tiny else SIZES
+    geometry, sizes = ("tiny", TINY_SIZES) if options.tiny else (LLAMA_8B, SIZES)
     if options.kind == "experts-int4":
-        sizes = replace(sizes, geometry=EXPERTS, rows=8)
+        geometry, sizes = EXPERTS, replace(SIZES, geometry=GEOMETRIES[EXPERTS], rows=8)
     bench = Bench(options.kind, options.ranks, sizes, small)
     bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     subject = {
-        "geometry": "tiny" if options.tiny else str(sizes.geometry["model_type"]),
+        "geometry": geometry,
         "runtime": "vllm",
         "kind": options.kind,
         "ranks": str(options.ranks),
