@@ -23,7 +23,9 @@ from still_export.targets.registry import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "proofs"
-PAGES = ("docs/reference/ledger.md", "docs/reference/targets.md", "README.md")
+PAGES = ("docs/reference/ledger.md", "docs/reference/targets.md", "docs/notebook/quality.md", "README.md")
+QUALITY = "quality "
+"""How records of tools/benchmarks/quality.py begin: they have a page of their own."""
 MARKED = re.compile(r"(<!-- ledger: (\w+) -->\n\n).*?(\n<!-- ledger ends -->)", re.DOTALL)
 WIDTH = 138
 SPEED = re.compile(r"(prefill_s|decode_ms|peak_mb)_at_(\d+)")
@@ -110,7 +112,7 @@ def benchmarks(records: list[Record]) -> str:
     """What the tools of tools/benchmarks measured, a table each."""
     parts = []
     for record in newest(records):
-        rows: Any = record.figures.get("rows")
+        rows: Any = record.figures.get("rows") if not record.name.startswith(QUALITY) else None
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = ([f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else v for c in columns] for row in rows)
@@ -119,6 +121,31 @@ def benchmarks(records: list[Record]) -> str:
             head = f"{about}: {machine_of(record)}, {record.date:%Y-%m-%d}, `{record.commit}`.{stale}\n\n"
             parts.append(f"{head}{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}")
     return "\n".join(parts) or "Not recorded yet.\n"
+
+
+def quality(records: list[Record]) -> str:
+    """What packages know at length: a table a length with the share of right answers by task, and one of perplexity by position."""
+    named = [r for r in newest(records) if r.name.startswith(QUALITY)]
+    found: dict[str, dict[str, dict[str, str]]] = {}  # by table, by package, by column
+    for record in sorted(named, key=lambda r: (r.subject["base"], r.subject.get("adapter", ""), r.name)):
+        subject = record.subject
+        kind = subject.get("quantize") or subject["dtype"]
+        what = f"{subject['base']}, {subject.get('adapter') or 'full attention'} | {kind} | {target_named(record)}"
+        rows: Any = record.figures["rows"]
+        for row in rows:
+            table, column, cell = "Perplexity", row.get("positions", ""), f"{row.get('value', 0):.3f}"
+            if "length" in row:
+                table, column = f"{row['length']:,} tokens, {row['prompts']} prompts a cell", row["task"].replace("_", " ")
+                cell = f"{row['right']:.0%} ({100 * row['low']:.0f} to {100 * row['high']:.0f})"
+            found.setdefault(table, {}).setdefault(what, {})[column] = cell
+    parts = []
+    for table, packages in sorted(found.items(), key=lambda each: (each[0] == "Perplexity", len(each[0]), each[0])):
+        columns = list(dict.fromkeys(column for row in packages.values() for column in row))
+        lines = [("package | type | runtime", *columns), ("--- | --- | ---", *["---"] * len(columns))]
+        lines += [(what, *(row.get(column, "") for column in columns)) for what, row in packages.items()]
+        parts.append(f"{table}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    machines = sorted({f"{machine_of(r)}, {r.date:%Y-%m-%d}, `{r.commit}`" for r in named})
+    return "\n".join([*parts, f"{'; '.join(machines)}.\n"] if parts else ["Not recorded yet.\n"])
 
 
 def summary(records: list[Record]) -> str:
@@ -134,7 +161,7 @@ def summary(records: list[Record]) -> str:
 
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    made.__name__: made for made in (proofs, targets, speeds, benchmarks, summary)
+    made.__name__: made for made in (proofs, targets, speeds, benchmarks, quality, summary)
 }
 
 

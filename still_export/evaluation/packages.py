@@ -40,7 +40,8 @@ class PackageModel:
         """Logits of the last `logits_to_keep` tokens of ids [B, T], 0 = all: an object whose `logits` are float32 [B, n, V]."""
         most = self.runner.most_rows or len(ids)
         parts = [self._logits(part.numpy(), logits_to_keep or ids.shape[1]) for part in ids.split(most)]
-        return SimpleNamespace(logits=torch.from_numpy(np.concatenate(parts).astype(np.float32)))
+        logits = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return SimpleNamespace(logits=torch.from_numpy(logits.astype(np.float32, copy=False)))
 
     def _logits(self, tokens: np.ndarray, kept: int) -> np.ndarray:
         """[B, kept, V] of the last tokens of [B, T]."""
@@ -50,9 +51,11 @@ class PackageModel:
             between, places = self.runner.between(tokens)
             return self._fed(between)[:, places[-kept:]]
         first = count - kept + 1
-        found = [self._fed(self.runner.between(tokens[:, :first])[0])[:, -1]]
-        found += [self.runner.step(tokens[:, place]).copy() for place in range(first, count)]
-        return np.stack(found, axis=1)
+        found = np.empty((rows, kept, self.config.vocab_size), np.float32)  # of long texts gigabytes, once
+        found[:, 0] = self._fed(self.runner.between(tokens[:, :first])[0])[:, -1]
+        for place in range(first, count):
+            found[:, place - first + 1] = self.runner.step(tokens[:, place])
+        return found
 
     def generate(
         self,
