@@ -3,7 +3,7 @@
   python -m tools.benchmarks.random_model llama-1b FOLDER
   python -m tools.benchmarks.random_model llama-8b FOLDER --sparse
 
-Needs the disk, not the memory, of the model; with --sparse a 32nd of the disk, and seconds. There is no tokenizer: packages of it
+Needs the disk, not the memory, of the model; with --sparse a 32nd of the disk, and seconds; with --repeat no time to draw. There is no tokenizer: packages of it
 run on token ids.
 """
 
@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,24 @@ def shapes(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, tuple(parameter.shape)
 
 
-def write(path: Path, shapes: Mapping[str, tuple[int, ...]], generator: torch.Generator, part: int) -> None:
-    """A safetensors file: ones for vectors, else random bfloat16 numbers, one in `part` of a tensor; the others are a hole, zeros."""
+def drawn_once(generator: torch.Generator) -> Callable[[int], torch.Tensor]:
+    """Draws of up to PIECE of the same random bfloat16 numbers, each from another place on: no two rows of a matrix are alike."""
+    period = PIECE - 3
+    numbers = (torch.randn(period, generator=generator) * 0.02).bfloat16().repeat(3)
+    place = 0
+
+    def draw(count: int) -> torch.Tensor:
+        nonlocal place
+        found = numbers[place : place + count]
+        place = (place + count + 12_345) % period
+        return found
+
+    return draw
+
+
+def write(path: Path, shapes: Mapping[str, tuple[int, ...]], draw: Callable[[int], torch.Tensor], part: int) -> None:
+    """A safetensors file: ones for vectors, else bfloat16 numbers that `draw` gives, one in `part` of a tensor; the others are a hole,
+    zeros."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -51,13 +67,11 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], generator: torch.Ge
         first = file.tell()
         for name, shape in shapes.items():
             file.seek(first + header[name]["data_offsets"][0])
-            for numbers in torch.empty(math.prod(shape) // (part if len(shape) > 1 else 1)).split(PIECE):
-                drawn = (
-                    torch.ones(len(numbers))
-                    if len(shape) == 1
-                    else torch.randn(len(numbers), generator=generator) * 0.02
-                )
-                file.write(drawn.bfloat16().view(torch.int16).numpy().tobytes())
+            count = math.prod(shape) // (part if len(shape) > 1 else 1)
+            for start in range(0, count, PIECE):
+                size = min(PIECE, count - start)
+                drawn = torch.ones(size, dtype=torch.bfloat16) if len(shape) == 1 else draw(size)
+                file.write(drawn.view(torch.int16).numpy().data)
         file.truncate(first + end)
 
 
@@ -68,11 +82,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="Layers, for a first try; the geometry's own otherwise.")
     parser.add_argument("--sparse", action="store_true", help="Mostly zeros, in files with holes.")
+    parser.add_argument("--repeat", action="store_true", help="Few random numbers, repeated.")
     given = parser.parse_args(arguments)
     changed = {"num_hidden_layers": given.layers} if given.layers else {}
     config = config_of(given.geometry, dtype="bfloat16", **changed)
     given.folder.mkdir(parents=True)
     generator, part = torch.Generator().manual_seed(0), SPARSE if given.sparse else 1
+
+    def each(count: int) -> torch.Tensor:
+        return (torch.randn(count, generator=generator) * 0.02).bfloat16()
+
+    draw = drawn_once(generator) if given.repeat else each
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in shapes(config):
         if sum(2 * math.prod(each) for each in shards[-1].values()) >= SHARD_BYTES:
@@ -81,7 +101,7 @@ def main(arguments: list[str]) -> int:
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         places.update(dict.fromkeys(shard, f"model-{number:05d}.safetensors"))
-        write(given.folder / places[next(iter(shard))], shard, generator, part)
+        write(given.folder / places[next(iter(shard))], shard, draw, part)
     (given.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     config.save_pretrained(given.folder)
     return 0

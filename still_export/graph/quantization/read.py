@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 
 WHOLE = slice(None)
+TOGETHER_READ = 1 << 22
+"""Numbers of a weight that one thread reads back at once."""
 
 
 def held_model(
@@ -98,9 +103,8 @@ def _with_held(source: Source, graph: Path, manifest: dict[str, Any]) -> Source:
     weights: dict[str, Weight] = dict(source.weights)
     for name, read in held.items():
         known = weights[names[name]]
-        weights[names[name]] = Deferred(
-            known.shape, known.dtype, partial(_as_type, read, known.dtype), rows=partial(_as_type, read, known.dtype)
-        )
+        rows = partial(_as_type, read, known.shape, known.dtype)
+        weights[names[name]] = Deferred(known.shape, known.dtype, rows, rows=rows)
     return replace(source, weights=weights)
 
 
@@ -121,8 +125,22 @@ def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
     return total.to(value.dtype)
 
 
-def _as_type(read: Callable[[slice], Tensor], dtype: torch.dtype, rows: slice = WHOLE) -> Tensor:
-    return read(rows).to(dtype)
+def _as_type(
+    read: Callable[[slice], Tensor], shape: torch.Size | tuple[int, ...], dtype: torch.dtype, rows: slice = WHOLE
+) -> Tensor:
+    """Rows of a weight of this shape in `dtype`, read by as many threads as PyTorch has."""
+    first, last, _ = rows.indices(shape[0])
+    found = torch.empty((last - first, *shape[1:]), dtype=dtype)
+    size = max(1, TOGETHER_READ * shape[0] // max(1, math.prod(shape)))
+
+    def fill(start: int) -> None:
+        part = slice(start, min(start + size, last))
+        found[part.start - first : part.stop - first] = read(part)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(fill, range(first, last, size)):
+            pass
+    return found
 
 
 def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict[str, Callable[[slice], Tensor]]:
@@ -130,12 +148,17 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
     import onnx_ir as ir
 
     parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
+    loading = Lock()  # a tensor maps its file once, at the first look
+
+    def array(name: str) -> np.ndarray:
+        with loading:
+            return parts[name].numpy()  # type: ignore[union-attr]
 
     def values(names: str, part: str, axis: int, rows: slice) -> np.ndarray | None:
         tensor = parts.get(f"{names}.{part}")
         if tensor is None:
             return None
-        whole = tensor.numpy()
+        whole = array(f"{names}.{part}")
         if tensor.dtype == ir.DataType.UINT4:  # two numbers a byte, in the order of MatMulNBits
             whole = np.frombuffer(tensor.tobytes(), np.uint8).reshape(len(whole), -1)
         found = whole[(slice(None),) * axis + (rows,)]
@@ -151,15 +174,15 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
             assert own is not None
             total = Float8Weight(floats.reshape(*own.T.shape, -1), own.T, None, 8).dequantized()
         if signed is not None:
-            steps = parts[f"{names}.scales"].numpy().astype(np.float32)  # type: ignore[union-attr]
+            steps = array(f"{names}.scales").astype(np.float32)
             steps = steps.reshape(-1, steps.shape[-1])[:, None, rows]  # [blocks, 1, N]
             total = signed.astype(np.float32).reshape(len(steps), -1, steps.shape[-1]) * steps
             total = total.reshape(signed.shape).T
         for bits, part in K_QUANT.items():
-            if (words := parts.get(f"{names}.{part}")) is not None:
+            if f"{names}.{part}" in parts:
                 numbers = values(names, "numbers", 0, rows)
                 assert numbers is not None
-                total = from_tiles(np.ascontiguousarray(words.numpy()[rows]), numbers, bits)
+                total = from_tiles(np.ascontiguousarray(array(f"{names}.{part}")[rows]), numbers, bits)
         if scales is not None:
             codes = values(names, "blocks", 0, rows)
             codes = values(names, ROWS, 0, rows) if codes is None else codes
@@ -195,9 +218,7 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
         return torch.from_numpy(np.ascontiguousarray(total))
 
     def half(name: str, rows: slice) -> Tensor:
-        value = parts[f"{name}.half"]
-        assert value is not None
-        return torch.from_numpy(value.numpy()[rows].copy()).float()
+        return torch.from_numpy(array(f"{name}.half")[rows].copy()).float()
 
     readers: dict[str, Callable[[slice], Tensor]] = {}
     for part in parts:
