@@ -324,7 +324,11 @@ def main() -> int:
         geometry, sizes = EXPERTS, replace(SIZES, geometry=GEOMETRIES[EXPERTS], rows=8)
     if options.no_compile:
         rows = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= sizes.rows]
-        limits["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": rows}
+        limits["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": rows,
+        }
     bench = Bench(options.kind, options.ranks, sizes, limits)
     bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     subject = {
