@@ -20,6 +20,10 @@ from typing import Any
 import pytest
 
 from still_export.proof.records import make_record, write_record
+from tests.still_export.conftest import Exporter, export_tiny
+from tests.still_export.packages import with_library
+
+__all__ = ["export_tiny"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE, RECORDS, TENSORRT = "STILL_GPU_PLACE", "STILL_RECORDS", "STILL_TENSORRT_ENV"
@@ -134,3 +138,11 @@ class TensorRt:
 def tensorrt(tmp_path: Path) -> TensorRt:
     """Where TensorRT's programs run, and leave their logs."""
     return TensorRt(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def native_package(export_tiny: Exporter, library: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny package with kernels for this CPU."""
+    folder = tmp_path_factory.mktemp("native") / "tiny"
+    with_library(export_tiny(), library, folder)
+    return folder

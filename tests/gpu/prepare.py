@@ -5,6 +5,7 @@
   python -m tests.gpu.prepare PLACE linear --include HEADERS [--only qwen3_5_text,kimi_linear]
   python -m tests.gpu.prepare PLACE bodies [--only rat]                       # families without kernels
   python -m tests.gpu.prepare PLACE trt --tensorrt-include INCLUDE [--model FOLDER] [--only demo,verified,mamba2]
+  python -m tests.gpu.prepare PLACE moved --include HEADERS --tensorrt-include INCLUDE   # of one portable package, for three runtimes
   python -m tests.gpu.prepare PLACE speed --include HEADERS                   # no weights, for tools.benchmarks.gpu_package
   python -m tests.gpu.prepare PLACE pack                                      # PLACE/part00, part01 ...: what travels, in small pieces
 
@@ -32,6 +33,7 @@ CONTEXT = 65536 + 256
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
 GUESSES = ("guesses-float32", "guesses-float16")
 OTHER_GPU = "other-gpu"
+MOVED = ("moved-onnx", "moved-trt")
 REFERENCE: list[str] = []
 """Flags of who answers; --reference-device fills it."""
 LINEAR_FAMILIES = (
@@ -149,6 +151,37 @@ def trt(options: argparse.Namespace) -> None:
         subprocess.run([*install, "--target", site, "typer", "rich", "pydantic", "filelock", "tokenizers"], check=True)
 
 
+def moved(options: argparse.Namespace) -> None:
+    """Of one portable package one for ONNX Runtime and one for TensorRT, whose saved states are each other's."""
+    if not options.tensorrt_include:
+        sys.exit("--tensorrt-include: give the folder of TensorRT's NvInfer.h.")
+    flags = ("--no-native", "--dtype", "float32", "--capacity-tokens", "4096", "--speculate", "16")
+    portable = export("onnx", options.place, "portable", SMALL_MODEL, *flags, lengths=None)
+    engine = (
+        "--arch",
+        options.arch,
+        "--tensorrt-include",
+        options.tensorrt_include,
+        "--batch",
+        "4",
+        "--prefill-tokens",
+        "512",
+    )
+    for name, own in zip(MOVED, (native(options), engine), strict=True):
+        command = [
+            sys.executable,
+            "-m",
+            "still_export.cli.main",
+            "lower",
+            portable,
+            "--to",
+            name.removeprefix("moved-"),
+            *own,
+        ]
+        subprocess.run([str(c) for c in (*command, "-o", options.place / name, "--force", "--quiet")], check=True)
+    shutil.rmtree(portable)
+
+
 def speed(options: argparse.Namespace) -> None:
     """SmolLM2's geometry, and four layers of Llama-3.1-8B's in float16, in longer calls and with 4 bits, without weights: zeros are made
     here, random numbers there. For TensorRT where --tensorrt-include is given, else for ONNX Runtime."""
@@ -234,7 +267,7 @@ def blank_folder(folder: Path, geometry: str, layers: list[str] | None, **change
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made = {each.__name__: each for each in (small, demo, linear, bodies, trt, speed, pack)}
+    made = {each.__name__: each for each in (small, demo, linear, bodies, trt, moved, speed, pack)}
     parser.add_argument("place", type=Path)
     parser.add_argument("packages", choices=made)
     parser.add_argument("--include", help="folder of onnxruntime_c_api.h")

@@ -15,8 +15,7 @@ from still_export.package.refusals import RunError
 from tests.gpu.conftest import Proof, prepared, run_command, told_by_verify
 from tests.gpu.ort_checks import CHECKS, difference, opened
 from tests.gpu.prepare import BODIES, GUESSES, LINEAR_FAMILIES, OTHER_GPU, SMALL
-from tests.still_export.conftest import Exporter, export_tiny
-from tests.still_export.packages import with_library
+from tests.still_export.conftest import export_tiny
 
 __all__ = ["export_tiny"]
 
@@ -65,14 +64,6 @@ def test_a_package_for_another_gpu_is_refused(proof: Proof) -> None:
     package = proof.of(prepared(OTHER_GPU), runtime="ort", provider="cuda")
     with pytest.raises((RunError, StillExportError), match=r"the archive has .*the GPU is"):
         opened(package, "cuda")
-
-
-@pytest.fixture(scope="module")
-def native_package(export_tiny: Exporter, library: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny package with kernels for this CPU."""
-    folder = tmp_path_factory.mktemp("native") / "tiny"
-    with_library(export_tiny(), library, folder)
-    return folder
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
   python -m tools.benchmarks.random_model llama-1b FOLDER
   python -m tools.benchmarks.random_model llama-8b FOLDER --sparse
 
-Needs the disk, not the memory, of the model; with --sparse a 32nd of the disk, and seconds; with --repeat no time to draw. There is no tokenizer: packages of it
-run on token ids.
+Needs the disk, not the memory, of the model; with --sparse a 32nd of the disk, and seconds; with --repeat no time to draw. There is no
+tokenizer: packages of it run on token ids.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 
 head); a GPU of 100 GB is needed, and nothing else on it. One engine does all of it, and each time is printed when it is there.
 --long COUNTxOUT: so many requests of 64K that come at once, and tokens that each gets;
 --mixed COUNTxOUT: of 100 tokens to 64K, as many of each octave.
+--no-compile: without torch.compile, steps as CUDA graphs all the same (experts compile for more than four minutes).
 --profile: which kernels a step of 64 rows and one with prompts spend their time in, to $OUT. --tiny: everything at a small size, to try
 the tool without a GPU. vLLM and the plugin are found as tests/gpu/test_vllm.py says.
 """
@@ -142,10 +143,10 @@ class Bench:
         kind: Of KINDS.
         ranks: GPUs that share each layer.
         sizes: What is measured.
-        small: The memory of a machine without a GPU.
+        limits: More of the engine: the memory of a machine without a GPU, what is compiled.
     """
 
-    def __init__(self, kind: str, ranks: int, sizes: Sizes, small: dict[str, Any]) -> None:
+    def __init__(self, kind: str, ranks: int, sizes: Sizes, limits: dict[str, Any]) -> None:
         import torch
         from vllm import LLM
 
@@ -163,7 +164,7 @@ class Bench:
             tensor_parallel_size=ranks,
             speculative_config=NGRAM if kind == "full-ngram" else None,
             mamba_ssm_cache_dtype="bfloat16" if kind == "still-bfloat16" else "auto",
-            **small,
+            **limits,
         ).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         if kind.endswith("-int4"):
@@ -307,6 +308,7 @@ def main() -> int:
     parser.add_argument("--eight", action="store_true", help="8 requests of 64K too")
     for load in ("--mixed", "--long"):
         parser.add_argument(load, type=load_of, action="append", default=[], metavar="COUNTxOUT", help="repeatable")
+    parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -316,17 +318,25 @@ def main() -> int:
     if not found_by.startswith(str(out / "entry")):
         # So that this process finds the plugin, as those that vLLM starts.
         os.execv(sys.executable, [sys.executable, "-m", "tools.benchmarks.vllm_serving", *sys.argv[1:]])
-    small = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
+    limits: dict[str, Any] = {"gpu_memory_utilization": 0.3, "enforce_eager": True} if options.tiny else {}
     geometry, sizes = ("tiny", TINY_SIZES) if options.tiny else (LLAMA_8B, SIZES)
     if options.kind == "experts-int4":
         geometry, sizes = EXPERTS, replace(SIZES, geometry=GEOMETRIES[EXPERTS], rows=8)
-    bench = Bench(options.kind, options.ranks, sizes, small)
+    if options.no_compile:
+        rows = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= sizes.rows]
+        limits["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": rows,
+        }
+    bench = Bench(options.kind, options.ranks, sizes, limits)
     bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     subject = {
         "geometry": geometry,
         "runtime": "vllm",
         "kind": options.kind,
         "ranks": str(options.ranks),
+        **({"compiled": "no"} if options.no_compile else {}),
     }
     rooms = ["still_export.serving", "still_kernels"]
     bench.found.record(options.record, f"vLLM, {bench.name}", subject, rooms)
