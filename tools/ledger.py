@@ -135,7 +135,10 @@ def quality(records: list[Record]) -> str:
         for row in rows:
             table, column, cell = "Perplexity", row.get("positions", ""), f"{row.get('value', 0):.3f}"
             if "length" in row:
-                table, column = f"{row['length']:,} tokens, {row['prompts']} prompts a cell", row["task"].replace("_", " ")
+                table, column = (
+                    f"{row['length']:,} tokens, {row['prompts']} prompts a cell",
+                    row["task"].replace("_", " "),
+                )
                 cell = f"{row['right']:.0%} ({100 * row['low']:.0f} to {100 * row['high']:.0f})"
             found.setdefault(table, {}).setdefault(what, {})[column] = cell
     parts = []

@@ -93,3 +93,18 @@ def test_rows_of_benchmarks_are_tables() -> None:
     assert "decode, model a|b: " in text and "| context | ms | peer ms |\n" in text
     assert "| 4096 | 1.235 |  |\n| 8192 |  | 2 |\n" in text
     assert ledger.benchmarks([]) == ledger.speeds([]) == "Not recorded yet.\n"
+
+
+def test_quality_is_a_table_a_length_and_one_by_position() -> None:
+    cell = {"right": 0.85, "low": 0.7, "high": 0.93, "prompts": 20}
+    rows = [{"task": "babi_1", "length": n, **cell} for n in (16384, 4096)]
+    figures = {"rows": [*rows, {"task": "perplexity", "positions": "0-1024", "value": 9.8765}]}
+    subject = {"base": "Small", "dtype": "float16", "quantize": "int4", "target": "onnx", "provider": "cuda"}
+    made = make_record("benchmark", "quality Small int4", subject, figures, ["still_export.errors"])
+    text = ledger.quality([made, proof()])
+    assert text.index("4,096 tokens, 20 prompts a cell") < text.index("16,384 tokens") < text.index("Perplexity")
+    assert "| package | type | runtime | babi 1 |\n" in text
+    assert "| Small, full attention | int4 | ort-cuda | 85% (70 to 93) |\n" in text
+    assert "| Small, full attention | int4 | ort-cuda | 9.877 |\n" in text
+    assert "quality Small" not in ledger.benchmarks([made])
+    assert ledger.quality([]) == "Not recorded yet.\n"

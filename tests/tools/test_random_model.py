@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tools.benchmarks.random_model import SPARSE, main, write
+from tools.benchmarks.random_model import PIECE, SPARSE, drawn, drawn_once, main, write
 
 
 @pytest.mark.parametrize("part", [1, SPARSE])
 def test_a_file_is_one_of_safetensors(part: int, tmp_path: Path) -> None:
     shapes = {"norm": (37,), "experts": (3, 64, 48), "weight": (33, 96), "last": (5,)}
-    write(tmp_path / "a.safetensors", shapes, torch.Generator().manual_seed(0), part)
+    write(tmp_path / "a.safetensors", shapes, partial(drawn, torch.Generator().manual_seed(0)), part)
     found = load_file(tmp_path / "a.safetensors")
     assert {name: tuple(x.shape) for name, x in found.items()} == shapes
     for name, x in found.items():
@@ -23,6 +24,14 @@ def test_a_file_is_one_of_safetensors(part: int, tmp_path: Path) -> None:
         drawn = x.flatten()[: x.numel() // part] if x.dim() > 1 else x
         assert x.dim() > 1 or (x == 1).all()
         assert drawn.count_nonzero() == len(drawn) == x.count_nonzero(), name
+
+
+def test_numbers_that_are_repeated_differ_from_row_to_row() -> None:
+    draw = drawn_once(torch.Generator().manual_seed(0))
+    whole, more = draw(PIECE), draw(4096)
+    assert len(whole) == PIECE and whole.float().std().item() == pytest.approx(0.02, rel=0.01)
+    rows = [whole[:4096], whole[4096:8192], whole[-4096:], more]
+    assert not any(torch.equal(a, b) for i, a in enumerate(rows) for b in rows[:i])
 
 
 def test_a_folder_has_a_model(tmp_path: Path) -> None:

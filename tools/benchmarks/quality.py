@@ -37,11 +37,14 @@ def main() -> int:
     parser.add_argument("--base", required=True, help="the model that it comes from, as the table calls it")
     parser.add_argument("--adapter", default="", help="what made it linear; empty: full attention")
     parser.add_argument("--text", type=Path, action="append", required=True, help="filler, and the text of perplexity")
+    parser.add_argument("--tokenizer", help="folder or GGUF file of the tokenizer, if the package has none")
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--lengths", default="4096,8192,16384,32768")
     parser.add_argument("--depths", type=int, default=5)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--positions", type=int, default=0, help="tokens of a block for perplexity by position; 0: none")
+    parser.add_argument(
+        "--positions", type=int, default=0, help="tokens of a block for perplexity by position; 0: none"
+    )
     parser.add_argument("--blocks", type=int, default=1)
     parser.add_argument("--runtime")
     parser.add_argument("--provider", default="cpu")
@@ -51,7 +54,7 @@ def main() -> int:
     package, found = open_package(given.package), Findings()
     texts = {path.name: read_text(path) for path in given.text}
     options = EvaluationOptions(depths=given.depths, samples=given.samples)
-    tokenizer = load_tokenizer(str(given.package))
+    tokenizer = load_tokenizer(given.tokenizer or str(given.package))
     model = open_model(package, BenchOptions(runtime=given.runtime, provider=given.provider))
     prompts = given.depths * given.samples
     cells = [(length, task) for length in numbers(given.lengths) for task in given.tasks.split(",")]

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,15 @@ def shapes(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, tuple(parameter.shape)
 
 
+def drawn(generator: torch.Generator, count: int) -> torch.Tensor:
+    """Random bfloat16 numbers of weight scale."""
+    return (torch.randn(count, generator=generator) * 0.02).bfloat16()
+
+
 def drawn_once(generator: torch.Generator) -> Callable[[int], torch.Tensor]:
     """Draws of up to PIECE of the same random bfloat16 numbers, each from another place on: no two rows of a matrix are alike."""
     period = PIECE - 3
-    numbers = (torch.randn(period, generator=generator) * 0.02).bfloat16().repeat(3)
+    numbers = drawn(generator, period).repeat(3)
     place = 0
 
     def draw(count: int) -> torch.Tensor:
@@ -70,8 +76,8 @@ def write(path: Path, shapes: Mapping[str, tuple[int, ...]], draw: Callable[[int
             count = math.prod(shape) // (part if len(shape) > 1 else 1)
             for start in range(0, count, PIECE):
                 size = min(PIECE, count - start)
-                drawn = torch.ones(size, dtype=torch.bfloat16) if len(shape) == 1 else draw(size)
-                file.write(drawn.view(torch.int16).numpy().data)
+                part_of = torch.ones(size, dtype=torch.bfloat16) if len(shape) == 1 else draw(size)
+                file.write(part_of.view(torch.int16).numpy().data)
         file.truncate(first + end)
 
 
@@ -88,11 +94,7 @@ def main(arguments: list[str]) -> int:
     config = config_of(given.geometry, dtype="bfloat16", **changed)
     given.folder.mkdir(parents=True)
     generator, part = torch.Generator().manual_seed(0), SPARSE if given.sparse else 1
-
-    def each(count: int) -> torch.Tensor:
-        return (torch.randn(count, generator=generator) * 0.02).bfloat16()
-
-    draw = drawn_once(generator) if given.repeat else each
+    draw = drawn_once(generator) if given.repeat else partial(drawn, generator)
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in shapes(config):
         if sum(2 * math.prod(each) for each in shards[-1].values()) >= SHARD_BYTES:
