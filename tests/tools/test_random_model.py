@@ -21,9 +21,9 @@ def test_a_file_is_one_of_safetensors(part: int, tmp_path: Path) -> None:
     assert {name: tuple(x.shape) for name, x in found.items()} == shapes
     for name, x in found.items():
         assert x.dtype == torch.bfloat16
-        drawn = x.flatten()[: x.numel() // part] if x.dim() > 1 else x
+        some = x.flatten()[: x.numel() // part] if x.dim() > 1 else x
         assert x.dim() > 1 or (x == 1).all()
-        assert drawn.count_nonzero() == len(drawn) == x.count_nonzero(), name
+        assert some.count_nonzero() == len(some) == x.count_nonzero(), name
 
 
 def test_numbers_that_are_repeated_differ_from_row_to_row() -> None:

@@ -1,5 +1,5 @@
-"""Measure what packages know at length, cell by cell, with the runner that users run: retrieval tasks, RULER's and BABILong's among them, and
-perplexity by position.
+"""Measure what packages know at length, cell by cell, with the runner that users run: retrieval tasks, RULER's and BABILong's among them,
+and perplexity by position.
 
   python -m tools.benchmarks.quality PACKAGE --base NAME --adapter NAME --text enwik8.test.txt --provider cuda --record FOLDER
 
