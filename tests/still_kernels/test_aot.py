@@ -132,9 +132,18 @@ def test_the_largest_projections_fit(
                 "dtype": "float16",
                 "select_scope": "kv_group_max",
             },
+            marks=pytest.mark.long,  # sizes between the first and the last, which has this type and scope
+        ),
+        pytest.param(
+            {
+                "feature_rows": 129,
+                "head_dim": 96,
+                "chunk_size": 256,
+                "select_scope": "kv_group_max",
+                "dtype": "float16",
+            },
             marks=pytest.mark.slow,
         ),
-        pytest.param({"feature_rows": 129, "head_dim": 96, "chunk_size": 256}, marks=pytest.mark.slow),
     ],
     ids=lambda properties: " ".join(str(value) for value in properties.values()) or "default",
 )
