@@ -164,6 +164,9 @@ class Bench:
             tensor_parallel_size=ranks,
             speculative_config=NGRAM if kind == "full-ngram" else None,
             mamba_ssm_cache_dtype="bfloat16" if kind == "still-bfloat16" else "auto",
+            additional_config={
+                "gdn_prefill_backend": "triton"
+            },  # flashinfer compiles its own, where it is there at all
             **limits,
         ).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
