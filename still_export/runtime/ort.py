@@ -350,7 +350,7 @@ class OrtModel(Runner):
                 self._spare[state.name] = self._tensor(np.zeros(shape, NUMPY_TYPES[state.dtype]), state.dtype)
         self._past = past
         self._bindings: dict[tuple[int, int, int, int, str], Any] = {}
-        self._captured: dict[int, Any] = {}
+        self._captured: dict[tuple[int, int], Any] = {}  # by tokens, and by which buffers hold the states
         self._turn = 0
 
     def _tensor(self, array: np.ndarray, dtype: str) -> Any:
@@ -618,7 +618,7 @@ class OrtModel(Runner):
 
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
-        if tokens not in self._captured:
+        if (tokens, self._turn) not in self._captured:
             binding = self.session.io_binding()
             values = {
                 name: self._value.ortvalue_from_numpy(np.zeros(shape, np.int64), self.device, 0)
@@ -650,8 +650,8 @@ class OrtModel(Runner):
             options = self._options(self._graphs)
             self.session.run_with_iobinding(binding, options)
             values["new_tokens"].update_inplace(np.ones(self.batch, np.int64))
-            self._captured[tokens] = binding, values, options
-        return self._captured[tokens]
+            self._captured[tokens, self._turn] = binding, values, options
+        return self._captured[tokens, self._turn]
 
     def _logit_type(self) -> str:
         """Of the graph's logits."""

@@ -148,7 +148,10 @@ def trt(options: argparse.Namespace) -> None:
         shutil.rmtree(options.place / f"blank-{name}", ignore_errors=True)
     if not (site := options.place / "site").is_dir():  # for TensorRT's Python
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:"]
-        subprocess.run([*install, "--target", site, "typer", "rich", "pydantic", "filelock", "tokenizers", "safetensors"], check=True)
+        subprocess.run(
+            [*install, "--target", site, "typer", "rich", "pydantic", "filelock", "tokenizers", "safetensors"],
+            check=True,
+        )
 
 
 def moved(options: argparse.Namespace) -> None:

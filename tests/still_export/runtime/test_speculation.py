@@ -15,6 +15,7 @@ from still_export.package.files import FOLD
 from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime import ort
 from still_export.runtime.base import Runner
+from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 from still_export.targets.export import export
@@ -27,6 +28,7 @@ from tests.still_export.linear_models import linear_model
 from tests.still_export.packages import with_library
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
 from tests.tolerances import MODEL
+from tools.benchmarks.guesses import equal
 
 pytestmark = pytest.mark.slow  # each exports a model
 
@@ -104,8 +106,8 @@ def check_models(
             found, those = guessed(model, hold, part, tokens), range(SEQUENCES)[part]
             np.testing.assert_allclose(found[part], logits[part], err_msg=name, **CLOSE)
             assert (model.length[part] == plain.length[part]).all()
-            captured = getattr(model, "_captured", {1 + GUESSES})
-            assert part.start or not model.replays or 1 + GUESSES in captured
+            captured = getattr(model, "_captured", {(1 + GUESSES, 0)})
+            assert part.start or not model.replays or 1 + GUESSES in {tokens for tokens, _ in captured}
             for b in those:
                 for state in model.table:
                     axis, unread = model.table.unread(state, int(model.length[b]))
@@ -141,6 +143,15 @@ def test_calls_that_are_replayed(export_tiny: Exporter, library: str, tmp_path: 
     """As from a CUDA graph: calls of fixed buffers, of as many tokens as one was captured for, the first of which brings nothing."""
     with_library(export_tiny(options={"speculate": GUESSES}, layer_types=MIXED), library, tmp_path / "package")
     check(tmp_path / "package", replays=True)
+
+
+def test_answers_with_calls_that_are_replayed(export_tiny: Exporter, library: str, tmp_path: Path) -> None:
+    """Of one sequence, whose states change their buffers where all guesses over the end of a chunk hold."""
+    with_library(export_tiny(options={"speculate": GUESSES}, layer_types=MIXED), library, tmp_path / "package")
+    plain, guessing = (LanguageModel(opened(tmp_path / "package", replays)) for replays in (False, True))
+    plain.runner.speculation = None
+    found = equal(plain, guessing, 30, 24)
+    assert found["accepted_tokens"] and not found["parted"]
 
 
 def test_the_graph_for_gpus(export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
