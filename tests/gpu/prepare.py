@@ -62,10 +62,12 @@ ENGINES: dict[str, tuple[str, ...]] = {
 """What is proven on TensorRT; `verified` and `one_row` are of --model, linear families random models of two layers each."""
 
 
-def export(target: str, place: Path, name: str, model: Any, *flags: Any, lengths: str | None = LENGTHS) -> Path:
+def export(
+    target: str, place: Path, name: str, model: Any, *flags: Any, lengths: str | None = LENGTHS, verb: str = "export"
+) -> Path:
     """One package, and PyTorch's answers for prompts of `lengths`, without which nothing is recorded."""
     still = [sys.executable, "-m", "still_export.cli.main"]
-    command = [*still, model, "--to", target, *flags, "-o", place / name, "--force", "--quiet"]
+    command = [*still, verb, model, "--to", target, *flags, "-o", place / name, "--force", "--quiet"]
     subprocess.run([str(c) for c in command], check=True)
     if lengths is not None:
         record = [*still, "verify", place / name, "--record", place / f"{name}.npz", "--lengths", lengths, "--quiet"]
@@ -158,30 +160,11 @@ def moved(options: argparse.Namespace) -> None:
     """Of one portable package one for ONNX Runtime and one for TensorRT, whose saved states are each other's."""
     if not options.tensorrt_include:
         sys.exit("--tensorrt-include: give the folder of TensorRT's NvInfer.h.")
-    flags = ("--no-native", "--dtype", "float32", "--capacity-tokens", "4096", "--speculate", "16")
+    flags = ("--no-native", "--dtype", "float32", *ENGINE[:2], "--speculate", "16")
     portable = export("onnx", options.place, "portable", SMALL_MODEL, *flags, lengths=None)
-    engine = (
-        "--arch",
-        options.arch,
-        "--tensorrt-include",
-        options.tensorrt_include,
-        "--batch",
-        "4",
-        "--prefill-tokens",
-        "512",
-    )
+    engine = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINE[2:], "4")
     for name, own in zip(MOVED, (native(options), engine), strict=True):
-        command = [
-            sys.executable,
-            "-m",
-            "still_export.cli.main",
-            "lower",
-            portable,
-            "--to",
-            name.removeprefix("moved-"),
-            *own,
-        ]
-        subprocess.run([str(c) for c in (*command, "-o", options.place / name, "--force", "--quiet")], check=True)
+        export(name.removeprefix("moved-"), options.place, name, portable, *own, lengths=None, verb="lower")
     shutil.rmtree(portable)
 
 

@@ -15,9 +15,6 @@ from still_export.package.refusals import RunError
 from tests.gpu.conftest import Proof, prepared, run_command, told_by_verify
 from tests.gpu.ort_checks import CHECKS, difference, opened
 from tests.gpu.prepare import BODIES, GUESSES, LINEAR_FAMILIES, OTHER_GPU, SMALL
-from tests.still_export.conftest import export_tiny
-
-__all__ = ["export_tiny"]
 
 LINEAR = [f"linear-{family}-{dtype}" for family in LINEAR_FAMILIES for dtype in ("float32", "float16")]
 RECORDED = [*SMALL[:2], "demo-float32", "demo-float16", "demo-int4", *GUESSES, *LINEAR]

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,7 @@ class Bench:
             tensor_parallel_size=ranks,
             speculative_config=NGRAM if kind == "full-ngram" else None,
             mamba_ssm_cache_dtype="bfloat16" if kind == "still-bfloat16" else "auto",
-            additional_config={
-                "gdn_prefill_backend": "triton"
-            },  # flashinfer compiles its own, where it is there at all
+            additional_config={} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"},
             **limits,
         ).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
