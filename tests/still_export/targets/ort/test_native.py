@@ -145,7 +145,7 @@ def test_replayed_steps_are_single_steps(built: None, export_tiny: Exporter) -> 
             found.append((tokens, model.length.copy(), model.state_arrays()))
         (tokens, length, states), (theirs, their_length, their_states) = found
         assert tokens == theirs and length == their_length == 11 + 59
-        assert list(model._captured) == [1]
+        assert list(model._captured) == [(1, 0)]
         for name, state in states.items():
             room = tuple(slice(0, min(sizes)) for sizes in zip(state.shape, their_states[name].shape, strict=True))
             np.testing.assert_array_equal(state[room], their_states[name][room], err_msg=name)
