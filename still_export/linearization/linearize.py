@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _train(run: LinearizationRun, resume: bool, command: str) -> Linearization:
     stages = []
     if run.recipe.transfer_steps:
         stages.append(run.transfer())
-    finetune, model, attentions = run.finetune()
+    finetune, model, attentions = run.finetune(planner.until if planner else math.inf)
     stages += [finetune] if finetune else []
     if planner is None:
         result = Linearization(run.output, run.quality(model, attentions), stages)

@@ -79,8 +79,8 @@ class Planner:
     """
 
     def __init__(self, run: LinearizationRun) -> None:
-        self.started = time.monotonic()
-        self.run, self.budget = run, Budget.read(run.recipe.budget)
+        self.run, self.budget, self.until = run, Budget.read(run.recipe.budget), math.inf
+        self.reading = time.monotonic() - run.started
         self.asked = run.recipe
         self.stick = Yardstick(run.corpus, run.tokenizer, run.context)
         least = self.state(0, 1)
@@ -205,8 +205,9 @@ class Planner:
         run.adopt(self.recipe(plan, plan.count))
         asked = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(row.numel() for row in self.stick.rows)
         step = step_seconds(run, "LoRA")
-        left = 60 * self.budget.time - (time.monotonic() - self.started) - RESERVED * (1 + asked) * seconds
-        steps = max(0, min(self.asked.finetune_steps, int(left / step)))
+        # To write the model takes about as long as to read the base.
+        self.until = run.started + 60 * self.budget.time - self.reading - RESERVED * (1 + asked) * seconds - step
+        steps = max(0, min(self.asked.finetune_steps, 1 + math.floor((self.until - time.monotonic()) / step)))
         run.log(
             f"cost: {steps} steps of {step:.1f} s, {spoken(steps * step)} of the {self.budget.time:g} minutes in all"
         )
@@ -243,7 +244,7 @@ class Planner:
             "loss": loss,
             "state": state,
             "softmax_layers": sorted(plan.needs.ranked()[:count]),
-            "minutes": (time.monotonic() - self.started) / 60,
+            "minutes": (time.monotonic() - run.started) / 60,
             "met": met,
             "said": f"{'reached' if met else 'NOT reached'}: {reached.beside(plan.base)}"
             f"{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers softmax, state "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,6 +65,7 @@ class LinearizationRun:
     def __init__(
         self, recipe: Recipe, output: Path, accelerator: Accelerator, progress: Progress, log: Callable[[str], None]
     ) -> None:
+        self.started = time.monotonic()
         self.output, self.accelerator = output, accelerator
         self.progress, self.log = progress, log
         self.folder = RunFolder(output)
@@ -255,8 +257,8 @@ class LinearizationRun:
             selection_target=recipe.selection_target,
         )
 
-    def finetune(self) -> tuple[StageReport | None, Any, list[Trainable]]:
-        """Stage 2; writes training/finetune.safetensors. The report, and the model with LoRA."""
+    def finetune(self, until: float = math.inf) -> tuple[StageReport | None, Any, list[Trainable]]:
+        """Stage 2, up to the monotonic time `until`; writes training/finetune.safetensors. The report, and the model with LoRA."""
         recipe = self.recipe
         maps = self.work / "transfer.safetensors" if recipe.transfer_steps else None
         if not recipe.finetune_steps:
@@ -277,6 +279,7 @@ class LinearizationRun:
             recipe.finetune_steps,
             lambda name: recipe.transfer_rate if name.endswith(adapter.FACTORS) else recipe.finetune_rate,
             self.validate,
+            until,
         )
         self._keep("finetune", objective)
         if isinstance(objective, FSDPModule):

@@ -97,6 +97,7 @@ class Trainer:
         steps: int,
         rate_of: Callable[[str], float],
         validate: Callable[[nn.Module], float],
+        until: float = math.inf,
     ) -> StageReport:
         """Train for `steps` steps, from the latest checkpoint where there is one.
 
@@ -105,6 +106,7 @@ class Trainer:
             batches: Batch of every step.
             rate_of: Highest learning rate of a parameter, by its name in `objective`.
             validate: The loss that decides on an early stop, equal on every process.
+            until: Monotonic time after which no step begins; the first process that comes to it ends the stage for all.
 
         Raises:
             TrainingError: The loss is no number, memory does not suffice, or a checkpoint does not fit.
@@ -133,7 +135,7 @@ class Trainer:
                 batch = following.result()
                 if report.steps + 1 < steps:
                     following = ahead.submit(batches.batch, report.steps + 1)
-                loss, parts = self._step(passes, optimizer, trained, batch)
+                loss, parts, late = self._step(passes, optimizer, trained, batch, until)
             except torch.OutOfMemoryError as error:
                 raise TrainingError(
                     f"stage {self.name} ran out of GPU memory at step {report.steps} with {recipe.batch_size} rows of "
@@ -153,7 +155,7 @@ class Trainer:
             report.seconds += seconds
             report.losses.append(loss)
             report.parts = parts
-            last = report.steps == steps
+            last = late or report.steps == steps
             validated = None
             if report.steps % recipe.validate_every == 0 or last:
                 validated = validate(module)
@@ -172,9 +174,9 @@ class Trainer:
         return report
 
     def _step(
-        self, passes: Passes, optimizer: Any, trained: list[nn.Parameter], batch: Batch
-    ) -> tuple[float, list[float]]:
-        """One optimizer step; the loss and its parts over all processes."""
+        self, passes: Passes, optimizer: Any, trained: list[nn.Parameter], batch: Batch, until: float
+    ) -> tuple[float, list[float], bool]:
+        """One optimizer step; the loss and its parts over all processes, and whether one of them came to `until`."""
         accelerator, recipe = self.accelerator, self.recipe
         rows = torch.arange(accelerator.process_index, len(batch.ids), accelerator.num_processes)
         groups = rows.split(recipe.rows_of_a_pass(batch.ids.shape[1]))
@@ -188,8 +190,10 @@ class Trainer:
         if recipe.clip_norm:
             accelerator.clip_grad_norm_(trained, recipe.clip_norm)
         optimizer.step()
-        summed = accelerator.reduce(torch.cat([total[None].float(), total_parts.float()]), reduction="mean").tolist()
-        return summed[0], summed[1:]
+        late = torch.tensor([float(time.monotonic() >= until)], device=accelerator.device)
+        told = torch.cat([late, total[None].float(), total_parts.float()])
+        late_share, mean, *means = accelerator.reduce(told, reduction="mean").tolist()
+        return mean, means, late_share > 0
 
     def _save(self, module: nn.Module, optimizer: Any, report: StageReport) -> None:
         """Write a checkpoint that appears under its name only when it is complete."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from still_export.errors import ConfigError
 from still_export.linearization import plan as module
+from still_export.linearization import trainer
 from still_export.linearization.budget import RANGES, Budget
 from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.linearize import linearize
@@ -173,6 +175,29 @@ def test_a_stopped_run_goes_on_by_its_plan(
     assert resumed.stages[0].losses == whole.stages[0].losses
     assert resumed.plan is not None and whole.plan is not None
     assert {**resumed.plan, "minutes": 0} == {**whole.plan, "minutes": 0}
+
+
+def test_training_ends_with_its_time(base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take longer than the measured one are fewer, and the model is written."""
+    monkeypatch.setattr(module, "step_seconds", lambda *_: 60 / 1000)
+    times = iter(range(3))
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return 1e9 if next(times, None) is None else 0.0
+
+    monkeypatch.setattr(trainer, "time", Clock)
+    monkeypatch.setattr(Clock, "perf_counter", staticmethod(time.perf_counter), raising=False)
+    recipe = budgeted(base, text, "loss 1000%, time 1", sequence_length=256, finetune_steps=100, validate_every=1000)
+    said: list[str] = []
+    result = linearize(recipe, tmp_path / "model", log=said.append)
+    assert result.plan is not None and result.plan["met"] and any(line.startswith("cost: 100 steps") for line in said)
+    assert result.stages[0].steps == len(result.stages[0].losses) == 4 and result.stages[0].done
+    assert load_model(tmp_path / "model")
+    monkeypatch.setattr(module, "step_seconds", lambda *_: 61.0)  # of one minute nothing is left
+    late = linearize(recipe, tmp_path / "late", log=said.append)
+    assert late.stages == [] and late.plan is not None and late.plan["minutes"] < 1
 
 
 def test_a_budget_chooses_alone(base: Path, text: Path) -> None:
