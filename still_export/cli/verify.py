@@ -80,16 +80,18 @@ def verify(
         ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)
         passed = verify_served(package, output, seed, requests or REQUESTS, dtype, ranks, out)
         raise typer.Exit(0 if passed else 1)
+    if junit is not None:
+        report_folder(junit.parent)
     if is_foreign(package):
-        flags = {"record": record, "report": report, "junit": junit, **asked}
-        raise typer.Exit(0 if verify_foreign(package, output, flags, out) else 1)
+        flags = {"record": record, "report": report, **asked}
+        raise typer.Exit(0 if verify_foreign(package, output, flags, out, junit) else 1)
     from still_export.doctor import machine
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.proof import package as proof
     from still_export.report import verify as looks
-    from still_export.report.junit import junit as junit_report
+    from still_export.report.junit import write_junit
     from still_export.report.render import check_report, write_report
 
     if record is not None and (report is not None or junit is not None):
@@ -98,8 +100,6 @@ def verify(
         )
     if report is not None:
         check_report(report)
-    if junit is not None:
-        report_folder(junit.parent)
     options = proof.VerifyOptions(**asked)
     opened = open_package(package, check_hashes=False)
     if trust_native:
@@ -125,8 +125,7 @@ def verify(
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if junit is not None:
-        with staged_files(junit.parent) as work:
-            (work / junit.name).write_text(junit_report(content, package.name), encoding="utf-8")
+        write_junit(content, package.name, junit)
     if report is not None:
         write_report(looks.page(content, target.title, str(package), machine(), command_line()), report)
         out.log(f"report to look at: {report}")

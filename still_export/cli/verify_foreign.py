@@ -21,13 +21,14 @@ def is_foreign(path: Path) -> bool:
     """Whether `path` is an ONNX file, or a folder of them without this project's manifest."""
     if path.is_file():
         return path.suffix == ".onnx"
-    return not (path / MANIFEST).exists() and any(
-        path.glob(pattern) for pattern in ("*.onnx", "onnx/*.onnx", "genai_config.json")
-    )
+    graphs = (found for pattern in ("*.onnx", "onnx/*.onnx", "genai_config.json") for found in path.glob(pattern))
+    return not (path / MANIFEST).exists() and any(graphs)
 
 
-def verify_foreign(package: Path, output: Path | None, asked: Mapping[str, Any], out: Output) -> bool:
-    """Compare a decoder with its model in every way of `ForeignProof`, print and write the verdict.
+def verify_foreign(
+    package: Path, output: Path | None, asked: Mapping[str, Any], out: Output, junit: Path | None = None
+) -> bool:
+    """Compare a decoder with its model in every way of `ForeignProof`, print and write the verdict, for CI to `junit`.
 
     Raises:
         ConfigError: The model is not named or cannot be read, or a flag means nothing here.
@@ -35,6 +36,7 @@ def verify_foreign(package: Path, output: Path | None, asked: Mapping[str, Any],
     """
     from still_export.package.staging import staged_files
     from still_export.proof.foreign import LENGTHS, ForeignProof
+    from still_export.report.junit import write_junit
 
     demand("onnx", "onnxruntime")
     if wrong := [
@@ -52,10 +54,11 @@ def verify_foreign(package: Path, output: Path | None, asked: Mapping[str, Any],
     with out.steps() as step:
         step("verifying")
         report = proof.run()
-    where.mkdir(parents=True, exist_ok=True)
     content = {"passed": report.passed, **asdict(report)}
     with staged_files(where) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if junit is not None:
+        write_junit(content, package.name, junit)
     out.result(
         content,
         *(f"{'ok   ' if check.passed else 'WRONG'} {check.name}: {check.detail}" for check in report.checks),

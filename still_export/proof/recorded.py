@@ -25,7 +25,7 @@ ATTEMPTS = 3
 MOST_BYTES = 4 << 30
 """Beyond which no further prompts are kept: every long prompt of a large model has near ties, another one, too."""
 
-FORMAT = 3
+FORMAT = 4
 
 
 def record_cases(
@@ -37,8 +37,9 @@ def record_cases(
         path.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(staging, "w") as file:
             entries = _record(cases, _Arrays(file), progress)
-            head = json.dumps({"format": FORMAT, "weights": _weights(package), "cases": entries})
-            _write(file, "head", np.frombuffer(head.encode(), np.uint8), zipfile.ZIP_DEFLATED)
+            head = {"format": FORMAT, "weights": _weights(package), "cases": entries}
+            text = json.dumps({**head, "digest": _digest(head)})
+            _write(file, "head", np.frombuffer(text.encode(), np.uint8), zipfile.ZIP_DEFLATED)
         os.replace(staging, path)
     except OSError as error:
         raise PackageError(f"cannot write {path}: {error.strerror}.") from error
@@ -123,6 +124,11 @@ def _name(content: np.ndarray) -> str:
     return found.hexdigest()[:24]
 
 
+def _digest(head: dict[str, Any]) -> str:
+    """Of all that the head says: means and places are in no array."""
+    return hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()
+
+
 def _weights(package: Package) -> str:
     """What tells the package's weights from others, whatever target they were lowered for."""
     files = package.manifest["files"]
@@ -133,7 +139,7 @@ class RecordedCases:
     """The cases that `record_cases` wrote.
 
     Raises:
-        PackageError: The file is not readable, or belongs to other weights; of what is drawn, that it was changed.
+        PackageError: The file is not readable, or belongs to other weights, or was changed; of arrays that is seen when they are drawn.
     """
 
     follows = False
@@ -146,11 +152,12 @@ class RecordedCases:
             raise PackageError(f"{path} holds no recorded calls ({error}). Make it with --record.") from error
         if head.get("format") != FORMAT:
             raise PackageError(
-                f"{path} holds answers of format {head.get('format')}, this version reads format {FORMAT}: older ones lack PyTorch's own "
-                "error of every row. Record it again."
+                f"{path} holds answers of format {head.get('format')}, this version reads format {FORMAT}. Record it again."
             )
-        if head["weights"] != _weights(package):
+        if head.get("weights") != _weights(package):
             raise PackageError(f"{path} was recorded for other weights than those of {package.path}. Record it again.")
+        if head.pop("digest", None) != _digest(head):
+            raise PackageError(f"{path} was changed after it was recorded. Record it again.")
         self._cases: list[list[dict[str, Any]]] = head["cases"]
         self.count = len(self._cases)
         self._drawn = [0] * self.count

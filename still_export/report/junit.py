@@ -3,43 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from still_export.package.staging import staged_files
 
 Found = dict[str, str]
 """By name of a test, what failed; empty: it passed."""
 
 
+def write_junit(content: Mapping[str, Any], package: str, path: Path) -> None:
+    """Write `junit` to a file of an existing folder, whole or not at all."""
+    with staged_files(path.parent) as work:
+        (work / path.name).write_text(junit(content, package), encoding="utf-8")
+
+
 def junit(content: Mapping[str, Any], package: str) -> str:
-    """A suite for every case with a test for every output, and one for what holds of the whole.
+    """A suite for every case with a test for every output, and one for what holds of the whole; what cannot be seen is skipped.
 
     Args:
-        content: Of verify's report.json.
+        content: Of verify's report.json, of a package or of another exporter's decoder.
         package: Its name, for the suites.
     """
     cases: dict[str, Found] = {}
-    for each in content["outputs"]:
+    for each in content.get("outputs", ()):
         place = f"{'median' if each['by_median'] else 'error'} {each['worst']:.1e} at {list(each['worst_place'])}"
         failure = "" if each["passed"] else f"{place} in call {each['worst_call']}, allowed {each['bound']:.1e}"
         cases.setdefault(each["case"], {})[each["output"]] = failure
-    chosen = content["selections"]
-    wrong = f"{chosen['wrong']} differ without a near tie" if chosen["wrong"] else ""
-    many = (
-        f"{chosen['near_ties']} differ by a near tie, expected {chosen['expected']:.1f}" if chosen["too_many"] else ""
-    )
     checks = {each["name"]: "" if each["passed"] else each["detail"] or "no" for each in content["checks"]}
-    cases["whole package"] = {"selections": wrong, "near ties": many, **checks}
-    root = ElementTree.Element("testsuites", {"name": f"still-export verify {package}", **_counts(*cases.values())})
+    if chosen := content.get("selections"):
+        wrong = f"{chosen['wrong']} differ without a near tie" if chosen["wrong"] else ""
+        many = f"{chosen['near_ties']} differ by a near tie, expected {chosen['expected']:.1f}"
+        checks = {"selections": wrong, "near ties": many if chosen["too_many"] else "", **checks}
+    cases["whole package"] = checks
+    unseen = content.get("unseen", ())
+    counts = _counts(*cases.values(), unseen=len(unseen))
+    root = ElementTree.Element("testsuites", {"name": f"still-export verify {package}", **counts})
     for name, found in cases.items():
         suite = ElementTree.SubElement(root, "testsuite", {"name": name, **_counts(found)})
         for test, failure in found.items():
             entry = ElementTree.SubElement(suite, "testcase", classname=f"{package}.{name}", name=test)
             if failure:
                 ElementTree.SubElement(entry, "failure", message=failure)
+    if unseen:
+        suite = ElementTree.SubElement(root, "testsuite", {"name": "not seen", **_counts(unseen=len(unseen))})
+        for line in unseen:
+            entry = ElementTree.SubElement(
+                suite, "testcase", classname=f"{package}.not seen", name=line.partition(":")[0]
+            )
+            ElementTree.SubElement(entry, "skipped", message=line)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _counts(*suites: Found) -> dict[str, str]:
+def _counts(*suites: Found, unseen: int = 0) -> dict[str, str]:
     tests = [failure for found in suites for failure in found.values()]
-    return {"tests": str(len(tests)), "failures": str(sum(map(bool, tests))), "errors": "0"}
+    found = {"tests": len(tests) + unseen, "failures": sum(map(bool, tests)), "errors": 0, "skipped": unseen}
+    return {name: str(count) for name, count in found.items()}

@@ -44,12 +44,12 @@ def install() -> None:
     translated: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(trace)
-    def traced_once(model: nn.Module, arguments: Any, **options: Any) -> Any:
+    def traced_once(model: nn.Module, *arguments: Any, **options: Any) -> Any:
         key = key_of(model, arguments, options) if isinstance(model, _StatefulForward) else None
-        if key is None:
-            return trace(model, arguments, **options)
+        if key is None:  # transformers' exporters, which name their arguments
+            return trace(model, *arguments, **options)
         if key not in traced:
-            traced[key] = trace(model, arguments, **options)
+            traced[key] = trace(model, *arguments, **options)
         return traced[key]
 
     @functools.wraps(translate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import onnx
@@ -148,6 +149,7 @@ def test_the_verb(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
         ([faulty["type"], "--model", model], 2, "of a type that NumPy has not"),
         ([good, "--model", other], 2, "gives logits of 29 tokens, the model 30"),
         ([good], 2, "name the model that it was made from with --model"),
+        ([tmp_path / "nowhere", "--model", model], 2, "nowhere has no manifest.json"),
         ([good, "--model", model, "--decode-steps", "3"], 2, "--decode-steps: not with a decoder of another exporter"),
     ):
         with pytest.raises(SystemExit) as left:
@@ -155,9 +157,13 @@ def test_the_verb(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
         shown = capsys.readouterr()
         assert left.value.code == code and said in " ".join((shown.out + shown.err).split())
     graph(tmp_path / "model.onnx", "state")
+    ci = tmp_path / "ci" / "junit.xml"
     with pytest.raises(SystemExit, match=r"^1$"):
-        main(["verify", str(tmp_path), "--model", model, "--lengths", "20", "--json", "-q"])
+        main(["verify", str(tmp_path), "--model", model, "--lengths", "20", "--json", "-q", "--junit", str(ci)])
     found = json.loads(capsys.readouterr().out)
+    root = ElementTree.parse(ci).getroot()
+    assert int(root.get("failures", "0")) == sum(not check["passed"] for check in found["checks"]) > 0
+    assert [each.get("message") for each in root.iter("skipped")] == found["unseen"] != []
     assert not found["passed"] and json.loads((tmp_path / "verify/report.json").read_text()) == found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from still_export.errors import PackageError
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.proof import recorded
@@ -71,3 +73,27 @@ def test_no_further_prompts_where_the_first_fill_the_file(tmp_path: Path, monkey
     read = RecordedCases(tmp_path / "calls.npz", PACKAGE)
     (one,), (same,) = read.draw([1]), read.draw([1])
     np.testing.assert_array_equal(one.expected[0]["logits"], same.expected[0]["logits"])
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"own_mean": {"logits": 1e3}}, "was changed after it was recorded"),
+        ({"own_top1": [1, 2]}, "was changed after it was recorded"),
+        ({}, ""),
+    ],
+)
+def test_what_is_edited_by_hand_is_refused(changed: dict, words: str, tmp_path: Path) -> None:
+    """Bounds follow from the errors of PyTorch's own run: whoever widens them widens what passes."""
+    path = tmp_path / "calls.npz"
+    record_cases(Drawn(), PACKAGE, path)
+    with np.load(path) as held:
+        arrays = dict(held)
+    head = json.loads(arrays["head"].tobytes())
+    head["cases"][0][0] |= changed
+    np.savez(path, **{**arrays, "head": np.frombuffer(json.dumps(head).encode(), np.uint8)})
+    if not words:
+        assert RecordedCases(path, PACKAGE).count == 2
+        return
+    with pytest.raises(PackageError, match=words):
+        RecordedCases(path, PACKAGE)

@@ -193,6 +193,7 @@ def test_answers_travel_to_a_machine_without_pytorch(
     for change, words in (
         ({"format": 2}, "holds answers of format 2"),
         ({"weights": "0"}, "was recorded for other weights"),
+        ({"cases": head["cases"][:1]}, "was changed after it was recorded"),
     ):
         arrays["head"] = np.frombuffer(json.dumps({**head, **change}).encode(), np.uint8)
         np.savez(tmp_path / "other.npz", **arrays)

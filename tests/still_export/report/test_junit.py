@@ -43,6 +43,15 @@ def test_what_failed_says_where() -> None:
     assert root.get("failures") == "4" == str(sum(int(suite.get("failures", "0")) for suite in root))
 
 
+def test_a_decoder_of_others_has_checks_and_what_is_not_seen() -> None:
+    check = {"name": "two rows", "passed": False, "detail": "logits off by 1"}
+    content = {"checks": [check, {"name": "a prompt of 7", "passed": True, "detail": ""}], "unseen": ["padding: none"]}
+    root = ElementTree.fromstring(junit(content, "decoder"))
+    assert [each.get("message") for each in root.iter("failure")] == ["logits off by 1"] and root.get("failures") == "1"
+    assert [each.get("message") for each in root.iter("skipped")] == ["padding: none"]
+    assert root.get("tests") == "3" == str(len(root.findall(".//testcase"))) and root.get("skipped") == "1"
+
+
 def test_the_workflow_calls_verbs_and_flags_that_exist() -> None:
     content = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))
     called = content[True]["workflow_call"]["inputs"]  # "on" is a boolean in YAML 1.1
@@ -52,7 +61,7 @@ def test_the_workflow_calls_verbs_and_flags_that_exist() -> None:
         for verb in ("export", "verify")
     }
     lines = [step["run"] for step in job["steps"] if "still-export" in step.get("run", "")]
-    assert [shlex.split(line)[1] for line in lines] == ["export", "verify"]
+    assert [shlex.split(line)[1] for line in lines] == ["export", "verify", "verify"]
     for line in lines:
         _, verb, *words = shlex.split(line)
         known = {name for parameter in verbs[verb].params for name in (*parameter.opts, *parameter.secondary_opts)}
