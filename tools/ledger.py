@@ -26,7 +26,8 @@ PROOFS = ROOT / "proofs"
 PAGES = ("docs/reference/ledger.md", "docs/reference/targets.md", "docs/notebook/quality.md", "README.md")
 QUALITY = "quality "
 """How records of tools/benchmarks/quality.py begin: they have a page of their own."""
-MARKED = re.compile(r"(<!-- ledger: (\w+) -->\n\n).*?(\n<!-- ledger ends -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- ledger: (\w+) -->\n)(?:(?!<!-- ledger).)*(<!-- ledger ends -->)", re.DOTALL)
+"""From one mark to its end, never over the next one: a place may be empty."""
 WIDTH = 138
 SPEED = re.compile(r"(prefill_s|decode_ms|peak_mb)_at_(\d+)")
 
@@ -147,7 +148,9 @@ def quality(records: list[Record]) -> str:
         lines = [("package | type | runtime", *columns), ("--- | --- | ---", *["---"] * len(columns))]
         lines += [(what, *(row.get(column, "") for column in columns)) for what, row in packages.items()]
         parts.append(f"{table}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
-    machines = sorted({f"{machine_of(r)}, {r.date:%Y-%m-%d}, `{r.commit}`" for r in named})
+    machines = sorted(
+        {f"{machine_of(r)}, {r.date:%Y-%m-%d}, `{r.commit}`, sources {state_of(r.stale_rooms())}" for r in named}
+    )
     return "\n".join([*parts, f"{'; '.join(machines)}.\n"] if parts else ["Not recorded yet.\n"])
 
 
@@ -170,7 +173,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
 
 def filled(page: str, records: list[Record]) -> str:
     """A page's text with what stands between its marks made anew."""
-    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]](records)}{found[3]}", page)
+    return MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](records)}\n{found[3]}", page)
 
 
 def main(arguments: list[str] | None = None) -> None:

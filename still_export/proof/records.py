@@ -160,7 +160,7 @@ def read_record(path: Path) -> Record:
         said = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         where = ".".join(map(str, said["loc"]))
         raise ConfigError(
-            f"{path} is no record: {f'{where}: ' * bool(where)}{said['msg']}. Run what made it again."
+            f"{path} is no record: {f'{where}: ' * bool(where)}{said['msg'].removeprefix('Value error, ')}. Run what made it again."
         ) from error
 
 

@@ -95,7 +95,15 @@ def test_rows_of_benchmarks_are_tables() -> None:
     assert ledger.benchmarks([]) == ledger.speeds([]) == "Not recorded yet.\n"
 
 
-def test_quality_is_a_table_a_length_and_one_by_position() -> None:
+def test_an_empty_place_is_filled_and_its_neighbour_stays() -> None:
+    page = "<!-- ledger: speeds -->\n\n<!-- ledger ends -->\n\nwords\n\n<!-- ledger: benchmarks -->\n\nold\n\n<!-- ledger ends -->\n"
+    made = "Not recorded yet.\n\n<!-- ledger ends -->\n"
+    assert (
+        ledger.filled(page, []) == f"<!-- ledger: speeds -->\n\n{made}\nwords\n\n<!-- ledger: benchmarks -->\n\n{made}"
+    )
+
+
+def test_quality_is_a_table_a_length_and_one_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = {"right": 0.85, "low": 0.7, "high": 0.93, "prompts": 20}
     rows = [{"task": "babi_1", "length": n, **cell} for n in (16384, 4096)]
     figures = {"rows": [*rows, {"task": "perplexity", "positions": "0-1024", "value": 9.8765}]}
@@ -106,5 +114,7 @@ def test_quality_is_a_table_a_length_and_one_by_position() -> None:
     assert "| package | type | runtime | babi 1 |\n" in text
     assert "| Small, full attention | int4 | ort-cuda | 85% (70 to 93) |\n" in text
     assert "| Small, full attention | int4 | ort-cuda | 9.877 |\n" in text
-    assert "quality Small" not in ledger.benchmarks([made])
+    assert "quality Small" not in ledger.benchmarks([made]) and text.endswith("`, sources as they are.\n")
+    monkeypatch.setattr(records, "_hash_or_none", lambda room: "0" * 64)
+    assert ledger.quality([made]).endswith("`, sources **stale**: errors.\n")
     assert ledger.quality([]) == "Not recorded yet.\n"
