@@ -157,11 +157,12 @@ def read_record(path: Path) -> Record:
     try:
         return Record.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # pydantic's own are ValueErrors
-        said = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
-        where = ".".join(map(str, said["loc"]))
-        raise ConfigError(
-            f"{path} is no record: {f'{where}: ' * bool(where)}{said['msg'].removeprefix('Value error, ')}. Run what made it again."
-        ) from error
+        where, said = "", str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            where, said = f"{place}: " * bool(place), first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{path} is no record: {where}{said}. Run what made it again.") from error
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -264,5 +265,9 @@ def _processor() -> str:
 
 
 def _own_command() -> list[str]:
-    program = Path(sys.argv[0])
-    return [program.stem if program.name != "__main__.py" else program.parent.name, *sys.argv[1:]]
+    """This process's words as another machine takes them: modules by name, places of this machine without their folders."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = "" if spec is None else spec.name.removesuffix(".__main__")
+    own = ["still-export"] if module.startswith("still_export") else ["python", "-m", module]
+    words = [re.sub(r"(^|=)(/[^/]+)*/(?=[^/])", r"\1", word) for word in sys.argv[1:]]
+    return [*(own if module else [Path(sys.argv[0]).name]), *words]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,33 @@ def test_a_record_that_was_edited_is_refused(room: Path, tmp_path: Path, changed
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     with pytest.raises(ConfigError, match=rf"is no record: .*{message}"):
         read_record(path)
+
+
+@pytest.mark.parametrize(
+    "module, program",
+    [
+        ("tools.benchmarks.drift", "python -m tools.benchmarks.drift"),
+        ("still_export.cli.main", "still-export"),
+        ("", "still-export"),
+    ],
+)
+def test_a_command_repeats_and_names_no_folder_of_this_machine(
+    module: str, program: str, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "/home/me/bin/still-export",
+        "prove",
+        "/home/me/small",
+        "--calls=/mnt/a/b.npz",
+        "-o",
+        "out/here",
+        "http://a/v1",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    main = SimpleNamespace(__spec__=SimpleNamespace(name=module) if module else None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    made = make_record("benchmark", "n", {}, {}, ["covered_room"])
+    assert made.command == f"{program} prove small --calls=b.npz -o out/here http://a/v1"
 
 
 def test_sources_without_their_clone_say_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
