@@ -275,7 +275,7 @@ HYBRIDS = (
         "recurrent_gemma",
         "rwkv",
     ),
-    *("xlstm", "glm5_next", "inkling_mm_model", "inkling2"),
+    *("xlstm", "glm5_next", "inkling_mm_model", "inkling2", "granite_swa", "granitemoe_swa"),
 )
 """Models of transformers 5.23 whose layers, or some, have a state that does not grow."""
 
