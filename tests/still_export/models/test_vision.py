@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 from still_export.targets.export import export, plan_job
 from still_graphs.states import EMBEDDINGS, POSITIONS
+from tests.docs.pages import ROOT
 from tests.still_export.targets.portable.test_linear_export import call
 from tests.still_export.vision_models import CHANNELS, IMAGE, PATCH_VALUES, vision_model
 
@@ -59,7 +61,7 @@ class Prompt:
                 input_ids=torch.from_numpy(self.ids), pixel_values=flat, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False
             )  # fmt: skip
             self.features = model.model.visual(flat, grid_thw=grids).pooler_output.numpy()
-        self.logits = found.logits[0].numpy()
+        self.model, self.logits = model, found.logits[0].numpy()
         self.positions = model.model.get_rope_index(torch.from_numpy(self.ids), kinds, grids)[0][:, 0].numpy()
 
     def encoded(self, swap: bool = False) -> np.ndarray:
@@ -160,3 +162,55 @@ def test_refusals(prompt: Prompt, tmp_path: Path) -> None:
         open_source(changed(lambda config: config["vision_config"].update(depth=3)), vision=True)
     with pytest.raises(ValueError, match="image tokens"):
         image_positions(prompt.seen, GRIDS[:1], 2)
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def save_processor(folder: Path) -> None:
+    """transformers' own for Qwen3.5, of the sizes of `vision_model`, and a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    words = {word: number for number, word in enumerate(["[UNK]", "What", "is", "this", "?"])}
+    named = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    words |= {f"w{number}": number for number in range(5, IMAGE - 2)} | {n: IMAGE - 2 + i for i, n in enumerate(named)}
+    held = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    held.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=held, unk_token="[UNK]", additional_special_tokens=list(named))
+    sizes: dict[str, Any] = dict(
+        patch_size=4, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    )
+    images, videos = Qwen2VLImageProcessor(**sizes), Qwen3VLVideoProcessor(**sizes)
+    Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE).save_pretrained(folder)
+
+
+def test_the_example_answers_as_transformers_does(
+    prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program of docs/guide/vision.md as it stands there, with an image of a file."""
+    pytest.importorskip("torchvision", reason="transformers' processor of images")
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(3).integers(0, 256, (30, 45, 3), np.uint8)
+    image.fromarray(pixels).save(tmp_path / "cat.jpg")
+    folder = Path(open_package(prompt.package).manifest["config"]["model"])
+    save_processor(folder)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/vision.md").read_text(encoding="utf-8"), re.S)
+    monkeypatch.chdir(tmp_path)
+    said: list[int] = []
+    names = {"MODEL": str(folder), "DIR": str(prompt.package), "print": lambda token: said.append(int(token))}
+    exec(compile(program, "vision.md", "exec"), names)
+    asked: Any = names["asked"]
+    given = {n: torch.from_numpy(np.asarray(asked[n])) for n in ("pixel_values", "image_grid_thw")}
+    model, ids = prompt.model, torch.from_numpy(np.asarray(asked["input_ids"]))
+    assert len(said) == 20 and (ids == IMAGE).sum() > 4
+    for token in said[:6]:
+        kinds = (ids == IMAGE).int()
+        with torch.no_grad():
+            found = model(input_ids=ids, pixel_values=given["pixel_values"].double(), image_grid_thw=given["image_grid_thw"],
+                          mm_token_type_ids=kinds, use_cache=False).logits[0, -1]  # fmt: skip
+        assert int(found.argmax()) == token
+        ids = torch.cat((ids, torch.tensor([[token]])), 1)
