@@ -173,19 +173,22 @@ TEMPLATE = (
 def save_processor(folder: Path) -> None:
     """transformers' own for Qwen3.5, of the sizes of `vision_model`, and a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    theirs: Any = pytest.importorskip("transformers")
 
     words = {word: number for number, word in enumerate(["[UNK]", "What", "is", "this", "?"])}
     named = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     words |= {f"w{number}": number for number in range(5, IMAGE - 2)} | {n: IMAGE - 2 + i for i, n in enumerate(named)}
     held = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     held.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=held, unk_token="[UNK]", additional_special_tokens=list(named))
+    tokenizer = theirs.PreTrainedTokenizerFast(
+        tokenizer_object=held, unk_token="[UNK]", additional_special_tokens=list(named)
+    )
     sizes: dict[str, Any] = dict(
         patch_size=4, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
     )
-    images, videos = Qwen2VLImageProcessor(**sizes), Qwen3VLVideoProcessor(**sizes)
-    Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE).save_pretrained(folder)
+    images, videos = theirs.Qwen2VLImageProcessor(**sizes), theirs.Qwen3VLVideoProcessor(**sizes)
+    theirs.Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE).save_pretrained(folder)
 
 
 def test_the_example_answers_as_transformers_does(
