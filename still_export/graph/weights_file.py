@@ -76,7 +76,13 @@ def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes =
             name=value.name,
             base_dir=path.parent,
         )
-    ir.save(model, path)
+    try:
+        ir.save(model, path)
+    except ir.serde.SerdeError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # what is wrong with a weight that lies in the graph itself
+            cause = cause.__cause__
+        raise cause from error
 
 
 def _views(weights: list[ir.Value]) -> list[tuple[ir.Value, str]]:

@@ -72,7 +72,7 @@ class StillModelMixin:
         for index, layer in enumerate(self.model.layers):
             check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
             layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
-            swap_experts(layer)
+            swap_experts(layer, self.config)
             layer.self_attn._carried = self.carried
 
     def _init_weights(self, module: nn.Module) -> None:

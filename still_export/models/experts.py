@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -65,26 +65,17 @@ def stacked_experts(tensors: Weights) -> dict[str, Weight]:
     return result
 
 
-def replace_read(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
-    """A weight of the same shape and type whose values are changed when they are read."""
-    if isinstance(weight, Tensor):
-        return Deferred(weight.shape, weight.dtype, lambda: change(weight))
-    narrow = weight.narrow
-    return replace(
-        weight,
-        read=lambda: change(weight.read()),
-        narrow=None if narrow is None else lambda: change(narrow()),
-        part=None,
-    )
-
-
 def _with_turns(weight: Weight) -> Weight:
     """Gate and up projections of all experts in one tensor, in turns; read one expert at a time where the file is."""
-    changed = replace_read(weight, _in_turns)
-    if isinstance(weight, Tensor) or isinstance(changed, Tensor) or weight.part is None:
-        return changed
-    part = weight.part
-    return replace(changed, part=lambda number: _in_turns(part(number)[None])[0])
+    if isinstance(weight, Tensor):
+        return Deferred(weight.shape, weight.dtype, lambda: _in_turns(weight))
+    narrow, part = weight.narrow, weight.part
+    return replace(
+        weight,
+        read=lambda: _in_turns(weight.read()),
+        narrow=None if narrow is None else lambda: _in_turns(narrow()),
+        part=None if part is None else lambda number: _in_turns(part(number)[None])[0],
+    )
 
 
 def _in_turns(concatenated: Tensor) -> Tensor:

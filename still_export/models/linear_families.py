@@ -325,5 +325,8 @@ NOT_COVERED = {
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "bamba": "Bamba has no family here yet",
     "zamba2": "its softmax blocks are shared between layers",
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa"), "its softmax has a learned logit of each head beside the keys (a sink)"
+    ),
 }
 """Linear families that are refused, and why."""

@@ -61,7 +61,7 @@ class LinearModelMixin(StillModelMixin):
         for index, layer in enumerate(self.model.layers):
             for name in config.places[config.layer_types[index]].attributes:
                 setattr(layer, name, mixer_of(config, index).module(getattr(layer, name), config, index))
-            swap_experts(layer)
+            swap_experts(layer, config)
 
 
 class LlamaModelMixin(LinearModelMixin):

@@ -63,6 +63,8 @@ ROUTERS: dict[str, Callable[[Any], Routing]] = {
 """By the class that each takes the place of."""
 ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "silu": "swiglu", "ReLUSquaredActivation": "relu2"}
 """The op's by the names of classes and functions."""
+SCORES = ("moe_router_activation_func", "scoring_func", "score_function", "topk_method")
+"""Fields of published configurations that name the router; the last one of those with a correction bias."""
 SHARED, SHARED_GATE = ("shared_expert", "shared_experts"), "shared_expert_gate"
 NARROW, WIDEN = "fc1_latent_proj", "fc2_latent_proj"
 
@@ -177,8 +179,22 @@ class RoutedExperts(nn.Module):
         return mixed + (getattr(self, SHARED_GATE)(hidden).sigmoid() * beside if hasattr(self, SHARED_GATE) else beside)
 
 
-def swap_experts(layer: nn.Module) -> None:
-    """Replace the blocks of experts of a family's layer, in place; errors as of RoutedExperts."""
+def swap_experts(layer: nn.Module, config: Any) -> None:
+    """Replace the blocks of experts of a family's layer, in place; errors as of RoutedExperts.
+
+    Raises:
+        UnsupportedModelError: The configuration names a router that the family's class is not, which does not read that name.
+    """
     for name, block in list(layer.named_children()):
-        if hasattr(block, "experts"):
-            setattr(layer, name, RoutedExperts(block))
+        if not hasattr(block, "experts"):
+            continue
+        made = RoutedExperts(block)
+        setattr(layer, name, made)
+        score = made.gate.routing.score
+        for field in SCORES if score == "sigmoid" else SCORES[:-1]:
+            known = "noaux_tc" if field == SCORES[-1] else score
+            if (given := getattr(config, field, None)) not in (None, known):
+                raise UnsupportedModelError(
+                    f"{field}={given!r} in config.json is no router that is covered for "
+                    f"{config.model_type.removeprefix('still_')}: {known!r}."
+                )

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from still_export.errors import CheckpointError
 from still_export.graph import weights_file
 from still_export.graph.lower import lazy_tensor
 
@@ -45,3 +46,16 @@ def test_a_transposed_matrix_is_not_laid_out_whole(monkeypatch: pytest.MonkeyPat
     matrix = np.arange(512 * 64, dtype=np.float32).reshape(512, 64).T
     parts = [part.nbytes for part in weights_file._laid_out(matrix)]
     assert max(parts) <= 4096 and sum(parts) == matrix.nbytes
+
+
+def test_a_small_tensor_that_is_damaged_is_named(tmp_path: Path) -> None:
+    """It is written with the graph, where what is raised names that alone."""
+
+    def read() -> ir.TensorProtocol:
+        raise CheckpointError("bias in a file holds NaN")
+
+    tensor = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape([3]), name="bias")
+    value = ir.Value(name="bias", shape=tensor.shape, const_value=tensor)
+    graph = ir.Graph([], [], nodes=[], initializers=[value], opset_imports={"": 17}, name="weights")
+    with pytest.raises(CheckpointError, match="bias in a file holds NaN"):
+        weights_file.save_streaming(ir.Model(graph, ir_version=8), tmp_path / "model.onnx", "model.onnx.data")

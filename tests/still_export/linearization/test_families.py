@@ -24,7 +24,11 @@ def command(*arguments: object) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(family, marks=LONG) for family in ("smollm3", "mistral", "gemma3_text", "phi3"))]
+    "family",
+    [
+        "qwen3",
+        *(pytest.param(family, marks=LONG) for family in ("smollm3", "mistral", "qwen3_moe", "gemma3_text", "phi3")),
+    ],
 )
 def test_a_base_becomes_a_proven_package(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights are random, so nothing can be found and any loss will do."""

@@ -155,6 +155,14 @@ def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
         ),
         ("kimi_linear", dict(num_expert_group=3), "3 groups, of which a token takes 2, do not fit 8 experts"),
         ("kimi_linear", dict(topk_group=1), "a token goes to 3 experts and has 2 of 8"),
+        (
+            "kimi_linear",
+            dict(moe_router_activation_func="softmax"),
+            "moe_router_activation_func='softmax' .* kimi_linear: 'sigm",
+        ),
+        ("bailing_hybrid", dict(score_function="softmax"), "score_function='softmax' .* bailing_hybrid: 'sigmoid'"),
+        ("nemotron_h", dict(topk_method="greedy"), "topk_method='greedy' .* nemotron_h: 'noaux_tc'"),
+        ("qwen3_next", dict(scoring_func="sigmoid"), "scoring_func='sigmoid' .* qwen3_next: 'softmax'"),
     ],
 )
 def test_bad_configurations_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:

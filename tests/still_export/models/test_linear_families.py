@@ -23,6 +23,7 @@ from still_export.models.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.linear_names import language_model
 from still_export.models.load import load_model
 from still_export.models.roles import weight_roles
+from tests.docs.pages import ROOT
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
 from tests.still_export.own_models import OWN
@@ -275,7 +276,7 @@ HYBRIDS = (
         "recurrent_gemma",
         "rwkv",
     ),
-    *("xlstm", "glm5_next", "inkling_mm_model", "inkling2"),
+    *("xlstm", "glm5_next", "inkling_mm_model", "inkling2", "granite_swa", "granitemoe_swa"),
 )
 """Models of transformers 5.23 whose layers, or some, have a state that does not grow."""
 
@@ -289,6 +290,14 @@ def test_hybrid_models_are_covered_or_refused_by_name(kind: str) -> None:
         said = f"model_type={kind!r} in config.json is not covered: {NOT_COVERED[kind]}"
         with pytest.raises(UnsupportedModelError, match=re.escape(said)):
             family_of(kind)
+
+
+def test_the_page_of_published_models_says_so() -> None:
+    rows = re.findall(r"^\| .* \| `(\w+)` \| (.*) \|$", (ROOT / "docs/reference/published-models.md").read_text(), re.M)
+    assert sorted(kind for kind, _ in rows[1:]) == sorted(kind for kind in HYBRIDS if not kind.endswith("_text"))
+    for kind, said in rows[1:]:
+        family = language_model(AutoConfig.for_model(kind).to_dict())["model_type"]
+        assert said.startswith("yes") if family in LINEAR_FAMILIES else said == f"no: {NOT_COVERED[family]}", kind
 
 
 def test_gradients_flow(pair: tuple[Any, Any]) -> None:

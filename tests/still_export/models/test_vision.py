@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 from still_export.targets.export import export, plan_job
 from still_graphs.states import EMBEDDINGS, POSITIONS
+from tests.docs.pages import ROOT
 from tests.still_export.targets.portable.test_linear_export import call
 from tests.still_export.vision_models import CHANNELS, IMAGE, PATCH_VALUES, vision_model
 
@@ -59,7 +61,7 @@ class Prompt:
                 input_ids=torch.from_numpy(self.ids), pixel_values=flat, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False
             )  # fmt: skip
             self.features = model.model.visual(flat, grid_thw=grids).pooler_output.numpy()
-        self.logits = found.logits[0].numpy()
+        self.model, self.logits = model, found.logits[0].numpy()
         self.positions = model.model.get_rope_index(torch.from_numpy(self.ids), kinds, grids)[0][:, 0].numpy()
 
     def encoded(self, swap: bool = False) -> np.ndarray:
@@ -160,3 +162,63 @@ def test_refusals(prompt: Prompt, tmp_path: Path) -> None:
         open_source(changed(lambda config: config["vision_config"].update(depth=3)), vision=True)
     with pytest.raises(ValueError, match="image tokens"):
         image_positions(prompt.seen, GRIDS[:1], 2)
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def save_processor(folder: Path) -> None:
+    """transformers' own for Qwen3.5, of the sizes of `vision_model`, and a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    theirs: Any = pytest.importorskip("transformers")
+
+    words = {word: number for number, word in enumerate(["[UNK]", "What", "is", "this", "?"])}
+    named = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    words |= {f"w{number}": number for number in range(5, IMAGE - 2)} | {n: IMAGE - 2 + i for i, n in enumerate(named)}
+    held = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    held.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = theirs.PreTrainedTokenizerFast(
+        tokenizer_object=held, unk_token="[UNK]", additional_special_tokens=list(named)
+    )
+    sizes: dict[str, Any] = dict(
+        patch_size=4, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    )
+    images, videos = theirs.Qwen2VLImageProcessor(**sizes), theirs.Qwen3VLVideoProcessor(**sizes)
+    theirs.Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE).save_pretrained(folder)
+
+
+def test_the_example_answers_as_transformers_does(
+    prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program of docs/guide/vision.md as it stands there, with an image of a file."""
+    pytest.importorskip("torchvision", reason="transformers' processor of images")
+    image = pytest.importorskip("PIL.Image")
+    drawn = np.random.default_rng(3).integers(0, 256, (30, 45, 3), np.uint8)
+    image.fromarray(drawn).save(tmp_path / "cat.jpg")
+    folder = Path(open_package(prompt.package).manifest["config"]["model"])
+    save_processor(folder)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/vision.md").read_text(encoding="utf-8"), re.S)
+    monkeypatch.chdir(tmp_path)
+    answers: list[np.ndarray] = []
+    own = OrtModel.feed_seen
+
+    def noted(*given: Any) -> np.ndarray:
+        answers.append(own(*given))
+        return answers[-1]
+
+    monkeypatch.setattr(OrtModel, "feed_seen", noted)
+    names: dict[str, Any] = {"MODEL": str(folder), "DIR": str(prompt.package)}
+    exec(compile(program, "vision.md", "exec"), names)
+    asked = {name: torch.from_numpy(np.asarray(x)) for name, x in names["asked"].items()}
+    ids, pixels = asked["input_ids"], asked["pixel_values"].double()
+    assert len(answers) == 21 and (ids == IMAGE).sum() > 4
+    for answer in answers[:6]:
+        with torch.no_grad():
+            found = prompt.model(input_ids=ids, pixel_values=pixels, image_grid_thw=asked["image_grid_thw"],
+                                 mm_token_type_ids=(ids == IMAGE).int(), use_cache=False).logits[0, -1].numpy()  # fmt: skip
+        assert np.abs(answer[0, -1] - found).max() <= LOGITS * np.abs(found).max()
+        ids = torch.cat((ids, torch.tensor([[found.argmax()]])), 1)
