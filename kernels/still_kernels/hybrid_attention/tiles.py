@@ -35,6 +35,9 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     block = min(chunk_size, 32 if tight else 64)
     columns = min(dim, 32) if heavy else dim  # of a projection that are in shared memory at a time
     keys = 32 if heavy else 64
+    # Two programs of attend, whose registers leave room for two, where three stages of 64 keys leave shared memory for one; computed,
+    # not run (docs/notebook/computed.md).
+    crowded = dim == 128 and not heavy and shared < (200 << 10)
     features = min(rows, 32 if heavy else 64)
     stages = 1 if tight else 2 if heavy or small else 3
     slices = min(dim, 32)  # columns of S that a program of a step has
@@ -75,7 +78,11 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             4,
             linear,
         ),
-        "attend": KernelTile({"BM": block, "BN": keys, "STAGES": stages}, 4, stages),
+        "attend": KernelTile(
+            {"BM": block, "BN": 32 if crowded and small else keys, "STAGES": 2 if crowded else stages},
+            4,
+            2 if crowded else stages,
+        ),
         "commit": KernelTile({}, 4, 1),
         "decode": KernelTile(
             {
