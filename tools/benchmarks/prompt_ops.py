@@ -4,15 +4,17 @@
 
 One thread, all in time of the processor, which other processes disturb less: a run's is divided among ops by ONNX Runtime's profile, whose
 times are those of a clock. `alone` is what the same linear layers take by themselves: each of the package's, with its weights, as a model
-of one node over as many tokens as a call has, the best of several, times how often it runs. `products` are those of attention at the same
-rate: two for each query and key that it sees. `ratio` is the whole over `alone`, `ratio_products` over both.
+of one node over as many tokens as a call has, the median of several, times how often it runs; `gflops` is their rate. `products` is what
+attention's own take at that rate (`prefill_cost`, the least). `ratio` is the whole over `alone`, `ratio_products` over both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -28,6 +30,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_export.package.files import MODEL
 from still_export.runtime.ort import OrtModel
+from still_kernels.attention.cost import prefill_cost as attention_cost
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.cost import prefill_cost as hybrid_cost
 from tools.benchmarks.common import Findings, numbers, parser_of, time_calls
 from tools.benchmarks.ort_ops import session_of
 
@@ -78,7 +83,7 @@ class Alone:
             node = self.nodes.get(event["name"].removesuffix("_kernel_time"))
             half = "float16" in event["args"]["input_type_shape"][0]
             call = self._call(node, given, made, TensorProto.FLOAT16 if half else TensorProto.FLOAT)
-            self.known[key] = time_calls(call, self.runs, 2, time.process_time).best
+            self.known[key] = time_calls(call, self.runs, 2, time.process_time).median
         return self.known[key]
 
     def _call(self, node: Any, given: tuple[int, ...], made: tuple[int, ...], kind: int) -> Callable[[], Any]:
@@ -106,18 +111,19 @@ class Alone:
         return lambda: session.run_with_iobinding(binding)
 
 
-def pairs(length: int, manifest: dict[str, Any]) -> float:
-    """Multiplications and additions of all layers' attention over a prompt, the linear state's among them."""
-    sizes, total = manifest["model"], 0.0
-    for layer in manifest["layers"]:
-        heads, dim = sizes["num_attention_heads"], sizes["head_dim"]
-        total += heads * dim * length * length * 2.0 if layer["type"] == "full_attention" else 0.0
-    return total
+def products(node: Any, event: dict[str, Any], length: int) -> float:
+    """Multiplications and additions of an attention node over a whole prompt."""
+    (_, _, heads, dim), (_, _, kv_heads, _) = shapes(event, "input")[:2]
+    if event["args"]["op_name"] == "Attention":
+        return attention_cost(heads, kv_heads, dim, length)[1]
+    given = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    chosen = {name: given[name] for name in ("chunk_size", "salient_per_chunk")}
+    return hybrid_cost(HybridAttentionConfig(heads, kv_heads, dim, capacity_tokens=length, **chosen), length)[1]
 
 
 def measure(package: Path, options: argparse.Namespace, findings: Findings) -> None:
     """A row for each length."""
-    alone = Alone(package, options.best_of)
+    alone = Alone(package, options.repeat)
     for length in numbers(options.lengths):
         used: list[float] = []
         clock: Counter[str] = Counter()
@@ -126,11 +132,18 @@ def measure(package: Path, options: argparse.Namespace, findings: Findings) -> N
             used.append(seconds)
             for event in events:
                 clock[event["args"]["op_name"]] += event["dur"]
-        whole, all_clock = min(used), sum(clock.values())
+        whole, all_clock = statistics.median(used), sum(clock.values())
         linear: Counter[str] = Counter()
+        flop, attention = 0.0, {}
         for event in events:
-            if event["args"]["op_name"] in LINEAR:
-                linear[event["args"]["op_name"]] += alone.seconds(event)
+            name, op = event["name"].removesuffix("_kernel_time"), event["args"]["op_name"]
+            if op in LINEAR:
+                linear[op] += alone.seconds(event)
+                flop += 2.0 * math.prod(shapes(event, "input")[0]) * shapes(event, "output")[0][-1] * (op != "LowRankMatMul")
+            elif op in ATTENTION:
+                attention[name] = products(alone.nodes[name], event, length)
+        layers = sum(linear.values())
+        rate = flop / layers
         shares = {name: round(whole * time_us / all_clock, 3) for name, time_us in clock.most_common(options.ops)}
         findings.add(
             package=package.resolve().name,
@@ -138,7 +151,10 @@ def measure(package: Path, options: argparse.Namespace, findings: Findings) -> N
             seconds=round(whole, 3),
             ops=shares,
             alone={name: round(seconds, 3) for name, seconds in linear.items()},
-            ratio=round(whole / sum(linear.values()), 3),
+            gflops=round(rate / 1e9, 1),
+            products=round(sum(attention.values()) / rate, 3),
+            ratio=round(whole / layers, 3),
+            ratio_products=round(whole / (layers + sum(attention.values()) / rate), 3),
         )
 
 
@@ -147,8 +163,8 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("packages", type=Path, nargs="+")
     parser.add_argument("--lengths", default="1024,4096,8000")
-    parser.add_argument("--runs", type=int, default=2, help="of a prompt; the best counts, all are profiled")
-    parser.add_argument("--best-of", type=int, default=8, help="runs of a linear layer alone")
+    parser.add_argument("--runs", type=int, default=2, help="of a prompt; the median counts, all are profiled")
+    parser.add_argument("--repeat", type=int, default=8, help="runs of a linear layer alone")
     parser.add_argument("--ops", type=int, default=12, help="that are listed")
     options = parser.parse_args()
     findings = Findings()
