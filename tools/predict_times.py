@@ -7,8 +7,9 @@
 
 A call moves bytes and multiplies; the slower of both at a GPU's rates is its floor. On sm_90 calls of a kernel were measured (`KERNELS`): a
 line through them, start + slow * floor, is the kernel's there. Elsewhere the start is the same and `slow` grows where fewer warps are
-resident for each byte or product that a multiprocessor should have in flight: warps follow from registers, shared memory and threads of the
-kernel as it is compiled for the architecture. GPUs are in `GPUS`: data sheets, of which a copy reaches 0.87 and a GEMM 0.75, as on an H100.
+resident for each byte or product that a multiprocessor should have in flight, or, of a prompt's softmax attention, where nothing hides what
+is no product. Warps follow from registers, shared memory and threads of the kernel as it is compiled for the architecture. GPUs are in
+`GPUS`: data sheets, of which a copy reaches 0.87 and a GEMM 0.75, as on an H100.
 `--error` has the line's own error on sm_90: each measured call computed from the others. `--blocks` has what `BLOCKS` of a kernel give, and
 those that the model takes. WORDs choose calls by part of their name.
 """
@@ -35,8 +36,8 @@ Cost = tuple[float, float]
 
 @dataclass(frozen=True)
 class Gpu:
-    """Of one architecture: multiprocessors, bytes/s and FLOP/s (16 bits, dense, summed in float32) of the data sheet, warps and
-    bytes of shared memory of a multiprocessor."""
+    """Of one architecture: multiprocessors, bytes/s and FLOP/s (16 bits, dense, summed in float32) of the data sheet; of a
+    multiprocessor warps, bytes of shared memory, float32 numbers a clock, and clocks a second."""
 
     name: str
     processors: int
@@ -44,6 +45,18 @@ class Gpu:
     gemm: float
     warps: int
     shared: int
+    lanes: int
+    clock: float
+
+    def pair_clocks(self, dim: int, keys: int, programs: int) -> tuple[float, float]:
+        """Clocks of a multiprocessor for one query and key of softmax attention, and those of its two products alone.
+
+        What is no product takes turns with products in one program and hides behind another's: 6 operations in float32, a maximum's
+        share of `dim` by `keys` that are taken at a time, an exponential, of which there are 16 a clock.
+        """
+        products = 4 * dim * self.processors * self.clock / (GEMM * self.gemm)
+        others = (6 + dim / keys) / self.lanes + 1 / 16
+        return max(products, others) if programs > 1 else products + others, products
 
     def floor_us(self, cost: Cost) -> float:
         return 1e6 * max(cost[0] / (COPY * self.copy), cost[1] / (GEMM * self.gemm))
@@ -54,23 +67,24 @@ class Gpu:
 
 
 GPUS = {
-    80: Gpu("A100 80 GB", 108, 2.04e12, 312e12, 64, 164 << 10),
-    86: Gpu("A10", 72, 0.60e12, 125e12, 48, 100 << 10),
-    89: Gpu("L40S", 142, 0.864e12, 362e12, 48, 100 << 10),
-    90: Gpu("H100", 132, 3.35e12, 989e12, 64, 228 << 10),
-    100: Gpu("B200", 148, 8.0e12, 2250e12, 64, 228 << 10),
-    120: Gpu("RTX 5090", 170, 1.79e12, 209e12, 48, 100 << 10),
+    80: Gpu("A100 80 GB", 108, 2.04e12, 312e12, 64, 164 << 10, 64, 1.41e9),
+    86: Gpu("A10", 72, 0.60e12, 125e12, 48, 100 << 10, 128, 1.695e9),
+    89: Gpu("L40S", 142, 0.864e12, 362e12, 48, 100 << 10, 128, 2.52e9),
+    90: Gpu("H100", 132, 3.35e12, 989e12, 64, 228 << 10, 128, 1.83e9),
+    100: Gpu("B200", 148, 8.0e12, 2250e12, 64, 228 << 10, 128, 1.965e9),
+    120: Gpu("RTX 5090", 170, 1.79e12, 209e12, 48, 100 << 10, 128, 2.407e9),
 }
-H100, H200 = GPUS[90], Gpu("H200", 132, 4.8e12, 989e12, 64, 228 << 10)
+H100, H200 = GPUS[90], Gpu("H200", 132, 4.8e12, 989e12, 64, 228 << 10, 128, 1.83e9)
 
 
 @dataclass(frozen=True)
 class Code:
-    """What a kernel is as it is compiled: registers of a thread, bytes of shared memory and warps of a program."""
+    """What a kernel is as it is compiled: registers of a thread, bytes of shared memory, warps of a program, keys at a time if any."""
 
     registers: int
     shared: int
     warps: int
+    keys: int = 0
 
     def resident(self, gpu: Gpu) -> int:
         """Warps that a multiprocessor holds; registers are given to warps by 256."""
@@ -88,6 +102,7 @@ class Kernel:
     fields: Of the op's variant.
     like: The architecture whose machine code stands for that of the kernel that was measured, where sm_90 has another one now.
     as_measured: The kernel's setting then, where it is another one there.
+    softmax: D, of a prompt's softmax attention, whose time is `Gpu.pair_clocks`.
     """
 
     op: str
@@ -98,6 +113,7 @@ class Kernel:
     fields: dict[str, Any]
     like: int = 90
     as_measured: tuple[tuple[str, int], ...] = ()
+    softmax: int = 0
 
 
 def _hybrid(tokens: int, batch: int = 0) -> Cost:
@@ -155,9 +171,7 @@ STEP, EIGHT, SHORT = "step after 65,536", "the same, 8 sequences", "step after 8
 
 def _steps(cost: Callable[[int, int], Cost], times: Sequence[float]) -> dict[str, tuple[Cost, float]]:
     sizes = ((STEP, 65536, 1), (EIGHT, 65536, 8), (SHORT, 8192, 1), (f"{SHORT}, 8 sequences", 8192, 8))
-    return {
-        name: (cost(tokens, batch), time_us) for (name, tokens, batch), time_us in zip(sizes, times, strict=True)
-    }
+    return {name: (cost(tokens, batch), time_us) for (name, tokens, batch), time_us in zip(sizes, times, strict=True)}
 
 
 KERNELS = [
@@ -170,6 +184,7 @@ KERNELS = [
         LLAMA,
         80,
         (("BN", 64), ("STAGES", 3), ("num_stages", 3)),
+        softmax=128,
     ),
     Kernel(
         "HybridAttention",
@@ -180,16 +195,40 @@ KERNELS = [
         LLAMA,
     ),
     Kernel("HybridAttention", "decode", H200, _steps(_hybrid, (28.1, 146.3, 10.5, 46.3)), (STEP, EIGHT, SHORT), LLAMA),
-    Kernel("Attention", "attend", H200, {"prompt of 8,192": (_softmax(8192), 1150)}, ("prompt of 8,192",), WIDE),
+    Kernel(
+        "Attention",
+        "attend",
+        H200,
+        {"prompt of 8,192": (_softmax(8192), 1150)},
+        ("prompt of 8,192",),
+        WIDE,
+        softmax=128,
+    ),
     Kernel("Attention", "decode", H200, _steps(_softmax, (82.0, 531, 28.7, 86.5)), (STEP, EIGHT), WIDE),
     Kernel(
-        "SelectBlocks", "score", H100, {"prompt of 65,536": (_blocks(True, 65536, 0), 8700)}, ("prompt of 65,536",), WIDE
+        "SelectBlocks",
+        "score",
+        H100,
+        {"prompt of 65,536": (_blocks(True, 65536, 0), 8700)},
+        ("prompt of 65,536",),
+        WIDE,
     ),
     Kernel(
-        "BlockAttention", "attend", H100, {"prompt of 65,536": (_blocks(False, 65536, 0), 25400)}, ("prompt of 65,536",), WIDE
+        "BlockAttention",
+        "attend",
+        H100,
+        {"prompt of 65,536": (_blocks(False, 65536, 0), 25400)},
+        ("prompt of 65,536",),
+        WIDE,
+        softmax=128,
     ),
     Kernel(
-        "BlockAttention", "decode", H100, {"step after 262,144": (_blocks(False, 1, 262143), 8.8)}, ("step after 262,144",), WIDE
+        "BlockAttention",
+        "decode",
+        H100,
+        {"step after 262,144": (_blocks(False, 1, 262143), 8.8)},
+        ("step after 262,144",),
+        WIDE,
     ),
     Kernel(
         "LinearAttention",
@@ -243,11 +282,19 @@ KERNELS = [
         BRAIN,
     ),
     Kernel(
-        "ExpertsNBits", "many_gate_up", H100, {f"4 bits, {PROMPT}": (_experts(8192, FOUR), 2180)}, (f"4 bits, {PROMPT}",), BRAIN
+        "ExpertsNBits",
+        "many_gate_up",
+        H100,
+        {f"4 bits, {PROMPT}": (_experts(8192, FOUR), 2180)},
+        (f"4 bits, {PROMPT}",),
+        BRAIN,
     ),
 ]
 """Measured: docs/notebook/kernels.md, quantization.md, experts.md, docs/reference/selected-blocks.md, linear-kernels.md; a prompt of
 HybridAttention by the kernels that any GPU runs is the sum of their times before those of sm_90."""
+
+SAME_CODE = {89: 86}
+"""An architecture whose machine code is taken from another one's: of eight kernels registers and shared memory were equal."""
 
 BLOCKS = {
     ("HybridAttention", "attend"): [
@@ -301,22 +348,28 @@ def compiled(op: str, name: str, fields: tuple[tuple[str, Any], ...], arch: int,
         file.write_bytes(cubins[found["cubin"]])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return Code(int(re.findall(r"REG:(\d+)", text)[0]), found["shared_bytes"], found["num_warps"])
+    registers = int(re.findall(r"REG:(\d+)", text)[0])
+    return Code(registers, found["shared_bytes"], found["num_warps"], found["constexprs"].get("BN", 0))
 
 
 def predicted(kernel: Kernel, call: str, arch: int, setting: tuple[Any, ...] = ()) -> tuple[float, float, int, int]:
     """Floor and time in microseconds on an architecture, registers and resident warps of the kernel."""
     cost, here, fields = kernel.calls[call][0], GPUS[arch], tuple(kernel.fields.items())
-    code = compiled(kernel.op, kernel.kernel, fields, arch, setting)
+    code = compiled(kernel.op, kernel.kernel, fields, SAME_CODE.get(arch, arch), setting)
     start, slow = fitted([(kernel.on.floor_us(each), time_us) for each, time_us in kernel.calls.values()])
 
-    def in_flight(gpu: Gpu, code: Code) -> float:
-        """Warps for each byte, or product, that a multiprocessor should have in flight."""
-        return code.resident(gpu) * gpu.processors / (gpu.copy if here.by_bytes(cost) else gpu.gemm)
+    known = compiled(kernel.op, kernel.kernel, fields, kernel.like, kernel.as_measured)
 
-    known = in_flight(kernel.on, compiled(kernel.op, kernel.kernel, fields, kernel.like, kernel.as_measured))
-    floor = here.floor_us(cost)
-    time_us = start + slow * floor * max(1.0, known / in_flight(here, code))
+    def loss(gpu: Gpu, code: Code) -> float:
+        """By what a call takes longer than it might: of attention's pairs over products, else one over the warps for each byte, or
+        product, that a multiprocessor should have in flight."""
+        if kernel.softmax:
+            whole, products = gpu.pair_clocks(kernel.softmax, code.keys, code.resident(gpu) // code.warps)
+            return whole / products
+        return (gpu.copy if here.by_bytes(cost) else gpu.gemm) / (code.resident(gpu) * gpu.processors)
+
+    floor, more = here.floor_us(cost), loss(here, code) / loss(kernel.on, known)
+    time_us = start + slow * floor * (more if kernel.softmax else max(1.0, more))
     return floor, time_us, code.registers, code.resident(here)
 
 

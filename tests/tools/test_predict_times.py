@@ -24,7 +24,7 @@ def test_a_call_keeps_its_share_of_the_floor_unless_fewer_warps_are_resident(
     bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half the rate takes twice the time; half the warps at the same rate, too; more warps than on sm_90 win nothing."""
-    known = tool.Gpu("known", 100, 1e12, 1e15, 64, 1 << 17)
+    known = tool.Gpu("known", 100, 1e12, 1e15, 64, 1 << 17, 128, 1e9)
     cost = (1e9, 1.0) if bound == "copy" else (1.0, 1e12)
     kernel = tool.Kernel("op", "kernel", known, {"call": (cost, 4000.0)}, ("call",), {})
     programs = {90: 4, 80: 4, 86: 2, 100: 8}
@@ -53,8 +53,15 @@ def test_registers_shared_memory_and_threads_bound_what_is_resident() -> None:
 def test_a_line_gives_back_what_it_was_made_of() -> None:
     """Start 5 and slope 2; of one point, or where the start would be negative, the line goes through 0."""
     assert tool.fitted([(1, 7), (10, 25), (100, 205)]) == pytest.approx((5, 2))
-    assert tool.fitted([(10, 25)]) == (0, 2.5)
+    assert tool.fitted([(10, 25)]) == pytest.approx((0, 2.5))
     assert tool.fitted([(1, 1), (10, 25)])[0] == 0
+
+
+def test_one_program_a_multiprocessor_hides_nothing() -> None:
+    """On an H200 attend with 128 keys at a time, for which there is room once, took 11.1 ms for 5.85: the model says 1.70 for 1.90."""
+    alone, products = tool.H200.pair_clocks(128, 128, 1)
+    assert products == tool.H200.pair_clocks(128, 64, 2)[0] < alone
+    assert alone / products == pytest.approx(1.70, abs=5e-3)
 
 
 def test_an_error_is_of_a_call_from_the_others() -> None:
@@ -73,7 +80,7 @@ def test_the_setting_with_the_least_time_is_taken(monkeypatch: pytest.MonkeyPatc
 
     def compiled(op: str, name: str, fields: Any, arch: int, setting: tuple[Any, ...] = ()) -> Any:
         asked = dict(setting)
-        return tool.Code(255, shared[asked["BN"]][asked["STAGES"]], 4)
+        return tool.Code(255, shared[asked["BN"]][asked["STAGES"]], 4, asked["BN"])
 
     monkeypatch.setattr(tool, "compiled", compiled)
     kernel = tool.KERNELS[0]
@@ -84,11 +91,15 @@ def test_the_setting_with_the_least_time_is_taken(monkeypatch: pytest.MonkeyPatc
 def test_the_notebook_has_the_calls_floors_and_errors_of_the_tool() -> None:
     """All that the tables say and no compiler is needed for."""
     page = (ROOT / "docs/notebook/computed.md").read_text(encoding="utf-8")
-    rows = {cells[1].strip(): cells[2:-1] for cells in (line.split("|") for line in page.splitlines()) if len(cells) > 3}
+    rows = {
+        cells[1].strip(): cells[2:-1] for cells in (line.split("|") for line in page.splitlines()) if len(cells) > 3
+    }
     for kernel in tool.KERNELS:
         for call in kernel.shown:
             cells = rows[f"{kernel.op}, {call}"]
             floors = [re.search(r"\(([\d,]+);", cell)[1] for cell in cells]  # type: ignore[index]
-            assert floors == [f"{tool.GPUS[arch].floor_us(kernel.calls[call][0]):,.0f}" for arch in (80, 86, 89, 100, 120)]
+            assert floors == [
+                f"{tool.GPUS[arch].floor_us(kernel.calls[call][0]):,.0f}" for arch in (80, 86, 89, 100, 120)
+            ]
     for name, *cells in tool.off():
         assert [cell.strip() for cell in rows[name]] == cells

@@ -50,7 +50,10 @@ def model_of(
     spec: OpSpec, found: Shapes, absent: set[str], onnxruntime: bool = False, **attributes: Any
 ) -> onnx.ModelProto:
     """One node with its body."""
-    given, made = (["" if n in absent or n not in found else n for n in names] for names in (spec.input_names(), spec.output_names()))
+    given, made = (
+        ["" if n in absent or n not in found else n for n in names]
+        for names in (spec.input_names(), spec.output_names())
+    )
     node = helper.make_node(spec.name, given, made, domain=DOMAIN, **attributes)
     made = ir.from_proto(one_node(node, found, DOMAIN))
     attach_functions(made, onnxruntime)
@@ -129,7 +132,17 @@ def forms_of(options: argparse.Namespace) -> dict[str, Any]:
     elif spec is HYBRID_ATTENTION:
         heads, kv_heads, dim = options.heads or (9, 3, 64)
         slots = max(numbers(options.lengths)) // 64 * options.salient
-        sizes = {"B": 1, "H": heads, "HK": kv_heads, "HS": kv_heads, "D": dim, "P": dim, "F": 2 * dim, "2*C": 128, "N": slots}
+        sizes = {
+            "B": 1,
+            "H": heads,
+            "HK": kv_heads,
+            "HS": kv_heads,
+            "D": dim,
+            "P": dim,
+            "F": 2 * dim,
+            "2*C": 128,
+            "N": slots,
+        }
         how = {"chunk_size": 64, "salient_per_chunk": options.salient, "select_scope": "kv_group_max"}
         models = {"body": model_of(spec, shapes_of(spec, sizes), {"window_factor"}, **how)}
     else:
@@ -149,7 +162,9 @@ def forms_of(options: argparse.Namespace) -> dict[str, Any]:
         }
     libraries = {"native": options.library, "beside": options.beside}
     native = {
-        name: session_of(next(iter(models.values())), options.threads, library) for name, library in libraries.items() if library
+        name: session_of(next(iter(models.values())), options.threads, library)
+        for name, library in libraries.items()
+        if library
     }
     if options.native_alone:
         return native

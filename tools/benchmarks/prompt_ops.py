@@ -139,7 +139,12 @@ def measure(package: Path, options: argparse.Namespace, findings: Findings) -> N
             name, op = event["name"].removesuffix("_kernel_time"), event["args"]["op_name"]
             if op in LINEAR:
                 linear[op] += alone.seconds(event)
-                flop += 2.0 * math.prod(shapes(event, "input")[0]) * shapes(event, "output")[0][-1] * (op != "LowRankMatMul")
+                flop += (
+                    2.0
+                    * math.prod(shapes(event, "input")[0])
+                    * shapes(event, "output")[0][-1]
+                    * (op != "LowRankMatMul")
+                )
             elif op in ATTENTION:
                 attention[name] = products(alone.nodes[name], event, length)
         layers = sum(linear.values())
