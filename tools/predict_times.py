@@ -296,10 +296,10 @@ HybridAttention by the kernels that any GPU runs is the sum of their times befor
 SAME_CODE = {89: 86}
 """An architecture whose machine code is taken from another one's: of eight kernels registers and shared memory were equal."""
 
-BLOCKS: dict[tuple[str, str], list[dict[str, int]]] = dict.fromkeys(
-    ((op, "attend") for op in ("HybridAttention", "Attention", "BlockAttention")),
-    [{"BN": keys, "STAGES": stages, "num_stages": stages} for keys in (64, 32) for stages in (3, 2)],
-)
+BLOCKS = {
+    (op, "attend"): [{"BN": keys, "STAGES": stages, "num_stages": stages} for keys in (64, 32) for stages in (3, 2)]
+    for op in ("HybridAttention", "Attention", "BlockAttention")
+}
 """Settings that `--blocks` tries, of equal ones the first is taken: kernels whose blocks were measured on sm_90 alone."""
 
 
