@@ -93,8 +93,10 @@ def described(argument: str, kind: str, descriptors: Iterator[Mapping[str, Any]]
     return {"name": plain, "type": {"fp32": "f32"}.get(kind, kind)}
 
 
-def compile_variant(op: str, variant: Any, arch: int, only: str = "") -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Compile all kernels of one variant of an op for one architecture, or only one of them.
+def compile_variant(
+    op: str, variant: Any, arch: int, only: str = "", build: Build | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Compile all kernels of one variant of an op for one architecture, or only one of them; `build`: with other blocks.
 
     Returns:
         The variant's entry of the index, and its cubins by file name.
@@ -113,7 +115,7 @@ def compile_variant(op: str, variant: Any, arch: int, only: str = "") -> tuple[d
         raise ConfigError(f"sm_{arch} needs Triton >= {need}; {triton.__version__} is installed.")
     triton.knobs.compilation.disable_line_info = True  # line tables hold paths: bytes would depend on the machine
     op_kernels = kernels_of(op)
-    functions, build = op_kernels.functions(), op_kernels.build(variant, arch)
+    functions, build = op_kernels.functions(), build or op_kernels.build(variant, arch)
     kernels: dict[str, Any] = {}
     cubins: dict[str, bytes] = {}
     for name, tile in build.tiles.items():

@@ -15,6 +15,15 @@ def pow2(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def for_two_programs(shared: int, dim: int, keys: int, stages: int) -> tuple[int, int]:
+    """Keys at a time and stages of a prompt's attention, 64 queries in 16 bits, of which a multiprocessor with `shared` bytes for a block
+    holds two programs, as its registers do; three stages of 64 keys of 128 leave room for one. Computed, not run
+    (docs/notebook/computed.md)."""
+    if dim != 128 or shared >= (200 << 10):
+        return keys, stages
+    return (min(keys, 32) if shared < (160 << 10) else keys), 2
+
+
 @dataclass(frozen=True)
 class KernelTile:
     """How one kernel is compiled: its block-size constants, warps and stages.

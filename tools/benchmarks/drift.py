@@ -1,5 +1,6 @@
 """How far float32 is off float64 by position: a package's logits and states, or a linear state by itself, to lengths no text has.
 
+python -m tools.benchmarks.drift tiny MODEL
 python -m tools.benchmarks.drift [--record FOLDER] package DIR --model MODEL --tokens 131072
 python -m tools.benchmarks.drift [--record FOLDER] state --tokens 1048576
 python -m tools.benchmarks.drift [--record FOLDER] narrow --tokens 131072 [--mean 1]
@@ -7,7 +8,8 @@ python -m tools.benchmarks.drift [--record FOLDER] narrow --tokens 131072 [--mea
 `package` feeds random tokens in pieces to the package's runner and to PyTorch in float64 and compares, after each doubling, the last
 position's logits (in units of their standard deviation) and the linear states and normalizers (largest error over largest value). `state`
 adds random positive features times values to a sum, as a step does (a token at a time) and as prefill does (a chunk at a time), for eight
-heads; the output is a query's read. `narrow` adds chunks to states that are kept in fewer bits (`FORMS`), the normalizer in float32, and
+heads; the output is a query's read. `tiny` writes a random model small enough for float64 at great lengths: two layers of two heads of 16,
+one token in 256 is salient. `narrow` adds chunks to states that are kept in fewer bits (`FORMS`), the normalizer in float32, and
 compares reads, by Frobenius norm; values have a mean of their own in each column, times --mean.
 """
 
@@ -28,6 +30,23 @@ HEADS, FEATURES, SIZE, CHUNK = 8, 32, 16, 64
 def off(found: np.ndarray, exact: np.ndarray) -> float:
     """The largest error over the largest value."""
     return float(np.abs(found - exact).max() / np.abs(exact).max())
+
+
+def write_tiny(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from still_export import StillConfig
+    from still_export.models.load import load_model
+
+    torch.manual_seed(0)
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    config = LlamaConfig(**sizes, head_dim=16, vocab_size=64, max_position_embeddings=1 << 20, initializer_range=0.3)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    still = StillConfig(chunk_size=256, salient_per_chunk=1)
+    load_model(folder, attach_untrained=True, still_config=still, dtype="float32").save_pretrained(folder)
 
 
 def of_package(options: argparse.Namespace, findings: Findings) -> dict[str, str]:
@@ -176,11 +195,15 @@ def main() -> None:
     package.add_argument("package", type=Path)
     package.add_argument("--model", required=True)
     package.add_argument("--provider", default="cpu")
+    verbs.add_parser("tiny").add_argument("folder", type=Path)
     narrow = verbs.add_parser("narrow")
     narrow.add_argument("--mean", type=float, default=1.0, help="of values, against a deviation of 1")
     for verb, tokens in ((package, 1 << 17), (state, 1 << 20), (narrow, 1 << 17)):
         verb.add_argument("--tokens", type=int, default=tokens)
     options = parser.parse_args()
+    if options.verb == "tiny":
+        write_tiny(options.folder)
+        return
     findings = Findings()
     subject = {"package": of_package, "state": of_state, "narrow": of_narrow}[options.verb](options, findings)
     rooms = (

@@ -1,12 +1,14 @@
 """Time one layer of an op in ONNX Runtime on the CPU, float32, in place: its forms in turns.
 
+  python -m tools.benchmarks.ort_ops HybridAttention --library libstill_onnxruntime.so [--beside OTHER.so] [--heads 9 3 64] [--salient 16]
   python -m tools.benchmarks.ort_ops Attention --library libstill_onnxruntime.so [--lengths 1024,4096,8192] [--heads 9 3 64]
   python -m tools.benchmarks.ort_ops LinearAttention --library libstill_onnxruntime.so [--lengths 1024] [--heads 32 128 128]
 
-Attention: a step, and a piece of a prompt, that end at each length; --heads are query heads, key/value heads and their size.
+Attention, HybridAttention: a step, and a piece of a prompt, that end at each length; --heads are query heads, key/value heads and their
+size. HybridAttention has chunks of 64, gates, and selects for the heads of a key/value head together.
 LinearAttention: a step and a piece of the prompt; --heads are heads and the sizes of keys and values. Forms: the native kernel, where
---library names it; ONNX Runtime's own op (com.microsoft::LinearAttention); the body around that op; the body in standard ops. `processor`
-is time of the processor, which other processes disturb less.
+--library names it, and that of another build, --beside; ONNX Runtime's own op (com.microsoft::LinearAttention); the body around that op;
+the body in standard ops. `processor` is time of the processor, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, OpSpec
 from still_graphs.ops.attention import ATTENTION
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
 from tools.benchmarks.common import Findings, numbers, parser_of, time_in_turns
 
 Shapes = dict[str, list[int | str]]
-OPS = {spec.name: spec for spec in (ATTENTION, LINEAR_ATTENTION)}
+OPS = {spec.name: spec for spec in (ATTENTION, HYBRID_ATTENTION, LINEAR_ATTENTION)}
 INTEGERS = ("new_tokens", "past_length")
 
 
@@ -39,18 +42,19 @@ def shapes_of(spec: OpSpec, sizes: dict[str, int]) -> Shapes:
         *zip(spec.input_names(), spec.all_inputs(), strict=True),
         *zip(spec.output_names(), spec.all_outputs(), strict=True),
     ]
-    scale = "_scale"  # of a cache in 8 bits
-    return {name: [sizes.get(str(d), d) for d in tensor.shape] for name, tensor in pairs if not name.endswith(scale)}
+    left_out = ("_scale", "salient_score")  # of a cache in 8 bits, and of one that overflows
+    return {name: [sizes.get(str(d), d) for d in tensor.shape] for name, tensor in pairs if not name.endswith(left_out)}
 
 
 def model_of(
     spec: OpSpec, found: Shapes, absent: set[str], onnxruntime: bool = False, **attributes: Any
 ) -> onnx.ModelProto:
     """One node with its body."""
-    names = ["" if name in absent else name for name in spec.input_names() if name in found]
-    node = helper.make_node(
-        spec.name, names, [n for n in spec.output_names() if n in found], domain=DOMAIN, **attributes
+    given, made = (
+        ["" if n in absent or n not in found else n for n in names]
+        for names in (spec.input_names(), spec.output_names())
     )
+    node = helper.make_node(spec.name, given, made, domain=DOMAIN, **attributes)
     made = ir.from_proto(one_node(node, found, DOMAIN))
     attach_functions(made, onnxruntime)
     return ir.to_proto(made)
@@ -80,7 +84,7 @@ def one_node(node: onnx.NodeProto, found: Shapes, domain: str) -> onnx.ModelProt
         kind = TensorProto.INT64 if name in INTEGERS else TensorProto.FLOAT
         return helper.make_tensor_value_info(name, kind, found[name])
 
-    graph = helper.make_graph([node], "bench", [info(n) for n in node.input if n], [info(n) for n in node.output])
+    graph = helper.make_graph([node], "bench", [info(n) for n in node.input if n], [info(n) for n in node.output if n])
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(domain, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
 
@@ -125,6 +129,22 @@ def forms_of(options: argparse.Namespace) -> dict[str, Any]:
     if spec is ATTENTION:
         sizes = dict(zip(("H", "HK", "D"), options.heads or (9, 3, 64), strict=True)) | {"B": 1}
         models = {"body": model_of(spec, shapes_of(spec, sizes), set())}
+    elif spec is HYBRID_ATTENTION:
+        heads, kv_heads, dim = options.heads or (9, 3, 64)
+        slots = max(numbers(options.lengths)) // 64 * options.salient
+        sizes = {
+            "B": 1,
+            "H": heads,
+            "HK": kv_heads,
+            "HS": kv_heads,
+            "D": dim,
+            "P": dim,
+            "F": 2 * dim,
+            "2*C": 128,
+            "N": slots,
+        }
+        how = {"chunk_size": 64, "salient_per_chunk": options.salient, "select_scope": "kv_group_max"}
+        models = {"body": model_of(spec, shapes_of(spec, sizes), {"window_factor"}, **how)}
     else:
         heads, dim, size = options.heads or (32, 128, 128)
         decay = dim if options.per_key else 1
@@ -140,9 +160,14 @@ def forms_of(options: argparse.Namespace) -> dict[str, Any]:
             "body around its own op": model_of(spec, found, absent, True, update_rule=options.rule),
             "own op": own_model(found, absent, options.rule),
         }
-    native = (
-        {"native": session_of(next(iter(models.values())), options.threads, options.library)} if options.library else {}
-    )
+    libraries = {"native": options.library, "beside": options.beside}
+    native = {
+        name: session_of(next(iter(models.values())), options.threads, library)
+        for name, library in libraries.items()
+        if library
+    }
+    if options.native_alone:
+        return native
     return {**native, **{name: session_of(model, options.threads) for name, model in models.items()}}
 
 
@@ -163,6 +188,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--library", default="", help="the native kernels")
+    parser.add_argument("--beside", default="", help="another build of them")
+    parser.add_argument("--native-alone", action="store_true", help="no other form")
+    parser.add_argument("--salient", type=int, default=16, help="tokens of a chunk, of HybridAttention")
     parser.add_argument("--lengths", default="1024,4096,8192", help="tokens at the end of a call")
     parser.add_argument("--piece", type=int, default=512, help="tokens of a piece of a prompt")
     parser.add_argument("--heads", type=int, nargs=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
 MAX_HEAD_DIM = 256
 DECODE_ROWS = 16
@@ -32,8 +32,9 @@ def tile_table(arch: int, head_dim: int, wide: bool) -> TileTable:
     # H200, head size 128, 8,192 tokens: 64 rows and 4 warps 1.15 ms (478 TFLOP/s), 128 and 8 1.27 to 1.56 ms.
     rows = 16 if row_bytes > 512 and small else 32 if wide or dim > 128 else 64
     stages = 2 if small or row_bytes > 256 else 3
+    near, ahead = (keys, stages) if wide else for_two_programs(SHARED_BYTES.get(arch, 99 << 10), dim, keys, stages)
     tiles = {
-        "attend": KernelTile({"BM": rows, "BN": min(keys, rows), "STAGES": stages}, 4, stages),
+        "attend": KernelTile({"BM": rows, "BN": min(near, rows), "STAGES": ahead}, 4, ahead),
         "decode": KernelTile({"BR": DECODE_ROWS, "BN": keys, "BS": MOST_SPLITS, "STAGES": stages}, 4, stages),
     }
     return TileTable(tiles, {"decode_programs": DECODE_PROGRAMS})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
 MAX_HEAD_DIM = 256
 MOST_PARTS = 64
@@ -30,6 +30,8 @@ def tile_table(arch: int, head_dim: int, block: int, wide: bool) -> TileTable:
     row_bytes = dim * (4 if wide else 2)
     keys = min(pow2(block), 16 if row_bytes > 512 else 32 if row_bytes > 256 else 64)
     stages = 2 if small or row_bytes > 256 else 3
+    # 32 keys at a time leave no room for two programs either where shared memory is small.
+    ahead = stages if wide else for_two_programs(SHARED_BYTES.get(arch, 99 << 10), dim, keys, stages)[1]
     dependent = arch >= 90
     pdl = {"PDL": int(dependent)}
     tiles = {
@@ -38,6 +40,6 @@ def tile_table(arch: int, head_dim: int, block: int, wide: bool) -> TileTable:
         "merge": KernelTile({"BS": MOST_PARTS, **pdl}, 4, 1, None, dependent),
         "unite": KernelTile({"BC": 512}, 4, 1),
         # H100, 65,536 tokens that choose alike: 64 rows and 4 warps 25.4 ms, 128 and 8, which read half the bytes, 30.3.
-        "attend": KernelTile({"BM": 64, "BN": keys, "STAGES": stages}, 4, stages),
+        "attend": KernelTile({"BM": 64, "BN": keys, "STAGES": ahead}, 4, ahead),
     }
     return TileTable(tiles, {"decode_programs": DECODE_PROGRAMS, "span_tokens": SPAN_TOKENS})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, changed, pow2
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, changed, for_two_programs, pow2
 
 HEAD_DIMS = (48, 64, 80, 96, 128, 256)
 CHUNK_SIZES = (32, 64, 128, 256)
@@ -37,6 +37,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     keys = 32 if heavy else 64
     features = min(rows, 32 if heavy else 64)
     stages = 1 if tight else 2 if heavy or small else 3
+    near, ahead = (keys, stages) if heavy else for_two_programs(shared, dim, keys, stages)
     slices = min(dim, 32)  # columns of S that a program of a step has
     every = 1 if heavy or chunk_size > 64 else 2  # chunks from one stored S to the next
     many = small and rows > 128  # features do not fit where those of a head of 128 do
@@ -75,7 +76,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             4,
             linear,
         ),
-        "attend": KernelTile({"BM": block, "BN": keys, "STAGES": stages}, 4, stages),
+        "attend": KernelTile({"BM": block, "BN": near, "STAGES": ahead}, 4, ahead),
         "commit": KernelTile({}, 4, 1),
         "decode": KernelTile(
             {

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../common/elements.h"
+#include "../common/columns.h"
 #include "../common/gemm.h"
 #include "../common/room.h"
 
@@ -122,36 +123,6 @@ struct Columns
         return x.blocks + ((b.row * x.tokens + b.token + i) * l.kv_heads + b.head) * l.slots;
     }
 
-    // Logits [count, columns] become e^(logit - maximum); what was summed so far moves to the new maximum.
-    void exponentiate(float* logits, int count, float* top, float* total, float* values) const
-    {
-        for (int c = 0; c < wide; c += kLanes)
-        {
-            Vec const before = load(top + c);
-            Vec most = before;
-            for (int j = 0; j < count; ++j)
-                most = larger(most, load(logits + static_cast<int64_t>(j) * wide + c));
-            store(top + c, most);
-            // A column that has seen no key yet stays at -inf; its terms are 0.
-            Vec const pivot = larger(most, spread(-3e38f));
-            Vec sum = {};
-            for (int j = 0; j < count; ++j)
-            {
-                float* const at = logits + static_cast<int64_t>(j) * wide + c;
-                Vec const e = exponential(load(at) - pivot);
-                sum += e;
-                store(at, e);
-            }
-            Vec const shrink = exponential(before - pivot);
-            store(total + c, load(total + c) * shrink + sum);
-            for (int d = 0; d < l.dim; ++d)
-            {
-                float* const at = values + static_cast<int64_t>(d) * wide + c;
-                store(at, load(at) * shrink);
-            }
-        }
-    }
-
     // output = values / total
     void finish(float const* total, float* values, float* dense) const
     {
@@ -190,11 +161,9 @@ void attend(Task const& task, int64_t from, int64_t to, float* partial)
     float const* const queries = block.queries(dense, room.take(l.dim * wide));
     float* const top = partial ? partial : room.take((2 + static_cast<int64_t>(l.dim)) * wide);
     float *const total = top + wide, *const values = total + wide;
-    std::memset(total, 0, sizeof(float) * static_cast<uint64_t>(wide) * (1 + static_cast<unsigned>(l.dim)));
-    for (int64_t c = 0; c < wide; ++c)
-        top[c] = kMinusInfinity;
+    begin_columns(block.wide, l.dim, top, total, values);
     Readers readers;
-    auto const absorb = [&](int64_t key, int64_t end)
+    auto const attend_keys = [&](int64_t key, int64_t end)
     {
         int const count = static_cast<int>(end - key < kTileKeys ? end - key : kTileKeys);
         int64_t stride;
@@ -204,13 +173,13 @@ void attend(Task const& task, int64_t from, int64_t to, float* partial)
             block.hide(logits, key, count);
         if (l.slots && block.b.count > 1)
             block.hide_from(readers, logits, count);
-        block.exponentiate(logits, count, top, total, values);
+        absorb(logits, count, block.wide, l.dim, top, total, values);
         float const* const v = kept_floats<S>(block.x.value_cache, block.cache(key), count, l.dim, copy, stride);
         gemm(l.dim, block.wide, count, v, 1, stride, logits, wide, values, wide, true);
     };
     if (!l.slots)
         for (int64_t key = from; key < to; key += kTileKeys)
-            absorb(key, to);
+            attend_keys(key, to);
     else
     {
         int const last = static_cast<int>(to / l.block_size);
@@ -220,7 +189,7 @@ void attend(Task const& task, int64_t from, int64_t to, float* partial)
         {
             int64_t const first = static_cast<int64_t>(chosen) * l.block_size, end = first + l.block_size;
             for (int64_t key = first; key < (end < seen ? end : seen); key += kTileKeys)
-                absorb(key, end < seen ? end : seen);
+                attend_keys(key, end < seen ? end : seen);
         }
     }
     if (!partial)

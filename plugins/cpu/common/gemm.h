@@ -76,6 +76,8 @@ inline void gemm(int rows, int columns, int depth, float const* a, int64_t row_s
     int i = 0;
     for (; i + kTileRows <= rows; i += kTileRows)
         gemm_rows<kTileRows>(columns, depth, a + i * row_step, row_step, k_step, b, b_stride, c + i * c_stride, c_stride, add);
+    for (; i + 4 <= rows; i += 4)
+        gemm_rows<4>(columns, depth, a + i * row_step, row_step, k_step, b, b_stride, c + i * c_stride, c_stride, add);
     for (; i + 2 <= rows; i += 2)
         gemm_rows<2>(columns, depth, a + i * row_step, row_step, k_step, b, b_stride, c + i * c_stride, c_stride, add);
     if (i < rows)

@@ -1,6 +1,8 @@
 // The tasks of hybrid attention. Compiled once per instruction set; STILL_KERNELS names the table.
 #include "head.h"
 
+#include "../common/columns.h"
+
 #include <type_traits>
 
 namespace
@@ -16,7 +18,7 @@ size_t room(Layer const& l)
     int64_t const chunk = round_up(l.chunk, 16), projection = round_up(l.rows, 16);
     int64_t const keys = chunk > kTileKeys ? chunk : kTileKeys, rows = chunk > kBlockRows ? chunk : kBlockRows;
     int64_t const copied = l.dim * (2 * (keys > kPartSlots ? keys : kPartSlots) + l.rows + 3 * kBlockRows + 4);
-    int64_t const logits = l.dim * keys + kBlockRows * (2 * chunk + keys) + kPartSlots;
+    int64_t const logits = l.dim * keys + kBlockRows * (2 * chunk + keys + 3 * 16) + kPartSlots;
     int64_t const features = (kBlockRows + rows) * l.features + (rows + l.dim) * projection;
     return static_cast<size_t>(copied + logits + features + 4 * kBlockRows + 32 * 16);
 }
@@ -92,36 +94,44 @@ void attend_window(
     }
 }
 
-// Adds cached tokens, tile by tile; terms so far move to each new maximum.
+// Adds cached tokens, tile by tile, with queries as columns; what the window gave and they move to a common maximum.
 template <typename T, typename S>
 void attend_cache(Head<T, S> const& h, float const* q, int64_t q_stride, int rows, Softmax& softmax, Room room)
 {
     Layer const& l = h.l;
-    float* const turned = room.take(static_cast<int64_t>(l.dim) * kTileKeys);
-    float* const logits = room.take(static_cast<int64_t>(rows) * kTileKeys);
+    if (h.s.held == 0)
+        return;
+    int const wide = round_up(rows, kLanes), stride = round_up(l.dim, kLanes);
+    float* const queries = room.take(static_cast<int64_t>(l.dim) * wide);
+    float* const logits = room.take(static_cast<int64_t>(kTileKeys) * wide);
     float* const copy = room.take(static_cast<int64_t>(kTileKeys) * l.dim);
+    float* const values = room.take(static_cast<int64_t>(l.dim) * wide);
+    float* const turned = room.take(static_cast<int64_t>(rows) * stride);
+    float *const top = room.take(wide), *const total = room.take(wide);
+    transpose(q, rows, l.dim, q_stride, h.factor, queries, wide);
+    begin_columns(wide, l.dim, top, total, values);
     for (int64_t slot = 0; slot < h.s.held; slot += kTileKeys)
     {
-        int const count = static_cast<int>(h.s.held - slot < kTileKeys ? h.s.held - slot : kTileKeys), padded = round_up(count, kLanes);
-        int64_t stride;
-        float const* const k = kept_floats<S>(h.x.salient_key, h.cache(slot), count, l.dim, copy, stride);
-        transpose(k, count, l.dim, stride, h.factor, turned, padded);
-        gemm(rows, padded, l.dim, q, q_stride, 1, turned, padded, logits, padded, false);
-        for (int i = 0; i < rows; ++i)
+        int const count = static_cast<int>(h.s.held - slot < kTileKeys ? h.s.held - slot : kTileKeys);
+        int64_t row;
+        float const* const k = kept_floats<S>(h.x.salient_key, h.cache(slot), count, l.dim, copy, row);
+        gemm(count, wide, l.dim, k, row, 1, queries, wide, logits, wide, false);
+        absorb(logits, count, wide, l.dim, top, total, values);
+        float const* const v = kept_floats<S>(h.x.salient_value, h.cache(slot), count, l.dim, copy, row);
+        gemm(l.dim, wide, count, v, 1, row, logits, wide, values, wide, true);
+    }
+    transpose(values, l.dim, rows, wide, 1, turned, stride);
+    for (int i = 0; i < rows; ++i)
+    {
+        float const most = softmax.top[i] > top[i] ? softmax.top[i] : top[i];
+        float const near = exponential(softmax.top[i] - most), far = exponential(top[i] - most);
+        softmax.top[i] = most;
+        softmax.total[i] = near * softmax.total[i] + far * total[i];
+        for (int d = 0; d < l.dim; ++d)
         {
-            float* const row = logits + static_cast<int64_t>(i) * padded;
-            float const top = largest(row, count);
-            if (top > softmax.top[i])
-            {
-                float const shrink = exponential(softmax.top[i] - top);
-                softmax.total[i] *= shrink;
-                scale(softmax.values + static_cast<int64_t>(i) * l.dim, l.dim, shrink);
-                softmax.top[i] = top;
-            }
-            softmax.total[i] += exponentiate(row, count, softmax.top[i]);
+            float& value = softmax.values[static_cast<int64_t>(i) * l.dim + d];
+            value = near * value + far * turned[static_cast<int64_t>(i) * stride + d];
         }
-        float const* const v = kept_floats<S>(h.x.salient_value, h.cache(slot), count, l.dim, copy, stride);
-        gemm(rows, l.dim, count, logits, padded, 1, v, stride, softmax.values, l.dim, true);
     }
 }
 
