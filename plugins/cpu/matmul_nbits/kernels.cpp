@@ -158,6 +158,21 @@ inline Quads zeros(uint8_t const* const* rows, int64_t unit, int count, int shif
     return from_codes<Bits>(words);
 }
 
+// Of `units` units of four rows, what their codes are scaled with, and what a code of 0 stands for.
+struct Blocks
+{
+    Quads scale, least;
+};
+
+template <int Bits, typename S>
+inline Blocks blocks_of(Task const& task, Rows<S> const& rows, int shift, int64_t unit, int units)
+{
+    Quads const scale = numbers(rows.scales, unit, units, shift);
+    Quads const zero = task.tensors->zero_points ? zeros<Bits>(rows.zero_points, unit, units, shift)
+                                                 : spread_quads(static_cast<float>(task.layer->zero));
+    return {scale, minus_product(zero, scale, task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{})};
+}
+
 // A step of `units` units over kRows outputs of `Count` tokens, of which `task.rounded` has the first at place `t`.
 template <int Bits, int Count, typename S>
 inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit, int units, int64_t t, Quads* total)
@@ -166,11 +181,7 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
     Bytes first[kRows], second[kRows];
     for (int r = 0; r < kRows; ++r)
         load_codes<Bits>(rows.codes[r] + unit * kUnit * Bits / 8, units, first[r], second[r]);
-    Quads const scale = numbers(rows.scales, unit, units, shift);
-    Quads const zero = task.tensors->zero_points ? zeros<Bits>(rows.zero_points, unit, units, shift)
-                                                 : spread_quads(static_cast<float>(task.layer->zero));
-    // What a code of 0 stands for.
-    Quads const least = minus_product(zero, scale, task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{});
+    Blocks const blocks = blocks_of<Bits>(task, rows, shift, unit, units);
     for (int i = 0; i < Count; ++i)
     {
         int64_t const place = (t + i) * tokens.units + unit;
@@ -178,13 +189,14 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
         Sums sums[kRows];
         for (int r = 0; r < kRows; ++r)
             sums[r] = products<Bits>(first[r], second[r], x, y);
-        total[i] = plus_product(times(to_quads(sums), scale), load_quads(tokens.factors + place * kRows), total[i]);
-        total[i] = plus_product(least, load_quads(tokens.sums + place * kRows), total[i]);
+        total[i] = plus_product(times(to_quads(sums), blocks.scale), load_quads(tokens.factors + place * kRows), total[i]);
+        total[i] = plus_product(blocks.least, load_quads(tokens.sums + place * kRows), total[i]);
     }
 }
 
-template <int Bits, int Count, typename S>
-inline void tile(Task const& task, int shift, int64_t row, int64_t t)
+// Four rows, beyond the last one that itself.
+template <typename S>
+inline Rows<S> rows_of(Task const& task, int64_t row)
 {
     Layer const& layer = *task.layer;
     Tensors const& x = *task.tensors;
@@ -197,6 +209,14 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
         rows.offsets[r] = x.offsets ? at<S>(x.offsets, own * layer.blocks()) : nullptr;
         rows.zero_points[r] = x.zero_points ? x.zero_points + own * layer.zero_bytes : nullptr;
     }
+    return rows;
+}
+
+template <int Bits, int Count, typename S>
+inline void tile(Task const& task, int shift, int64_t row, int64_t t)
+{
+    Layer const& layer = *task.layer;
+    Rows<S> const rows = rows_of<S>(task, row);
     Quads total[Count];
     for (int i = 0; i < Count; ++i)
         total[i] = Quads{};
@@ -212,32 +232,65 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
     int64_t const count = layer.outputs - row < kRows ? layer.outputs - row : kRows;
     for (int i = 0; i < Count; ++i)
     {
+        float* const to = at<float>(task.tensors->output, (task.token + t + i) * layer.outputs + row);
         float found[kRows];
         sum_quads(total[i], found);
-        std::memcpy(at<float>(x.output, (task.token + t + i) * layer.outputs + row), found, static_cast<size_t>(count) * sizeof(float));
+        if (count == kRows) // a size that is known is no call
+            std::memcpy(to, found, sizeof found);
+        else
+            std::memcpy(to, found, static_cast<size_t>(count) * sizeof(float));
     }
+}
+
+} // namespace
+
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+#include "lanes.h"
+#endif
+
+namespace
+{
+
+// All rows of some of the tokens that are left from `t` on; how many those are.
+template <int Bits, typename S>
+int64_t multiply_some(Task const& task, int shift, int64_t t)
+{
+    int64_t const left = task.tokens - t, end = task.row + task.rows;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    if (task.tokens > 1)
+    {
+        int64_t const count = left < kMostTokens ? left : kMostTokens;
+        for (int64_t row = task.row; row < end; row += 2 * kRows)
+            multiply_lanes<Bits, S>(task, shift, row, t, static_cast<int>(count));
+        return count;
+    }
+#else
+    if (left > 1)
+    {
+        int64_t const count = left >= kMostTokens ? kMostTokens : left >= 4 ? 4 : 2;
+        for (int64_t row = task.row; row < end; row += kRows)
+            switch (count)
+            {
+            case 2: tile<Bits, 2, S>(task, shift, row, t); break;
+            case 4: tile<Bits, 4, S>(task, shift, row, t); break;
+            default: tile<Bits, kMostTokens, S>(task, shift, row, t);
+            }
+        return count;
+    }
+#endif
+    for (int64_t row = task.row; row < end; row += kRows)
+        tile<Bits, 1, S>(task, shift, row, t);
+    return 1;
 }
 
 template <int Bits, typename S>
 void multiply_bits(Task const& task)
 {
-    Layer const& layer = *task.layer;
     int shift = 0;
-    while (kUnit << shift < layer.block)
+    while (kUnit << shift < task.layer->block)
         ++shift;
     for (int64_t t = 0; t < task.tokens;)
-    {
-        int64_t const left = task.tokens - t, count = left >= kMostTokens ? kMostTokens : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        for (int64_t row = task.row; row < task.row + task.rows; row += kRows)
-            switch (count)
-            {
-            case 1: tile<Bits, 1, S>(task, shift, row, t); break;
-            case 2: tile<Bits, 2, S>(task, shift, row, t); break;
-            case 4: tile<Bits, 4, S>(task, shift, row, t); break;
-            default: tile<Bits, kMostTokens, S>(task, shift, row, t);
-            }
-        t += count;
-    }
+        t += multiply_some<Bits, S>(task, shift, t);
 }
 
 template <typename S>

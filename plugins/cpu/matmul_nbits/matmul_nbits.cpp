@@ -67,7 +67,7 @@ int64_t rows_of_task(Layer const& layer, int64_t tokens)
 {
     int64_t const even = up(layer.outputs, static_cast<int64_t>(kLanes)) / static_cast<int64_t>(kLanes);
     int64_t const least = kLeastBytes / layer.row_bytes() / tokens, most = std::max<int64_t>(kMostBytes / layer.row_bytes(), 1);
-    return up(std::min(std::max(even, least), most), layer.super_block ? kTile : kRows);
+    return up(std::min(std::max(even, least), most), kTile);
 }
 
 } // namespace
