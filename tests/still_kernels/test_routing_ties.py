@@ -46,6 +46,19 @@ def test_margins_say_what_is_chosen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_equal_experts_so_many_are_chosen_and_it_is_a_tie(name: str, dtype: torch.dtype) -> None:
+    given = route_inputs(name, 2, 5, dtype)
+    router, bias = (None if x is None else x[:1].expand_as(x).clone() for x in (given.router, given.bias))
+    equal = replace(given, router=router, bias=bias)
+    found = margins(equal)[..., -1, :]
+    assert ((found > 0).sum(-1) == given.k).all()
+    expert, _ = naive_route(equal)
+    assert torch.equal((found > 0).nonzero()[:, 2].view(2, 5, -1), expert.sort(-1).values.long())
+    assert abs(TIES.leads(scores_of(equal), scores_of(equal), COUNTS)[~4][0, :4]).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ROUTERS)
 def test_a_runtime_that_is_followed(name: str) -> None:
     """To the next expert, or group, where it nearly ties, and where it does not; and further than to the next."""
     given = route_inputs(name, 2, 5, torch.float64)

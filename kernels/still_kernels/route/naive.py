@@ -73,14 +73,17 @@ def naive_route(inputs: Inputs, told: Tensor | None = None) -> tuple[Tensor, Ten
 
 def margins(inputs: Inputs) -> Tensor:
     """How far each expert is from being chosen or not, [B, T, 1, E]: positive where it is chosen, the least that is chosen as far from 0 as
-    the best that is not; -inf where its group is not. With groups [B, T, 2, E], that of each expert's group in front."""
+    the best that is not, or of equal ones just above; -inf where its group is not. With groups [B, T, 2, E], that of each expert's group in
+    front."""
     inputs.check()
     _, ranks = _ranked(inputs)
     found = []
     for rank, count in zip(ranks, (inputs.top_groups, inputs.k)[-len(ranks) :], strict=True):
         best = rank.topk(min(count + 1, rank.shape[-1])).values
         between = (best[..., count - 1 : count] + best[..., -1:]) / 2
-        found.append(rank - (between if count < rank.shape[-1] else between - 1))
+        margin = rank - (between if count < rank.shape[-1] else between - 1)
+        chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, _largest(rank, count), True)
+        found.append(torch.where(chosen, margin.clamp_min(torch.finfo(torch.float32).tiny), margin))
     if len(found) > 1:
         found[0] = found[0].repeat_interleave(found[1].shape[-1] // inputs.groups, -1)
     return torch.stack(found, dim=-2)

@@ -163,6 +163,7 @@ def test_logits_are_those_of_transformers(name: str, folder: Path) -> None:
     "name, given",
     [
         ("granite-4.0-h-tiny", ("--quantize", "int4")),
+        ("Qwen3.5-35B-A3B", ("--quantize", "int4")),
         ("granite-4.0-h-tiny", ("--dtype", "float16")),
         ("Nemotron-3-Nano-30B-A3B", ("--quantize", "int4")),
     ],
