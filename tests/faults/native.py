@@ -221,7 +221,7 @@ native(
 )
 native(
     "native: a tile's sum not moved to the new maximum",
-    (ROWS, "softmax.total[i] *= shrink;", "softmax.total[i] *= FAULT ? 1 : shrink;"),
+    (ROWS, "near * softmax.total[i] + far", "(FAULT ? 1 : near) * softmax.total[i] + far"),
 )
 native(
     "native: a step's sum not moved to the common maximum",
@@ -378,7 +378,7 @@ native(
 )
 native(
     "native: a tile's values not moved to the new maximum",
-    (SOFTMAX, "store(at, load(at) * shrink);", "store(at, FAULT ? load(at) : load(at) * shrink);"),
+    (SOFTMAX, "absorb(logits, count, block.wide, l.dim,", "absorb(logits, count, block.wide, FAULT ? 0 : l.dim,"),
 )
 native(
     "native: a call's last value not cached",
