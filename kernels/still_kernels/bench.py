@@ -2,9 +2,9 @@
 
     python -m still_kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json
 
-Every kernel is compared with the PyTorch form on the same inputs first; one that fails gets no speed. Decode steps are
-replayed from a CUDA graph of several layers, each with its own state, so that the caches of one step do not serve the next; beside them
-stands a plain copy of as many bytes in such a graph.
+Every kernel is compared with the PyTorch form on the same inputs first; one that fails gets no speed. All calls are replayed from CUDA
+graphs, so that the time of the host is in none. A graph of decode steps holds several layers, each with its own state, so that the caches
+of one step do not serve the next; beside them stands a plain copy of as many bytes in such a graph.
 """
 
 from __future__ import annotations
@@ -81,26 +81,29 @@ def error_of(work: Work) -> float:
     return relative_error(work.run(work.state()), work.reference(work.state()))
 
 
-def time_call(work: Work) -> float:
-    """Seconds of a call, again and again on one state."""
-    state = work.state()
-    return median_s(lambda: work.run(state), 10)
+def time_graph(work: Work, states: Sequence[Any], repeats: int) -> float:
+    """Seconds of a call, of a CUDA graph of one on each of the states."""
 
-
-def time_step(work: Work) -> float:
-    """Seconds of a step of one layer, in a CUDA graph of several."""
-    states = [work.state() for _ in range(states_of_step(work))]
-
-    def step() -> None:
+    def calls() -> None:
         for state in states:
             work.run(state)
 
-    step()
+    calls()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return median_s(graph.replay, 30) / len(states)
+        calls()
+    return median_s(graph.replay, repeats) / len(states)
+
+
+def time_call(work: Work) -> float:
+    """Seconds of a call, again and again on one state."""
+    return time_graph(work, [work.state()], 10)
+
+
+def time_step(work: Work) -> float:
+    """Seconds of a step of one layer, beside others with their own states."""
+    return time_graph(work, [work.state() for _ in range(states_of_step(work))], 30)
 
 
 def measure(op: OpWork, layer: Any, name: str, kind: Kind, context: int, dtype: torch.dtype, device: str) -> list[Row]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ STEPS = 70
 TOKENS = [7 * i % 53 + 3 for i in range(READ[-1] + STEPS)]
 CLOSE = 1e-4
 """Largest distance of logits, as a share of the largest: as of kernels from bodies."""
+OTHER_CHOICES = 2e-3
+"""The same where of a hundred salient tokens one at most is another."""
 
 
 def travel(ways: list[tuple[str, bool]], tensorrt: TensorRt, folder: Path, read: tuple[int, ...] = READ) -> Path:
@@ -39,37 +42,77 @@ def travel(ways: list[tuple[str, bool]], tensorrt: TensorRt, folder: Path, read:
     return path
 
 
-def apart(package: Path, state: Snapshot) -> float:
-    """By how much logits from there on differ from those of who read all of it on the CPU."""
+@dataclass(frozen=True)
+class Apart:
+    """How a state that travelled differs from that of who reads all of it on the CPU.
+
+    logits: Largest difference of what comes behind it, as a share of the largest value.
+    choices: Salient tokens that are others, of all layers and heads; rounding alone decides between nearly equal scores.
+    kept: Salient tokens.
+    """
+
+    logits: float
+    choices: int
+    kept: int
+
+    @property
+    def close(self) -> bool:
+        """As close as kernels are to bodies, or as the few other choices let it be."""
+        return self.logits < (OTHER_CHOICES if 0 < self.choices <= self.kept / 100 else CLOSE)
+
+
+def apart(package: Path, state: Snapshot) -> Apart:
+    """What the state changes of the logits from there on, on the CPU."""
     one, another = opened(package, "cpu"), opened(package, "cpu")
     one.feed(np.array([TOKENS[: state.length]]))
+    own, kept = one.take(), [name for name in state.arrays if name.startswith("salient_key")]
+    rows = [np.linalg.norm(own[name] - state.arrays[name], axis=-1) for name in kept]
+    sizes = [np.linalg.norm(own[name], axis=-1) for name in kept]
+    others = sum(int((row > 0.05 * np.maximum(size, 1e-3)).sum()) for row, size in zip(rows, sizes, strict=True))
     state.restore(another, STEPS)
-    return difference(
+    logits = difference(
         *(
             np.concatenate([model.feed(np.array([[x]]))[0] for x in TOKENS[state.length : state.length + STEPS]])
             for model in (another, one)
         )
     )
+    return Apart(logits, others, sum(row.size for row in rows))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TensorRT's package with its engine."""
+    source, folder = prepared(MOVED[1]), tmp_path_factory.mktemp("moved")
+    shutil.copytree(source, folder / source.name)
+    TensorRt(folder).run(f"still build {folder / source.name} --quiet --trust-native", 460, "build")
+    return folder / source.name
 
 
 @pytest.mark.slow
 @pytest.mark.tensorrt
-def test_from_a_cpu_by_cuda_and_tensorrt_to_a_cpu(proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> None:
-    onnx, source = prepared(MOVED[0]), proof.of(prepared(MOVED[1]), runtime="cpu, cuda, trt, cpu")
-    package = tmp_path / source.name
-    shutil.copytree(source, package)
-    tensorrt.run(f"still build {package} --quiet --trust-native", 460, "build")
-    ways = [(f"{onnx}", False), (f"{onnx} --provider cuda", False), (f"{package} --runtime trt", True)]
-    proof.figures["logits"] = apart(onnx, Snapshot.load(travel(ways, tensorrt, tmp_path)))
-    assert proof.figures["logits"] < CLOSE
+@pytest.mark.parametrize("by", ["cuda", "trt", "cuda, trt"])
+def test_from_a_cpu_by_others_to_a_cpu(by: str, proof: Proof, tensorrt: TensorRt, engine: Path, tmp_path: Path) -> None:
+    onnx = proof.of(prepared(MOVED[0]), runtime=f"cpu, {by}, cpu")
+    others = {"cuda": (f"{onnx} --provider cuda", False), "trt": (f"{engine} --runtime trt", True)}
+    ways = [(f"{onnx}", False), *(others[name] for name in by.split(", "))]
+    found = apart(onnx, Snapshot.load(travel(ways, tensorrt, tmp_path, READ[-len(ways) :])))
+    proof.figures |= asdict(found)
+    print(by, found)
+    assert found.close, found
 
 
 @pytest.mark.slow
 def test_a_wrong_state_is_seen(native_package: Path, tensorrt: TensorRt, tmp_path: Path) -> None:
     """The check itself, on the CPU: what was read there passes, and a state that is off by a hundredth does not."""
     state = Snapshot.load(travel([(f"{native_package}", False)] * 3, tensorrt, tmp_path, (83, 120, 175)))
-    assert apart(native_package, state) < CLOSE
+    found = apart(native_package, state)
+    assert found.close and not found.choices and found.kept
     for name in state.arrays:
         if name.startswith("kv_state"):
             state.arrays[name] *= np.float32(1.01)
-    assert apart(native_package, state) > CLOSE
+    assert not apart(native_package, state).close
+    for name in state.arrays:
+        if name.startswith("salient_key"):
+            state.arrays[name][..., 0, :] *= -1
+    found = apart(native_package, state)
+    assert found.choices and not found.close
