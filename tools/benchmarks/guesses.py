@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 import still_export
+from still_export.package.trust import trust_package
 from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.speculation import Guesser, Lookup, Speculation
 from still_export.runtime.text import Answer
@@ -113,11 +114,11 @@ class Spoiled(Speculation):
         return right[:hold] + [self.random.randrange(self.vocabulary) for _ in range(count - hold)]
 
 
-def equal(plain: LanguageModel, guessing: LanguageModel, count: int, tokens: int) -> dict[str, Any]:
+def equal(plain: LanguageModel, guessing: LanguageModel, count: int, tokens: int, seed: int) -> dict[str, Any]:
     """Of `count` random prompts, how many answers with guesses part from the plain ones, and by how much."""
     vocabulary = plain.runner.manifest["model"]["vocab_size"]
     spoiled = guessing.runner.speculation = Spoiled(guessing.runner.guesses, vocabulary)
-    random, leads = Random(1), list[float]()
+    random, leads = Random(seed), list[float]()
     for _ in range(count):
         spoiled.prompt = [random.randrange(vocabulary) for _ in range(random.randint(1, 4 * tokens))]
         spoiled.answer = plain.generate(spoiled.prompt, max_tokens=tokens).tokens
@@ -138,16 +139,18 @@ def main() -> int:
     parser.add_argument("--sets", default="edits,chats,texts", help="which of them")
     parser.add_argument("--every", type=int, default=1, help="ask every so many of the prompts")
     parser.add_argument("--equal", type=int, default=0, help="compare the answers to so many random prompts")
+    parser.add_argument("--seed", type=int, default=1, help="of the random prompts")
     parser.add_argument(
         "--tie", type=float, default=1e-3, help="most by which the tokens may differ where answers part"
     )
     given = parser.parse_args()
     found = Findings()
+    trust_package(given.package)
     where: dict[str, Any] = {"threads": given.threads, "provider": given.provider}
     plain = still_export.load(given.package, guess="none", **where)
     if given.equal:
         guessing = still_export.load(given.package, **where)
-        figures = equal(plain, guessing, given.equal, given.tokens)
+        figures = equal(plain, guessing, given.equal, given.tokens, given.seed)
         found.add(**figures)
         found.record(given.record, "equal tokens", {"package": given.package.name}, ["still_export/runtime"])
         return int(figures["greatest_lead"] > given.tie)

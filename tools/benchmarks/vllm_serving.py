@@ -274,7 +274,7 @@ class Bench:
     def run(self, eight: bool, mixed: Loads, long: Loads, folder: Path | None) -> None:
         """All measurements, the shortest first."""
         s = self.sizes
-        room = {tokens: round(self.room(tokens), 1) for tokens in (s.long, s.short)}
+        room = {str(tokens): round(self.room(tokens), 1) for tokens in (s.long, s.short)}
         self.found.add(engine=self.name, room_for_requests_of=room)
         self.timed([4 * s.short], 8)
         self.timed([s.short] * min(8, s.rows), 8)
