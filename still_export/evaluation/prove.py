@@ -92,6 +92,7 @@ def prove(
     quantized = manifest.get("quantization")
     subject = {
         "package": opened.path.resolve().name,
+        "family": manifest["model"]["family"],
         "target": target.name,
         "dtype": manifest["model"]["dtype"],
         "quantize": "" if quantized is None else quantized["scheme"],

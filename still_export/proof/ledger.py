@@ -10,7 +10,7 @@ from still_export.proof.records import Record
 
 AT_LENGTH = re.compile(r"_at_\d+$")
 HEAD = ("what", "target", "type", "verdict", "showed", "machine", "date", "commit", "sources")
-SUBJECT = ("package", "target", "dtype", "quantize", "provider")
+SUBJECT = ("package", "family", "target", "dtype", "quantize", "provider")
 """Parts of a subject that have a column, or stand behind the name."""
 
 

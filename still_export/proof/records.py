@@ -143,7 +143,7 @@ def write_record(record: Record, folder: Path) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", f"{record.name} {record.machine.gpu or record.machine.processor}".lower()).strip(
         "-"
     )
-    path = folder / f"{slug}-{record.date:%Y%m%dT%H%M%SZ}.json"
+    path = folder / f"{slug}-{record.date:%Y%m%dT%H%M%SZ}-{record.digest[:6]}.json"
     path.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return path
 

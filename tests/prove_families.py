@@ -1,0 +1,59 @@
+"""Prove a small random model of each family on ONNX Runtime, by the commands that users run, and keep a record of each.
+
+  python -m tests.prove_families FOLDER [--only kimi_linear,lfm2_moe] [--dtype float16] [--provider cuda --arch sm_90] [--jobs 2]
+  python -m tools.ledger FOLDER/records/*.json
+
+Linear families and those with experts, with the kernels of this machine. Exit code 1 where a proof fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.still_export.expert_models import SPARSE, expert_model
+from tests.still_export.linear_models import FAMILIES, linear_model
+
+
+def prove(name: str, options: argparse.Namespace) -> str:
+    """What the last command that was run has said; empty: the proof passed."""
+    model, package = options.folder / f"model-{name}", options.folder / f"{name}-{options.dtype}"
+    (expert_model if name in SPARSE else linear_model)(name).save_pretrained(model)
+    still = [sys.executable, "-m", "still_export.cli.main"]
+    kernels = ["--native", *(["--arch", options.arch] if options.arch else [])]
+    export = [model, "--to", "onnx", *kernels, "--dtype", options.dtype, "--capacity-tokens", "1024", "-o", package]
+    show = [package, "--provider", options.provider, "--lengths", "64", "-o", options.folder / "records"]
+    for command in (["export", *export, "--force", "--quiet"], ["prove", *show, "--quiet"]):
+        done = subprocess.run([*still, *map(str, command)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"{done.stdout}{done.stderr}".strip()
+    return ""
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (*FAMILIES, *SPARSE)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar="NAMES")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16"))
+    parser.add_argument("--provider", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--arch", help="GPU whose kernels go into the package, as sm_90")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    if unknown := sorted(set(options.only) - set(names)):
+        parser.error(f"--only: {', '.join(unknown)} is unknown; known: {', '.join(names)}.")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for name, said in zip(options.only, pool.map(lambda name: prove(name, options), options.only), strict=True):
+            print(f"{name}: {said or 'passed'}", flush=True)
+            failed += bool(said)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
