@@ -1,6 +1,6 @@
 """Prove a small random model of each family on ONNX Runtime, by the commands that users run, and keep a record of each.
 
-  python -m tests.prove_families FOLDER [--only kimi_linear,lfm2_moe] [--dtype float16] [--provider cuda --arch sm_90] [--jobs 2]
+  python -m tests.prove_families FOLDER [--only gla,lfm2_moe-experts] [--dtype float16] [--provider cuda --arch sm_90] [--jobs 2]
   python -m tools.ledger FOLDER/records/*.json
 
 Linear families and those with experts, with the kernels of this machine. Exit code 1 where a proof fails.
@@ -17,11 +17,14 @@ from pathlib import Path
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.linear_models import FAMILIES, linear_model
 
+WITH_EXPERTS = {f"{name}-experts": name for name in SPARSE}
+
 
 def prove(name: str, options: argparse.Namespace) -> str:
     """What the last command that was run has said; empty: the proof passed."""
     model, package = options.folder / f"model-{name}", options.folder / f"{name}-{options.dtype}"
-    (expert_model if name in SPARSE else linear_model)(name).save_pretrained(model)
+    made = expert_model(WITH_EXPERTS[name]) if name in WITH_EXPERTS else linear_model(name)
+    made.save_pretrained(model)
     still = [sys.executable, "-m", "still_export.cli.main"]
     kernels = ["--native", *(["--arch", options.arch] if options.arch else [])]
     export = [model, "--to", "onnx", *kernels, "--dtype", options.dtype, "--capacity-tokens", "1024", "-o", package]
@@ -36,7 +39,7 @@ def prove(name: str, options: argparse.Namespace) -> str:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*FAMILIES, *SPARSE)
+    names = (*FAMILIES, *WITH_EXPERTS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar="NAMES")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16"))
