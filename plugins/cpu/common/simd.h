@@ -112,6 +112,24 @@ inline float exponential(float x)
     return exponential(spread(x))[0];
 }
 
+// e^x to the last place of a float, for factors that are multiplied over and over.
+inline float exact_exponential(double x)
+{
+    if (x < -87.33)
+        return 0;
+    double const shift = 6755399441055744.0; // 1.5 * 2^52
+    double const shifted = (x > 88.72 ? 88.72 : x) * 1.4426950408889634 + shift, n = shifted - shift;
+    double const r = (x > 88.72 ? 88.72 : x) - n * 0.6931471805599453;
+    double p = 1;
+    for (int i = 12; i; --i)
+        p = 1 + p * r / i;
+    int64_t bits;
+    std::memcpy(&bits, &p, sizeof bits);
+    bits += static_cast<int64_t>(n) * (int64_t{1} << 52);
+    std::memcpy(&p, &bits, sizeof bits);
+    return static_cast<float>(p);
+}
+
 inline int round_up(int n, int unit)
 {
     return (n + unit - 1) / unit * unit;

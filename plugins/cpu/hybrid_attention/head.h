@@ -92,13 +92,16 @@ struct Head
         float const* const k = kept_floats<S>(keys, first, count, l.dim, room.take(static_cast<int64_t>(count) * l.dim), k_stride);
         float* const phi = features(k, count, k_stride, x.feature_k_weight, room);
         float* const z = mass();
-        for (int i = 0; i < count; ++i)
+        if (except)
+            for (int i = 0; i < count; ++i)
+                if (except[i])
+                    std::memset(phi + static_cast<int64_t>(i) * l.features, 0, sizeof(float) * static_cast<unsigned>(l.features));
+        for (int f = 0; f < l.features; ++f) // what is added alike is summed first: else each would err by the last place of all
         {
-            float* const row = phi + static_cast<int64_t>(i) * l.features;
-            if (except && except[i])
-                std::memset(row, 0, sizeof(float) * static_cast<unsigned>(l.features));
-            for (int f = 0; f < l.features; ++f)
-                z[f] += row[f];
+            float sum = 0;
+            for (int i = 0; i < count; ++i)
+                sum += phi[static_cast<int64_t>(i) * l.features + f];
+            z[f] += sum;
         }
         gemm(l.features, l.dim, count, phi, 1, l.features, v, v_stride, state(), l.dim, true);
     }

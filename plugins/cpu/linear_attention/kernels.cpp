@@ -16,6 +16,7 @@ using still_cpu::linear::Task;
 using still_cpu::linear::Tensors;
 
 constexpr int kStepVectors = kLanes == 16 ? 8 : 4; // of a row of the state: as many as registers hold sums for
+constexpr float kNothing = -1000; // a decay's logarithm of which nothing is left
 constexpr int kWide = (kChunk + 15) / 16 * 16; // as no instruction set has wider vectors
 
 size_t room(Layer const& l)
@@ -77,7 +78,7 @@ struct Head
         float* const direct = room.take(shared);
         read(key(token), dim, 1, k);
         read(value(token), size, 1, update);
-        float const all = l.decay == 1 ? exponential(decay(token)[0]) : 1;
+        float const all = l.decay == 1 ? exact_exponential(static_cast<double>(decay(token)[0])) : 1;
         for (int d = 0; d < dim; ++d)
             left[d] = l.decay > 1 ? decay(token)[d] : all;
         if (l.decay > 1)
@@ -120,17 +121,19 @@ struct Head
         float* const between = room.take(kChunk * kChunk); // what is left at token i of token j
         float* const found = room.take(static_cast<int64_t>(kChunk) * (1 + shared) * size);
         float *const update = room.take(static_cast<int64_t>(kChunk) * size), *const start = room.take(kChunk);
+        double sums[kChunk];
         for (int i = 0; i < count; ++i)
         {
             read(key(token + i), dim, 1, keys + static_cast<int64_t>(i) * dim);
             read(query(token + i), shared * dim, l.scale, asked + static_cast<int64_t>(i) * shared * dim);
             read(value(token + i), size, 1, update + static_cast<int64_t>(i) * size);
-            // Products of single decays: no difference of long sums, and none is too large.
-            float const keep = l.decay ? exponential(decay(token + i)[0]) : 1;
-            start[i] = i ? start[i - 1] * keep : keep;
-            for (int j = 0; j < i; ++j)
-                between[i * kChunk + j] = between[(i - 1) * kChunk + j] * keep;
-            between[i * kChunk + i] = 1;
+            // An exponential for each: products of single decays add up their roundings, which are alike where decays are.
+            float const rate = l.decay ? decay(token + i)[0] : 0;
+            sums[i] = (i ? sums[i - 1] : 0) + (rate < kNothing ? kNothing : rate);
+            for (int j = 0; j <= i; ++j)
+                between[i * kChunk + j] = static_cast<float>(sums[i] - sums[j]);
+            start[i] = exact_exponential(sums[i]);
+            exponentiate(between + i * kChunk, i + 1, 0);
         }
         transpose(keys, count, dim, dim, 1, turned, kWide);
         // Rows: of keys, for the delta rules alone, then of queries.
