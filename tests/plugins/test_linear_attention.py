@@ -110,6 +110,24 @@ def test_states_fade_to_zero(library: str, pieces: list[Split]) -> None:
     assert np.float32(1e-39) * np.float32(0.5) > 0
 
 
+def test_roundings_of_a_constant_decay_do_not_add_up(library: str) -> None:
+    """As Lightning attention has it, of each head another: products of a factor that errs by 1e-7 would err by as much at each token."""
+    layer, state = Layer("gated"), empty_state(2, 6, 10, 7)
+    node = StatefulNode(LINEAR_ATTENTION, body.layer_model(layer), state, False, library=library, threads=1)
+    (call,) = calls(layer, [1000])
+    rates = torch.logspace(-3.4, -0.9, 12).view(2, 1, 6, 1)
+    value = torch.rand(call.inputs.value.shape, generator=torch.Generator().manual_seed(3))
+    alike = {
+        "key": torch.ones_like(call.inputs.key),
+        "value": value,
+        "decay": -rates.expand(2, 1000, 6, 1).contiguous(),
+    }
+    _, state = node(feeds(replace(call, inputs=replace(call.inputs, **alike))), call.output.float())
+    left = torch.exp(-rates.double() * torch.arange(999, -1, -1).view(1, -1, 1, 1))
+    exact = (left * value.double()).sum(1)
+    assert (state.double() / exact[:, :, None] - 1).abs().max() < 4e-6
+
+
 def test_the_kernels_take_the_nodes(library: str, tmp_path: Path) -> None:
     for name, model in (("LinearAttention", body.layer_model(Layer())), ("CausalConv", conv.layer_model(ConvLayer()))):
         path = str(tmp_path / f"{name}.onnx")
