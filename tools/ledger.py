@@ -23,7 +23,10 @@ from still_export.targets.registry import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "proofs"
-PAGES = ("docs/reference/ledger.md", "docs/reference/targets.md", "docs/notebook/quality.md", "README.md")
+PAGES = (
+    *("docs/reference/ledger.md", "docs/reference/targets.md", "docs/reference/linear-families.md"),
+    *("docs/notebook/quality.md", "README.md"),
+)
 QUALITY = "quality "
 """How records of tools/benchmarks/quality.py begin: they have a page of their own."""
 MARKED = re.compile(r"(<!-- ledger: (\w+) -->\n)(?:(?!<!-- ledger).)*(<!-- ledger ends -->)", re.DOTALL)
@@ -55,8 +58,42 @@ def markdown(head: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> str:
     return text if len(lines) > 2 else "Not recorded yet.\n"
 
 
+def model_of_family(record: Record) -> str:
+    """The small random model of tests/prove_families.py that a record is of; empty: another package."""
+    package, family = record.subject.get("package", ""), record.subject.get("family", "-")
+    return package.removesuffix(f"-{record.subject['dtype']}") if package.startswith(family) else ""
+
+
 def proofs(records: list[Record]) -> str:
-    return table(records)
+    """All but those of families, which have a page of their own."""
+    return table(record for record in records if not model_of_family(record))
+
+
+def families(records: list[Record]) -> str:
+    """Small random models by family and runtime: the verdict of each type, and how near the worst output came to its bound."""
+    found: dict[str, dict[str, list[Record]]] = {}
+    for record in newest(records):
+        if name := model_of_family(record):
+            found.setdefault(name, {}).setdefault(target_named(record), []).append(record)
+    columns = sorted({target for row in found.values() for target in row})
+
+    def cell(held: list[Record]) -> str:
+        each = (f"{r.subject['dtype']} {r.verdict}, {r.figures.get('worst_of_its_bound', '')}" for r in held)
+        return "; ".join(each)
+
+    rows = [
+        (f"`{name}`", *(cell(row.get(target, [])) or "not recorded" for target in columns))
+        for name, row in sorted(found.items())
+    ]
+    machines = sorted(
+        {
+            f"{machine_of(r)}, {r.date:%Y-%m-%d}, `{(r.commit or '')[:12]}`, sources {state_of(r.stale_rooms())}"
+            for row in found.values()
+            for held in row.values()
+            for r in held
+        }
+    )
+    return markdown(("model", *columns), rows) + (f"\n{'; '.join(machines)}.\n" if machines else "")
 
 
 def targets(records: list[Record]) -> str:
@@ -91,6 +128,8 @@ def speeds(records: list[Record]) -> str:
     """Prefill, decode and memory by context, of `still-export prove`."""
     rows = []
     for record in newest(records):
+        if model_of_family(record):
+            continue
         by_length: dict[int, dict[str, float]] = {}
         for name, value in record.figures.items():
             if (found := SPEED.fullmatch(name)) and isinstance(value, int | float):
@@ -167,7 +206,7 @@ def summary(records: list[Record]) -> str:
 
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    made.__name__: made for made in (proofs, targets, speeds, benchmarks, quality, summary)
+    made.__name__: made for made in (proofs, families, targets, speeds, benchmarks, quality, summary)
 }
 
 
