@@ -176,11 +176,11 @@ native(
 )
 native(
     "native: a salient token summed, too",
-    (HEAD, "if (except && except[i])", "if (except && except[i] && !(FAULT && head == AT(l.heads)))"),
+    (HEAD, "if (except[i])", "if (except[i] && !(FAULT && head == AT(l.heads)))"),
 )
 native(
     "native: the mass lacks a chunk's last token",
-    (HEAD, "z[f] += row[f];", "z[f] += FAULT && i == count - 1 ? 0 : row[f];"),
+    (HEAD, "sum += phi[static_cast<int64_t>(i) * l.features + f];", "sum += FAULT && i == count - 1 ? 0 : phi[static_cast<int64_t>(i) * l.features + f];"),
 )
 native(
     "native: a linear state accumulated in half precision",
