@@ -180,7 +180,11 @@ native(
 )
 native(
     "native: the mass lacks a chunk's last token",
-    (HEAD, "sum += phi[static_cast<int64_t>(i) * l.features + f];", "sum += FAULT && i == count - 1 ? 0 : phi[static_cast<int64_t>(i) * l.features + f];"),
+    (
+        HEAD,
+        "sum += phi[static_cast<int64_t>(i) * l.features + f];",
+        "sum += FAULT && i + 1 == count ? 0 : phi[static_cast<int64_t>(i) * l.features + f];",
+    ),
 )
 native(
     "native: a linear state accumulated in half precision",
