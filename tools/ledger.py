@@ -61,7 +61,9 @@ def markdown(head: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> str:
 def model_of_family(record: Record) -> str:
     """The small random model of tests/prove_families.py that a record is of; empty: another package."""
     package, family = record.subject.get("package", ""), record.subject.get("family", "-")
-    return package.removesuffix(f"-{record.subject['dtype']}") if package.startswith(family) else ""
+    return (
+        package.removesuffix(f"-{record.subject['dtype']}") if package.startswith(family.removesuffix("_text")) else ""
+    )
 
 
 def proofs(records: list[Record]) -> str:
@@ -78,8 +80,9 @@ def families(records: list[Record]) -> str:
     columns = sorted({target for row in found.values() for target in row})
 
     def cell(held: list[Record]) -> str:
-        each = (f"{r.subject['dtype']} {r.verdict}, {r.figures.get('worst_of_its_bound', '')}" for r in held)
-        return "; ".join(each)
+        shares = (r.figures.get("worst_of_its_bound") for r in held)
+        words = ([r.subject["dtype"], r.verdict, *([f"({s})"] if s else [])] for r, s in zip(held, shares, strict=True))
+        return "; ".join(map(" ".join, words))
 
     rows = [
         (f"`{name}`", *(cell(row.get(target, [])) or "not recorded" for target in columns))

@@ -87,6 +87,22 @@ def test_targets_without_a_record_say_so_and_stale_ones_too(monkeypatch: pytest.
     assert "**stale**: errors |" in ledger.targets(made) and "**stale**" in ledger.proofs(made)
 
 
+def test_families_have_a_table_of_their_own() -> None:
+    def of(package: str, family: str, dtype: str, passed: bool = True) -> Record:
+        return proof(passed, package=package, family=family, dtype=dtype, target="ort-cpu")
+
+    records = [
+        of("gla-float32", "gla", "float32"),
+        of("gla-float16", "gla", "float16", False),
+        of("qwen3_5_moe-experts-float32", "qwen3_5_moe_text", "float32"),
+        of("mine", "gla", "float32"),
+    ]
+    rows = ledger.families(records).splitlines()
+    assert rows[2] == "| `gla` | float16 failed; float32 passed |" and "`qwen3_5_moe-experts`" in rows[3]
+    assert rows[4] == "" and len(rows) == 6, "another package of the family is none of them"
+    assert "mine" in ledger.proofs(records) and "gla-float" not in ledger.proofs(records) + ledger.speeds(records)
+
+
 def test_rows_of_benchmarks_are_tables() -> None:
     rows = {"rows": [{"context": 4096, "ms": 1.23456}, {"context": 8192, "peer_ms": 2}]}
     text = ledger.benchmarks([make_record("benchmark", "decode", {"model": "a|b"}, rows, ["still_export.errors"])])
