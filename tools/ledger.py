@@ -47,6 +47,11 @@ def target_named(record: Record) -> str:
     return found[0] if found else name
 
 
+def sentence(parts: Iterable[str]) -> str:
+    """One of them all, in lines of a page's width."""
+    return textwrap.fill(f"{'; '.join(parts)}.", WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
 def machine_of(record: Record) -> str:
     return record.machine.gpu or record.machine.processor
 
@@ -96,7 +101,7 @@ def families(records: list[Record]) -> str:
             for r in held
         }
     )
-    return markdown(("model", *columns), rows) + (f"\n{'; '.join(machines)}.\n" if machines else "")
+    return markdown(("model", *columns), rows) + (f"\n{sentence(machines)}" if machines else "")
 
 
 def targets(records: list[Record]) -> str:
@@ -193,7 +198,7 @@ def quality(records: list[Record]) -> str:
     machines = sorted(
         {f"{machine_of(r)}, {r.date:%Y-%m-%d}, `{r.commit}`, sources {state_of(r.stale_rooms())}" for r in named}
     )
-    return "\n".join([*parts, f"{'; '.join(machines)}.\n"] if parts else ["Not recorded yet.\n"])
+    return "\n".join([*parts, sentence(machines)] if parts else ["Not recorded yet.\n"])
 
 
 def summary(records: list[Record]) -> str:
