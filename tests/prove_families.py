@@ -1,6 +1,6 @@
 """Prove a small random model of each family on ONNX Runtime, by the commands that users run, and keep a record of each.
 
-  python -m tests.prove_families FOLDER [--only gla,lfm2_moe-experts] [--dtype float16] [--provider cuda --arch sm_90] [--jobs 2]
+  python -m tests.prove_families FOLDER [--only gla lfm2_moe-experts] [--dtype float16] [--provider cuda --arch sm_90] [--jobs 2]
   python -m tools.ledger FOLDER/records/*.json
 
 Linear families and those with experts, with the kernels of this machine. Exit code 1 where a proof fails.
@@ -41,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = (*FAMILIES, *WITH_EXPERTS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar="NAMES")
+    parser.add_argument("--only", nargs="+", default=names, metavar="NAME", help="such as 'nemotron_h, dense-experts'")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16"))
     parser.add_argument("--provider", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--arch", help="GPU whose kernels go into the package, as sm_90")

@@ -97,6 +97,27 @@ def test_a_row_has_the_bound_of_its_type(dtype: str, times: int) -> None:
         assert (Bounds([case], dtype=dtype).judge(case, LOGITS, [row_errors(exact, actual)]).share <= 1) == passes
 
 
+@pytest.mark.parametrize("name, dtype", [(STATE, "float32"), (LOGITS, "float32"), (STATE, "float16")])
+def test_a_float32_states_row_has_the_rounding_of_its_own_case(name: str, dtype: str) -> None:
+    """Sums of a long prompt err by more than those of twenty short ones; twice as far as that is found."""
+    exact, own, _ = drawn((1, 4, 60, 8), 1e-6)
+    near = exact + (own - exact) / 100
+    if name == LOGITS:
+        exact, own, near = (side[0] for side in (exact, own, near))
+    first = (0,) * (exact.ndim - 1)
+    own[first] = near[first]  # by chance the row itself errs little
+    cases = [case_of(exact, own, name), *[case_of(exact, near, name)] * 20]
+    errors = row_errors(exact, own)
+    usual = float(np.sqrt(np.square(errors).mean((1, 2, 3) if errors.ndim == 4 else (1, 2)))[0])
+    bounds, row = Bounds(cases, dtype=dtype), own.copy()
+    row[first] = exact[first]
+    for factor, passes in ((0.8, True), (2.0, False)):
+        actual = row.copy()
+        actual[(*first, 0)] += factor * 48 * usual
+        held = bounds.judge(cases[0], name, [row_errors(exact, actual)]).share <= 1
+        assert held == (passes and name == STATE and dtype == "float32"), (factor, held)
+
+
 @pytest.mark.parametrize("name, times", [(STATE, 8), (LOGITS, 0)])
 def test_a_row_of_a_state_may_err_eight_times_as_far_as_the_furthest_of_pytorchs(name: str, times: int) -> None:
     """Rows that a near tie turned are others in each run."""
