@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,8 @@ from still_export.models.weights import Deferred, SourceBlocks, Weight, Weights,
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _ONE = re.compile(rf"(.*\.experts)\.(\d{{1,6}})\.({'|'.join(_PARTS)})\.weight")
 _ALL = re.compile(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)")
+STACKED = (".experts.gate_up", ".experts.down")
+"""Ends of the names of our stacks."""
 _NAMES = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
@@ -63,6 +65,19 @@ def stacked_experts(tensors: Weights) -> dict[str, Weight]:
         for name, own in (("gate_up", [parts[p] for p in ("gate", "up") if p in first]), ("down", [parts["down"]])):
             result[f"{module}.{name}"] = _stacked(f"{module}.{name}", own, len(counts))
     return result
+
+
+def single_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """`tensors` with the experts of a stack apart, as published checkpoints have and name them; views, and of gated experts."""
+    for name, tensor in tensors:
+        if not name.endswith(STACKED):
+            yield name, tensor
+            continue
+        module, _, part = name.rpartition(".")
+        parts = {"down": tensor} if part == "down" else {"gate": tensor[:, ::2], "up": tensor[:, 1::2]}
+        for which, stack in parts.items():
+            for number, matrix in enumerate(stack):
+                yield f"{module}.{number}.{which}_proj.weight", matrix
 
 
 def _with_turns(weight: Weight) -> Weight:

@@ -14,7 +14,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     from still_export.models.families import FAMILIES  # which tells transformers of their configurations
-    from still_export.serving.vllm.config import ServedConfig
+    from still_export.serving.vllm.config import EXPERTS, ServedConfig
 
     here = __name__
     register_backend(MambaAttentionBackendEnum.CUSTOM, f"{here}.backend.PagedBackend", is_mamba=True)
@@ -23,6 +23,7 @@ def register() -> None:
         architecture = family.still_model.__name__
         MODELS_CONFIG_MAP[architecture] = ServedConfig
         if architecture not in known:
-            ModelRegistry.register_model(architecture, f"{here}.model:StillForCausalLM")
+            kind = "StillExpertsForCausalLM" if family.name in EXPERTS else "StillForCausalLM"
+            ModelRegistry.register_model(architecture, f"{here}.model:{kind}")
     if OP not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append(OP)

@@ -18,6 +18,9 @@ PAGES_SHARE = 0.9
 LEAST_CAPABILITY = 80
 """Compute capability of the oldest GPU that the kernels are compiled for."""
 
+EXPERTS = ("qwen3_moe",)
+"""Families with experts of which vLLM's own model takes our attention."""
+
 
 class ServedConfig:
     """vLLM's hooks, called before a model is made; by architecture in its MODELS_CONFIG_MAP."""
@@ -28,12 +31,14 @@ class ServedConfig:
 
         Raises:
             ConfigError: --max-model-len exceeds the capacity.
-            UnsupportedModelError: The model has experts; or as of `paged_layers`.
+            UnsupportedModelError: Experts of a kind that is not served; or as of `paged_layers`.
         """
         config = model_config.hf_config
-        if number := getattr(config, "num_experts", 0):
+        family = config.model_type.removeprefix("still_")
+        counts = (getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        if any(counts) and family not in EXPERTS:
             raise UnsupportedModelError(
-                f"num_experts={number} in config.json: models with experts are not served by this plugin yet. Export them with --to onnx."
+                f"model_type={family}: of models with experts this plugin serves {', '.join(EXPERTS)}. Export it with --to onnx."
             )
         layers = paged_layers(config)
         # Where vLLM counts layers by kind it looks here.
@@ -181,6 +186,16 @@ def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
     found = getattr(quantization, "modules_to_not_convert", None)
     if found and not (said or {}).get("modules_to_not_convert"):
         quantization.modules_to_not_convert = [name for name in found if not name.endswith(".self_attn")]
+
+
+def keep_experts(quantization: Any) -> None:
+    """Let experts in stacks stay what they are: tools that quantize linear layers leave them alone, and need not say so.
+
+    Args:
+        quantization: vLLM's, which then has no method for them.
+    """
+    method = quantization.get_quant_method
+    quantization.get_quant_method = lambda layer, prefix: None if ".mlp.experts" in prefix else method(layer, prefix)
 
 
 def _log() -> logging.Logger:

@@ -1,31 +1,28 @@
-"""Every STILL family of the llama kind in vLLM: its own model of that kind, with our attention in its layers."""
+"""STILL families in vLLM: its own models, of the llama kind and of those with experts, with our attention in their layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from vllm.model_executor.models import qwen3_moe
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from still_export.models.build import family_of
+from still_export.models.experts import STACKED, single_experts
 from still_export.serving.vllm.attention import ServedAttention
-from still_export.serving.vllm.config import find_quantized
+from still_export.serving.vllm.config import find_quantized, keep_experts
 from still_export.serving.vllm.pages import common_pages, linear_state
 
 
-class StillForCausalLM(LlamaForCausalLM, HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no types here
-    """A STILL model, all layers hybrid or some softmax. What a layer has is read from transformers' model of the family."""
-
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        config = vllm_config.model_config.hf_config
-        find_quantized(vllm_config.quant_config, getattr(config, "quantization_config", None))
-        with torch.device("meta"):
-            like = family_of(config.model_type).still_model(config).model.layers
-        attention = partial(ServedAttention, like)
-        layer = partial(LlamaDecoderLayer, attn_layer_type=attention)
-        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer)
+class StatesMixin(HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no types here
+    """What vLLM asks of a model with states, all layers hybrid or some softmax."""
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
@@ -37,3 +34,54 @@ class StillForCausalLM(LlamaForCausalLM, HasInnerState, IsHybrid):  # type: igno
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
         return (torch.int8,)
+
+
+def attention_of(vllm_config: Any) -> Any:
+    """What makes a layer's attention; what a layer has is read from transformers' model of the family."""
+    config = vllm_config.model_config.hf_config
+    find_quantized(vllm_config.quant_config, getattr(config, "quantization_config", None))
+    with torch.device("meta"):
+        like = family_of(config.model_type).still_model(config).model.layers
+    return partial(ServedAttention, like, config=config)
+
+
+class StillForCausalLM(LlamaForCausalLM, StatesMixin):  # type: ignore[misc]
+    """A model of the llama kind."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        layer = partial(LlamaDecoderLayer, attn_layer_type=attention_of(vllm_config))
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer)
+
+
+class StillExpertsForCausalLM(qwen3_moe.Qwen3MoeForCausalLM, StatesMixin):  # type: ignore[misc]
+    """A model with Qwen3's experts, which vLLM's fused_moe multiplies."""
+
+    # Of layers without experts beside them; vLLM adds these after it has told the quantization.
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        **qwen3_moe.Qwen3MoeForCausalLM.packed_modules_mapping,
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        model = vllm_config.model_config
+        if getattr(model.hf_config, "quantization_config", None):
+            stored = get_safetensors_params_metadata(model.model, revision=model.revision)
+            if any(name.endswith(STACKED) for name in stored):
+                keep_experts(vllm_config.quant_config)
+        with _layers_with(attention_of(vllm_config)):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded: set[str] = super().load_weights(single_experts(weights))
+        return loaded
+
+
+@contextmanager
+def _layers_with(attention: Any) -> Iterator[None]:
+    """Within it Qwen3's layers are made with another attention, of which vLLM, unlike Llama's, does not let them be told."""
+    own = qwen3_moe.Qwen3MoeAttention
+    qwen3_moe.Qwen3MoeAttention = attention
+    try:
+        yield
+    finally:
+        qwen3_moe.Qwen3MoeAttention = own

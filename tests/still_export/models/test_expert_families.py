@@ -19,7 +19,7 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
 from still_export.models import checkpoint
 from still_export.models.checkpoint import open_tensors
-from still_export.models.experts import stacked_experts
+from still_export.models.experts import single_experts, stacked_experts
 from still_export.models.load import load_model, open_source
 from still_export.models.roles import weight_roles
 from still_export.models.weights import Deferred, value_of
@@ -341,3 +341,19 @@ def test_experts_in_one_tensor_are_read_one_at_a_time(tmp_path: Path) -> None:
     assert part is not None and part(2).isfinite().all()
     with pytest.raises(CheckpointError, match="NaN or infinite"):
         part(3)
+
+
+def test_experts_of_a_stack_come_apart_as_they_were_published() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
+    published = {
+        f"model.layers.0.mlp.experts.{number}.{part}.weight": torch.randn(shape, generator=draw)
+        for number in range(3)
+        for part, shape in shapes.items()
+    } | {"model.layers.0.mlp.gate.weight": torch.randn(3, 6, generator=draw)}
+    stacked = {name: value_of(weight) for name, weight in stacked_experts(published).items()}
+    assert len(stacked) == 3
+    apart = dict(single_experts(stacked.items()))
+    assert apart.keys() == published.keys()
+    assert all(torch.equal(apart[name], tensor) for name, tensor in published.items())
+    assert dict(single_experts(published.items())) == published

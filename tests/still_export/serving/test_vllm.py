@@ -29,6 +29,7 @@ from still_export.serving.vllm.config import (
     check_device,
     context_length,
     find_quantized,
+    keep_experts,
     weight_bytes,
 )
 from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
@@ -203,10 +204,31 @@ def test_layers_are_named_as_vllm_counts_them(model: Any) -> None:
     assert config.max_model_len == model.config.still.deployment.capacity(model.config)
 
 
-def test_experts_are_refused_by_name() -> None:
-    config = SimpleNamespace(hf_config=still_model("qwen3_moe", torch.float32).config)
-    with pytest.raises(UnsupportedModelError, match="models with experts are not served by this plugin"):
+def test_experts_are_served_where_vllm_has_them() -> None:
+    model = still_model("qwen3_moe", torch.float32, layer_types=MIXED)
+    config = SimpleNamespace(hf_config=model.config, original_max_model_len=None, max_model_len=1 << 20)
+    ServedConfig.verify_and_update_model_config(config)
+    assert model.config.layers_block_type == ["mamba", "attention", "mamba"]
+    given = SimpleNamespace(hf_config=model.config, dtype=torch.bfloat16, model="", quantization=None)
+    experts = sum(x.numel() for name, x in model.named_parameters() if ".experts." in name)
+    assert experts == 3 * 6 * 3 * 14 * 24  # layers, experts, matrices and their size
+    assert weight_bytes(given) == 2 * sum(x.numel() for x in model.parameters())
+
+
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_other_experts_are_refused_by_name(count: str) -> None:
+    config = SimpleNamespace(hf_config=SimpleNamespace(**{"model_type": "still_mixtral", count: 8}))
+    with pytest.raises(UnsupportedModelError, match=r"^model_type=mixtral: of models with experts .* serves qwen3_moe"):
         ServedConfig.verify_and_update_model_config(config)
+
+
+def test_stacks_of_experts_are_not_taken_for_quantized() -> None:
+    quantization = SimpleNamespace(get_quant_method=lambda layer, prefix: f"{layer} {prefix}")
+    keep_experts(quantization)
+    for name in ("experts", "experts.routed_experts"):
+        assert quantization.get_quant_method("layer", f"model.layers.0.mlp.{name}") is None
+    for name in ("self_attn.qkv_proj", "mlp.gate", "mlp.gate_up_proj"):
+        assert quantization.get_quant_method("layer", f"model.layers.0.{name}") == f"layer model.layers.0.{name}"
 
 
 def vllm_config(model: Any, **changes: Any) -> Any:
