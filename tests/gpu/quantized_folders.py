@@ -99,7 +99,7 @@ def compressed(kind: str, form: str) -> dict[str, Any]:
         "input_activations": {**both, "strategy": "token", "dynamic": True},
     }
     named = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    return {**named, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {**named, "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"]}
 
 
 Write = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]

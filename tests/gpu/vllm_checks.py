@@ -30,7 +30,7 @@ from tests.gpu.quantized_folders import FORMS, quantized_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "assets" / "small"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "qwen3_moe")
 VARIANTS: dict[str, dict[str, Any]] = {
     "a selection a group": {"select_scope": "kv_group_max"},
     "a cache that folds": {"overflow": "fold_min_score", "capacity_tokens": 160},
@@ -73,6 +73,9 @@ def random_model(folder: Path, family: str, **still: Any) -> Path:
         values |= {"no_rope_layers": [1, 0, 0], "pad_token_id": 0}
     if family == "mistral":
         values["sliding_window"] = None
+    if family == "qwen3_moe":
+        values |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+        values |= dict(intermediate_size=128, mlp_only_layers=[1])
     if family in ("llama", "qwen3"):
         values["attention_bias"] = family == "llama"
     generator = torch.Generator().manual_seed(0)
@@ -82,11 +85,11 @@ def random_model(folder: Path, family: str, **still: Any) -> Path:
             for name, parameter in model.named_parameters():
                 if wanted(name):
                     drawn = torch.randn(parameter.shape, generator=generator)
-                    flat = parameter.dim() < 2
+                    flat, wide = parameter.dim() < 2, 6.0 if name.endswith("mlp.gate.weight") else 1.5  # few near ties
                     parameter.copy_(
                         1 + 0.2 * drawn
                         if "norm" in name
-                        else drawn * (0.3 if flat else 1.5 * parameter.shape[-1] ** -0.5)
+                        else drawn * (0.3 if flat else wide * parameter.shape[-1] ** -0.5)
                     )
         return model
 
@@ -188,11 +191,13 @@ def sums(options: argparse.Namespace, folder: str, dtype: str) -> str:
     return prefixes(options, folder, dtype, mamba_ssm_cache_dtype="bfloat16")
 
 
-def quantized(options: argparse.Namespace, form: str, dtype: str) -> str:
-    """A checkpoint in a form of vLLM's quantization methods, beside PyTorch with the weights that it means."""
+def quantized(options: argparse.Namespace, form: str, dtype: str, name: str = "") -> str:
+    """A checkpoint in a form of vLLM's quantization methods, beside PyTorch with the weights that it means; of a family's random model,
+    where one is named."""
     from still_export.proof.served import Load
 
-    folder, meant = quantized_folders(SMALL, form, Path(tempfile.mkdtemp()))
+    place = Path(tempfile.mkdtemp())
+    folder, meant = quantized_folders(random_model(place / name, name) if name else SMALL, form, place)
     loads = [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)]
     _, said, change = FORMS[form]
     return proven(options, folder, dtype, loads, "1", meant, change, **({} if said else {"quantization": "fp8"}))
