@@ -164,10 +164,11 @@ void check_rules(Json const& manifest, std::string const& source)
         std::string const field = "states[" + std::to_string(names.size()) + "]";
         if (!names.insert(text_of(state.at("name"))).second)
             refuse(source, field + ".name", "is that of another state, ", quoted(text_of(state.at("name"))));
-        if (state.at("layer") >= model.at("layers"))
+        bool const ahead = text_of(state.at("name")).rfind("mtp_", 0) == 0; // of a head, behind the model's layers
+        if ((state.at("layer") >= model.at("layers")) != ahead)
             refuse(source, field + ".layer", "is ", state.at("layer"), "; the model has ", model.at("layers"), " layers");
-        if (!manifest.at("ops").contains(text_of(state.at("op"))))
-            refuse(source, field + ".op", "is ", quoted(text_of(state.at("op"))), ", which ops does not have");
+        if (auto const& op = text_of(state.at("op")); !op.empty() && !manifest.at("ops").contains(op))
+            refuse(source, field + ".op", "is ", quoted(op), ", which ops does not have");
         check_shape(state, source, field);
         Json const& growth = state.at("growth");
         if (!growth.is_null() && (growth.at("dimension") == "batch" || growths.emplace(text_of(growth.at("dimension")), growth).first->second != growth))
