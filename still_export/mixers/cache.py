@@ -6,13 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from still_export.errors import UnsupportedError
 from still_export.mixers.base import FixedProgress, Progress, StillCacheLayer
 from still_export.mixers.kept import kept_dtype
 from still_export.mixers.registry import mixer_of
 from still_graphs.states import State, StateTable
+
+RENAMED = (5, 24)
+"""The transformers from which on layers are given their cache by another name, which ours would not hear."""
 
 
 class StillCache(Cache):
@@ -21,6 +26,11 @@ class StillCache(Cache):
     layers: list[StillCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, layers: Sequence[StillCacheLayer], progress: Progress | None = None) -> None:
+        if tuple(map(int, transformers.__version__.split(".")[:2])) >= RENAMED:
+            raise UnsupportedError(
+                f"transformers {transformers.__version__} does not give layers their cache as this version knows it: they would "
+                f'forget what they have read. pip install "transformers<5.24".'
+            )
         super().__init__(layers=list(layers))
         self.progress = Progress() if progress is None else progress
         for layer in self.layers:
@@ -104,11 +114,14 @@ def _layers(config: Any) -> list[StillCacheLayer]:
 
 def state_table(config: Any, dtype: torch.dtype) -> StateTable:
     """The states of a model with the STILL family configuration `config` and activations of type `dtype`."""
-    states = []
+    states: list[State] = []
+    rules: dict[str, Any] = {}
     for index in range(config.num_hidden_layers):
         for op in mixer_of(config, index).ops(config, index):
             for spec in op.spec.states_with(op.attributes):
                 growth = None if spec.growth is None else spec.growth.resolve(op.attributes)
+                if growth is not None and growth != rules.setdefault(growth["dimension"], growth):
+                    growth["dimension"] = f"{growth['dimension']}_{growth['rows']}"  # a layer with k of its own
                 shape: list[int | str] = [*spec.sizes({**op.symbols, "B": 0, "N": 0})]
                 shape[0] = "batch"
                 if growth is not None:

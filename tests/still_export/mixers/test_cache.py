@@ -238,3 +238,11 @@ def test_reset_and_row_operations() -> None:
         torch.testing.assert_close(following, expected.expand_as(following), rtol=0, atol=REFERENCE[torch.float64])
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, first)
+
+
+def test_a_transformers_that_names_caches_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = still_model("llama")
+    for version in ("5.24.0", "5.30.1.dev0", "6.0"):
+        monkeypatch.setattr("transformers.__version__", version)
+        with pytest.raises(UnsupportedError, match=f"transformers {version} .* pip install"):
+            StillCache.empty(model.config)
