@@ -16,7 +16,10 @@ from still_export.linearization.budget import Budget
 if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
 
-STILL_FIELDS = ("chunk_size", "salient_per_chunk", "select_scope", "feature_map", "capacity_tokens", "layer_types")
+STILL_FIELDS = (
+    *("chunk_size", "salient_per_chunk", "salient_by_layer", "select_scope", "feature_map", "capacity_tokens"),
+    "layer_types",
+)
 LAYERS = {
     "still": "hybrid_attention",
     "liger-gla": "liger_gla",
@@ -76,6 +79,7 @@ class Recipe:
     start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
+    salient_by_layer: tuple[int, ...] | None = option(None, "The same, one number for each layer.")
     select_scope: str = option("q_head", "q_head, kv_group_max or kv_group_mean.")
     feature_map: str = option("np_softmax_pm", "Feature map of the linear part.")
     capacity_tokens: int | None = option(None, "Longest sequence; default: the model's own.")
@@ -155,7 +159,7 @@ class Recipe:
     device: str = option("auto", "auto or cpu.")
 
     def __post_init__(self) -> None:
-        for name in ("texts", "layer_types", "window_factors", "row_lengths"):
+        for name in ("texts", "layer_types", "salient_by_layer", "window_factors", "row_lengths"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
@@ -216,7 +220,7 @@ class Recipe:
         if not self.budget:
             return
         Budget.read(self.budget)
-        own = [name for name in ("layer_types", "start") if getattr(self, name) is not None]
+        own = [name for name in ("layer_types", "salient_by_layer", "start") if getattr(self, name) is not None]
         if own or self.mixer != "still":
             raise ConfigError(
                 f"budget {self.budget!r} beside {' and '.join(own or ['mixer'])}: a budget is for layers of STILL, from the base, and "

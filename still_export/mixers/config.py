@@ -104,6 +104,10 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
         values = {f.name: getattr(self, f.name) for kind in own for f in fields(kind)}
         if HybridSettings in own and self.window_factors is not None:
             values["window_factors"] = [list(row) for row in self.window_factors]
+        if values.get("salient_by_layer", ()) is None:
+            del values["salient_by_layer"]  # as before there was such a choice
+        elif "salient_by_layer" in values:
+            values["salient_by_layer"] = list(values["salient_by_layer"])
         if "reuse" in values:
             values["reuse"] = None if self.reuse is None else list(self.reuse)
         return {**values, **super().to_dict()}

@@ -136,7 +136,7 @@ def _states(model: Any, row: Tensor) -> list[Any]:
 def _mass_error(model: Any, attentions: list[TrainableAttention], row: Tensor, salient: int) -> float:
     """Largest relative error of sum_f z_f / 2 = linear tokens."""
     before = model.config.still_config
-    model.config.still_config = {**before, "salient_per_chunk": salient}
+    model.config.still_config = {**before, "salient_per_chunk": salient, "salient_by_layer": None}
     stills = [a.still for a in attentions]
     for attention in attentions:
         attention.still = replace(attention.still, salient_per_chunk=salient)

@@ -22,6 +22,7 @@ class HybridSettings(HybridAttentionSettings):
     Args:
         gate_bias: The gate projection has a bias (fresh gates are opened by it; released checkpoints have none).
         shared_feature_map: One feature projection for all heads instead of one per query head.
+        salient_by_layer: Per layer, `salient_per_chunk` of its own, or None; layers of other types have a number that counts for nothing.
         window_factors: Per layer, one scalar per query head on the softmax terms (LoLCATs), or None.
 
     Raises:
@@ -30,6 +31,7 @@ class HybridSettings(HybridAttentionSettings):
 
     shared_feature_map: bool = False
     gate_bias: bool = True
+    salient_by_layer: tuple[int, ...] | None = None
     window_factors: tuple[tuple[float, ...], ...] | None = None
     mix_epsilon: float = MIX_EPSILON
 
@@ -41,24 +43,27 @@ class HybridSettings(HybridAttentionSettings):
             object.__setattr__(
                 self, "window_factors", tuple(tuple(float(x) for x in row) for row in self.window_factors)
             )
+        if self.salient_by_layer is not None:
+            object.__setattr__(self, "salient_by_layer", tuple(self.salient_by_layer))
         # The layer's own class holds the rules; the geometry does not matter to them.
-        self._layer(num_heads=1, num_kv_heads=1, head_dim=4)
+        for salient in {self.salient_per_chunk, *(self.salient_by_layer or ())}:
+            self._layer(num_heads=1, num_kv_heads=1, head_dim=4, salient_per_chunk=salient)
 
     def _layer(self, **given: Any) -> HybridAttentionConfig:
-        return HybridAttentionConfig(
-            **{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)}, **given
-        )
+        return HybridAttentionConfig(**{f.name: getattr(self, f.name) for f in fields(HybridAttentionSettings)} | given)
 
     def layer_config(self, family: Any, layer: int, deployment: Deployment) -> HybridAttentionConfig:
         """The attention of layer `layer` of a model with the family configuration `family`.
 
         Raises:
-            ConfigError: window_factors do not fit the family's layers or heads.
+            ConfigError: window_factors or salient_by_layer do not fit the family's layers or heads.
         """
-        layers, factors = family.num_hidden_layers, self.window_factors
-        if factors is not None and len(factors) != layers:
-            raise ConfigError(f"window_factors has {len(factors)} entries for num_hidden_layers={layers}.")
+        layers, factors, salient = family.num_hidden_layers, self.window_factors, self.salient_by_layer
+        for name, rows in {"window_factors": factors, "salient_by_layer": salient}.items():
+            if rows is not None and len(rows) != layers:
+                raise ConfigError(f"{name} has {len(rows)} entries for num_hidden_layers={layers}.")
         return self._layer(
+            salient_per_chunk=self.salient_per_chunk if salient is None else salient[layer],
             num_heads=family.num_attention_heads,
             num_kv_heads=family.num_key_value_heads,
             head_dim=head_size(family),

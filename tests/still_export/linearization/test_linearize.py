@@ -498,6 +498,20 @@ def test_window_factors_reach_model_and_training(base: Path, text: Path, tmp_pat
         linearize(replace(recipe, window_factors=(2.0, 3.0)), tmp_path / "bad")
 
 
+def test_layers_have_salient_tokens_of_their_own(base: Path, text: Path, tmp_path: Path) -> None:
+    """In training, in the model that is read again, whose selections have so many rows, and not in a number of layers that is none."""
+    layers = load_model(base, attach_untrained=True).config.num_hidden_layers
+    own = tuple(1 + i % 3 for i in range(layers))
+    linearize(replace(small_recipe(base, text), salient_by_layer=own, finetune_steps=1), tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    assert tuple(attention.still.salient_per_chunk for attention in make_trainable(model)) == own
+    cache = model(random_ids(1, 80), use_cache=True).past_key_values
+    rows = [state["salient_key"].shape[2] for state in cache.states()]
+    assert [row / rows[0] for row in rows] == [k / own[0] for k in own]
+    with pytest.raises(ConfigError, match=f"salient_by_layer has 1 entries for num_hidden_layers={layers}"):
+        linearize(replace(small_recipe(base, text), salient_by_layer=(2,)), tmp_path / "other")
+
+
 def test_stage_ends_on_a_plateau(base: Path, text: Path, tmp_path: Path) -> None:
     recipe = small_recipe(
         base, text, transfer_rate=0.0, transfer_steps=20, finetune_steps=0, validate_every=1, patience=2

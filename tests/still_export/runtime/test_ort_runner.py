@@ -49,7 +49,13 @@ def greedy(model: OrtModel, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "still", [{}, dict(layer_types=("hybrid_attention", "full_attention", "hybrid_attention"))], ids=str
+    "still",
+    [
+        {},
+        dict(layer_types=("hybrid_attention", "full_attention", "hybrid_attention")),
+        dict(salient_by_layer=(1, 5, 0)),
+    ],
+    ids=str,
 )
 def test_generates_as_transformers(export_tiny: Exporter, still: dict) -> None:
     """Prefill in pieces, growing caches, in-place state, promotions during decode: same tokens as generate()."""
