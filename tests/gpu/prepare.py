@@ -31,6 +31,10 @@ PART_BYTES = 36_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXT = 65536 + 256
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
+EXPERTS = tuple(
+    f"experts-{name}"
+    for name in ("qwen3_5_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "minimax", "lfm2_moe")
+)
 GUESSES = ("guesses-float32", "guesses-float16")
 OTHER_GPU = "other-gpu"
 MOVED = ("moved-onnx", "moved-trt")
@@ -47,6 +51,7 @@ BODIES = (
 )
 """Families without kernels: standard ops on the GPU."""
 ENGINE = ("--capacity-tokens", "4096", "--prefill-tokens", "512", "--batch")
+RANDOM = ("--capacity-tokens", "1024", "--batch", "1", "--prefill-tokens", "512")
 ENGINES: dict[str, tuple[str, ...]] = {
     "trt-demo": ("--overlay", str(DEMO_ADAPTER), "--capacity-tokens", "8448", "--batch", "1"),
     "trt-verified": (*ENGINE, "4", "--attach-untrained"),
@@ -54,10 +59,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "trt-small_model": (*ENGINE, "4"),
     "trt-small_int4": (*ENGINE, "4", "--quantize", "int4"),
     **{f"trt-{name}": (*ENGINE, "4", "--dtype", name.split("-")[1], "--speculate", "16") for name in GUESSES},
-    **{
-        f"trt-{name}": ("--capacity-tokens", "1024", "--batch", "1", "--prefill-tokens", "512")
-        for name in LINEAR_FAMILIES
-    },
+    **{f"trt-{name}": RANDOM for name in (*LINEAR_FAMILIES, *EXPERTS)},
+    **{f"trt-{name}_int4": (*RANDOM, "--quantize", "int4") for name in EXPERTS[:2]},
 }
 """What is proven on TensorRT; `verified` and `one_row` are of --model, linear families random models of two layers each."""
 
@@ -136,6 +139,8 @@ def trt(options: argparse.Namespace) -> None:
     for name in wanted(options, [each.removeprefix("trt-") for each in ENGINES]):
         if name in LINEAR_FAMILIES:
             model: Any = linear_folder(options.place / f"blank-{name}", name, published=True)
+        elif name.startswith("experts-"):
+            model = expert_folder(options.place / f"blank-{name}", name.removeprefix("experts-").removesuffix("_int4"))
         elif name == "demo":
             model = still_export.demo_model_path()
         elif name.startswith(("small", "guesses")):
@@ -225,6 +230,15 @@ def linear_folder(folder: Path, family: str, published: bool = False) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)
     linear_model(family, **(published_pair(family) if published else {})).save_pretrained(folder)
+    return folder
+
+
+def expert_folder(folder: Path, name: str) -> Path:
+    """A small random model with experts, of widths that engines' kernels have."""
+    from tests.still_export.expert_models import expert_model, published_sizes
+
+    shutil.rmtree(folder, ignore_errors=True)
+    expert_model(name, **published_sizes(name)).save_pretrained(folder)
     return folder
 
 

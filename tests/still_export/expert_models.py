@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.still_export.linear_models import SIZES, linear_model
+from tests.still_export.linear_models import PUBLISHED, SIZES, linear_model
 
 _QWEN: dict[str, Any] = dict(
     SIZES["qwen3_next"],
@@ -106,6 +106,19 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Family and what its configuration has beside that of the dense one."""
+
+
+def published_sizes(name: str) -> dict[str, Any]:
+    """Widths as published models have them, multiples of what kernels compute at once, for a name of SPARSE."""
+    family, sizes = SPARSE[name]
+    widths = {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 96,
+    }
+    own = widths if "moe_intermediate_size" in sizes else {"intermediate_size": 64}
+    wide = PUBLISHED.get(family.replace("_moe", ""), {"vocab_size": 128, "hidden_size": 128})
+    return {**wide, **{field: size for field, size in own.items() if field in sizes}}
 
 
 def expert_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
