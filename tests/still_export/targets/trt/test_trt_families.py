@@ -87,7 +87,10 @@ def activations(node: onnx.NodeProto) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_row", [False, True])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in ("qwen3", "smollm3") else pytest.mark.long) for name in DENSE],
+)  # the others' graphs are made of the same nodes
 def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
     model = onnx.ModelProto.FromString(portable_mixed(family))
     expected = answers(model)
