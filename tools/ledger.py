@@ -25,10 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "proofs"
 PAGES = (
     *("docs/reference/ledger.md", "docs/reference/targets.md", "docs/reference/linear-families.md"),
-    *("docs/notebook/quality.md", "README.md"),
+    *("docs/notebook/quality.md", "docs/notebook/onnxruntime.md", "README.md"),
 )
 QUALITY = "quality "
 """How records of tools/benchmarks/quality.py begin: they have a page of their own."""
+PEERS = "beside peers "
+"""And those of tools/benchmarks/peers.py."""
 MARKED = re.compile(r"(<!-- ledger: (\w+) -->\n)(?:(?!<!-- ledger).)*(<!-- ledger ends -->)", re.DOTALL)
 """From one mark to its end, never over the next one: a place may be empty."""
 WIDTH = 138
@@ -160,7 +162,7 @@ def benchmarks(records: list[Record]) -> str:
     """What the tools of tools/benchmarks measured, a table each."""
     parts = []
     for record in newest(records):
-        rows: Any = record.figures.get("rows") if not record.name.startswith(QUALITY) else None
+        rows: Any = record.figures.get("rows") if not record.name.startswith((QUALITY, PEERS)) else None
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = ([f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else v for c in columns] for row in rows)
@@ -169,6 +171,33 @@ def benchmarks(records: list[Record]) -> str:
             head = f"{about}: {machine_of(record)}, {record.date:%Y-%m-%d}, `{record.commit}`.{stale}\n\n"
             parts.append(f"{head}{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}")
     return "\n".join(parts) or "Not recorded yet.\n"
+
+
+def peers(records: list[Record]) -> str:
+    """Packages beside their bases in other runtimes: a row a length, a column a figure and runtime."""
+    named = [r for r in newest(records) if r.name.startswith(PEERS)]
+    names = list(dict.fromkeys(row["runtime"] for r in named for row in _rows(r)))
+    figures = {"prefill_s": "prefill, s", "decode_ms": "decode, ms", "peak_mb": "peak, MB"}
+    rows = []
+    for record in named:
+        by_length: dict[int, dict[str, dict[str, float]]] = {}
+        for row in _rows(record):
+            by_length.setdefault(row["context"], {})[row["runtime"]] = row
+        for length, of in sorted(by_length.items()):
+            cells = (f"{of[name][figure]:,.4g}" if name in of else "" for figure in figures for name in names)
+            rows.append((record.subject["model"], f"{length:,}", *cells))
+    head = [f"{words}: {name}" if i == 0 else name for words in figures.values() for i, name in enumerate(names)]
+    kinds = {
+        f"{r.subject['model']}: {r.subject.get('quantize') or r.subject['dtype']}, {r.subject['threads']} threads, {machine_of(r)}, "
+        f"{r.date:%Y-%m-%d}, `{(r.commit or '')[:12]}`, sources {state_of(r.stale_rooms())}": None
+        for r in named
+    }
+    return markdown(("model", "context", *head), rows) + (f"\n{sentence(kinds)}" if kinds else "")
+
+
+def _rows(record: Record) -> list[dict[str, Any]]:
+    rows: Any = record.figures["rows"]
+    return list(rows)
 
 
 def quality(records: list[Record]) -> str:
@@ -214,7 +243,7 @@ def summary(records: list[Record]) -> str:
 
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    made.__name__: made for made in (proofs, families, targets, speeds, benchmarks, quality, summary)
+    made.__name__: made for made in (proofs, families, targets, speeds, peers, benchmarks, quality, summary)
 }
 
 

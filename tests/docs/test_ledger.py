@@ -111,6 +111,24 @@ def test_rows_of_benchmarks_are_tables() -> None:
     assert ledger.benchmarks([]) == ledger.speeds([]) == "Not recorded yet.\n"
 
 
+def test_packages_beside_peers_are_a_row_a_length() -> None:
+    rows = [
+        {"runtime": "still-export", "context": 4096, "prefill_s": 6.4, "decode_ms": 14.04, "peak_mb": 1424},
+        {"runtime": "genai", "context": 4096, "prefill_s": 18.8, "decode_ms": 24.6, "peak_mb": 1350},
+        {"runtime": "still-export", "context": 512, "prefill_s": 0.5, "decode_ms": 9.0, "peak_mb": 300},
+    ]
+    subject = {"model": "Small", "dtype": "float32", "quantize": "int4", "threads": "2"}
+    made = make_record("benchmark", "beside peers Small", subject, {"rows": rows}, ["still_export.errors"])
+    text = ledger.peers([made, proof()])
+    assert text.startswith("| model | context | prefill, s: still-export | genai | decode, ms: still-export | genai | ")
+    assert (
+        "| Small | 512 | 0.5 |  | 9 |  | 300 |  |\n| Small | 4,096 | 6.4 | 18.8 | 14.04 | 24.6 | 1,424 | 1,350 |\n"
+        in text
+    )
+    assert "\nSmall: int4, 2 threads, " in text and text.endswith("`, sources as they are.\n")
+    assert "beside peers" not in ledger.benchmarks([made]) and ledger.peers([]) == "Not recorded yet.\n"
+
+
 def test_an_empty_place_is_filled_and_its_neighbour_stays() -> None:
     page = "<!-- ledger: speeds -->\n\n<!-- ledger ends -->\n\nwords\n\n<!-- ledger: benchmarks -->\n\nold\n\n<!-- ledger ends -->\n"
     made = "Not recorded yet.\n\n<!-- ledger ends -->\n"

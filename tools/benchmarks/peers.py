@@ -1,0 +1,71 @@
+"""A package beside its base with full attention in other runtimes, in turns at each length: prefill, decode and peak memory.
+
+  python -m tools.benchmarks.peers PACKAGE BASE.gguf --model "SmolLM2-135M, two softmax layers" --threads 2 --record FOLDER
+
+Needs quiet cores, onnxruntime-genai and llama-cpp-python. The base is the GGUF file that the package was made from: llama.cpp reads it as
+it is, genai's builder makes a package of it in --work. Each measurement is a process of its own; of several rounds the median is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+
+from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
+from still_export.evaluation.peer import GENAI, LLAMA_CPP, build, measure_peer
+from still_export.package.folder import open_package
+from still_export.package.trust import trust_package
+from still_export.targets.registry import packaged_target
+from tools.benchmarks.common import Findings, numbers, parser_of
+
+OURS = "still-export"
+ROOMS = ("still_export.runtime", "still_export.targets.ort", "plugins")
+
+
+def main() -> int:
+    """Command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("base", type=Path, help="GGUF file")
+    parser.add_argument("--model", required=True, help="as the table calls it")
+    parser.add_argument("--peers", default=f"{GENAI},{LLAMA_CPP}")
+    parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("work"), help="keeps genai's package")
+    given = parser.parse_args()
+    package, found = open_package(given.package), Findings()
+    trust_package(given.package)
+    peers = {name: given.base for name in given.peers.split(",") if name}
+    quantized = package.manifest.get("quantization")
+    if GENAI in peers:
+        given.work.mkdir(parents=True, exist_ok=True)
+        peers[GENAI] = build(given.base.resolve(), given.work, "int4" if quantized else "fp32")
+    for length in given.lengths:
+        options = BenchOptions(threads=given.threads, lengths=(length,))
+        runs: dict[str, list[Measurement]] = {}
+        for _ in range(given.rounds):
+            runs.setdefault(OURS, []).extend(bench(given.package, options))
+            for name, model in peers.items():
+                runs.setdefault(name, []).extend(measure_peer(name, model, [length], options))
+        for name, each in runs.items():
+            figures = {
+                figure: float(f"{median(getattr(run, figure) for run in each):.4g}")
+                for figure in ("prefill_s", "decode_ms", "peak_mb")
+            }
+            found.add(runtime=name, context=length, **figures)
+    subject = {
+        "model": given.model,
+        "dtype": package.manifest["model"]["dtype"],
+        "quantize": "" if quantized is None else quantized["scheme"],
+        "target": packaged_target(package.manifest).name,
+        "threads": str(given.threads),
+        "rounds": str(given.rounds),
+    }
+    found.record(given.record, f"beside peers {given.model}", {k: v for k, v in subject.items() if v}, ROOMS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
