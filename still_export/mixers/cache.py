@@ -115,7 +115,7 @@ def _layers(config: Any) -> list[StillCacheLayer]:
 def state_table(config: Any, dtype: torch.dtype) -> StateTable:
     """The states of a model with the STILL family configuration `config` and activations of type `dtype`."""
     states: list[State] = []
-    rules: dict[str, Any] = {}
+    rules: dict[Any, Any] = {}
     for index in range(config.num_hidden_layers):
         for op in mixer_of(config, index).ops(config, index):
             for spec in op.spec.states_with(op.attributes):
