@@ -34,6 +34,7 @@ class Session:
         """What was watched since the last time, in the graph's order, by places of tokens [B, N, ..]; -1: not seen, the later the truer."""
         calls, self.model.seen = getattr(self.model, "seen", []), []  # type: ignore[attr-defined]
         most = max((int((past + new).max(initial=0)) for past, new, _ in calls), default=0)
+        rows = max((len(past) for past, _, _ in calls), default=0)  # a runtime may try a call of one before
         found: list[np.ndarray] = []
         for past, new, outputs in calls:
             for number, output in enumerate(outputs):
@@ -42,7 +43,7 @@ class Session:
                     output = np.where(output < 0, -1, output * heads + np.arange(heads, dtype=np.int32)[:, None])
                     output = output.reshape(*output.shape[:2], -1)
                 if number == len(found):
-                    found.append(np.full((len(output), most, *output.shape[2:]), -1, np.int32))
+                    found.append(np.full((rows, most, *output.shape[2:]), -1, np.int32))
                 for row, (begin, count) in enumerate(zip(past, new, strict=True)):
                     found[number][row, begin : begin + count] = output[row, :count]
         return found
