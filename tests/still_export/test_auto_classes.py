@@ -54,10 +54,7 @@ LOADS = "print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)
             "import transformers, still_export; from transformers import AutoConfig, AutoModelForCausalLM",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            "import still_export, transformers.modeling_utils; from transformers import AutoModelForCausalLM",
-            marks=pytest.mark.long,
-        ),
+        "import still_export, transformers.modeling_utils; from transformers import AutoModelForCausalLM",
         pytest.param(
             "import still_export, transformers.processing_utils; from transformers import AutoModelForCausalLM",
             marks=pytest.mark.long,

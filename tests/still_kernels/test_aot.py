@@ -102,10 +102,7 @@ def test_every_architecture(arch: str, tmp_path: Path) -> None:
         pytest.param(
             {"feature_rows": 256, "chunk_size": 32, "head_dim": 64, "dtype": "float32"}, marks=pytest.mark.long
         ),
-        pytest.param(
-            {"feature_rows": 256, "chunk_size": 256, "head_dim": 256, "dtype": "float32", "overflow": "fold_min_score"},
-            marks=pytest.mark.long,
-        ),
+        {"feature_rows": 256, "chunk_size": 256, "head_dim": 256, "dtype": "float32", "overflow": "fold_min_score"},
     ],
     ids=lambda properties: " ".join(str(value) for value in properties.values()),
 )

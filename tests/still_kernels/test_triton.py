@@ -212,9 +212,6 @@ OTHERS_SHOW_IT = (
     "half of a group",
     "group mean",
     "fold min decode",
-    *("packed", "paged", "paged, several pages", "paged, many rows", "few splits", "many chunks", "chunk 128"),
-    *("softmax decode", "relu decode", "head size 48", "head size 64"),
-    *("codes, fold min", "codes, released", "codes, wide heads"),
 )
 """Of the rest, cases that take long and are each between two others."""
 

@@ -38,7 +38,7 @@ def case(name: str) -> tuple[Callable[..., Tensor], Tensor, tuple[Tensor, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("selection", marks=pytest.mark.long), "relative error"])
+@pytest.mark.parametrize("name", ["selection", "relative error"])
 def test_compiled_losses_are_the_losses(name: str) -> None:
     loss, values, others = case(name)
     results = []

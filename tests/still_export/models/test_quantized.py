@@ -187,8 +187,8 @@ def test_weights_are_those_of_the_file(name: str, base: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["gptq act-order", "int8"]
-    + [pytest.param(name, marks=pytest.mark.long) for name in ("gptq", "gptq symmetric", "awq", "packed", "fp8")],
+    ["gptq", "gptq act-order", "int8"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("gptq symmetric", "awq", "packed", "fp8")],
 )
 def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
     expected = quantized_folder(base, tmp_path / "model", name)

@@ -34,7 +34,7 @@ from tests.still_graphs.steps import applied, run_steps
 
 FOLDED = {"session.disable_quant_qdq": "1"}
 """What the browser's runner asks of a session."""
-CORNERS = ({}, pytest.param({"quantize": "int8"}, marks=pytest.mark.long), {"quantize": "int4"})
+CORNERS = ({}, {"quantize": "int8"}, {"quantize": "int4"})
 
 
 def logits(package: Package, ids: np.ndarray, config: dict[str, str] | None = None) -> np.ndarray:
