@@ -29,7 +29,7 @@ class StillCache(Cache):
         if tuple(map(int, transformers.__version__.split(".")[:2])) >= RENAMED:
             raise UnsupportedError(
                 f"transformers {transformers.__version__} does not give layers their cache as this version knows it: they would "
-                f'forget what they have read. pip install "transformers<5.24".'
+                f'forget what they have read. pip install "transformers<{RENAMED[0]}.{RENAMED[1]}".'
             )
         super().__init__(layers=list(layers))
         self.progress = Progress() if progress is None else progress

@@ -99,7 +99,8 @@ def audit(model: Any, tokenizer: Any, ids: Tensor) -> Audit:
     states, offsets, counts = _selections(model, attentions, row)
     mass = None
     if attentions[0].still.feature_map.endswith("_pm"):
-        mass = {"k = 0": _mass_error(model, attentions, row, 0), f"k = {attentions[0].still.salient_per_chunk}": states}
+        own = sorted({attention.still.salient_per_chunk for attention in attentions})
+        mass = {"k = 0": _mass_error(model, attentions, row, 0), f"k = {', '.join(map(str, own))}": states}
     text = Counter(ids.tolist())
     frequent = [
         (tokenizer.decode([token]), count / max(1, sum(counts.values())), text[token] / len(ids))
@@ -133,13 +134,15 @@ def _states(model: Any, row: Tensor) -> list[Any]:
     return [layer.state for layer in cache.layers if hasattr(layer, "state")]
 
 
-def _mass_error(model: Any, attentions: list[TrainableAttention], row: Tensor, salient: int) -> float:
-    """Largest relative error of sum_f z_f / 2 = linear tokens."""
+def _mass_error(model: Any, attentions: list[TrainableAttention], row: Tensor, salient: int | None = None) -> float:
+    """Largest relative error of sum_f z_f / 2 = linear tokens, with k = `salient`; None: with each layer's own."""
     before = model.config.still_config
-    model.config.still_config = {**before, "salient_per_chunk": salient, "salient_by_layer": None}
     stills = [a.still for a in attentions]
-    for attention in attentions:
-        attention.still = replace(attention.still, salient_per_chunk=salient)
+    if salient is not None:
+        model.config.still_config = {**before, "salient_per_chunk": salient, "salient_by_layer": None}
+        for attention in attentions:
+            attention.still = replace(attention.still, salient_per_chunk=salient)
+    kept = torch.tensor([a.still.salient_per_chunk for a in attentions], device=row.device)
     try:
         states = _states(model, row)
     finally:
@@ -148,9 +151,9 @@ def _mass_error(model: Any, attentions: list[TrainableAttention], row: Tensor, s
             attention.still = still
     chunk = attentions[0].still.chunk_size
     past = max(0, -(-row.shape[1] // chunk) - 2)
-    expected = past * (chunk - salient)
+    expected = past * (chunk - kept)[:, None, None]
     found = torch.stack([state.z_state.sum(-1) / 2 for state in states])
-    return float((found - expected).abs().max() / max(expected, 1))
+    return float(((found - expected).abs() / expected.clamp_min(1)).max())
 
 
 def _norms(model: Any, attentions: list[TrainableAttention], row: Tensor) -> dict[str, dict[str, list[float]]]:
@@ -188,13 +191,12 @@ def _selections(
 
     The scores of two chunks are in the ring after each piece of two chunks.
     """
-    still = attentions[0].still
-    chunk, salient = still.chunk_size, still.salient_per_chunk
-    error = _mass_error(model, attentions, row, salient)
+    chunk, kept = attentions[0].still.chunk_size, [a.still.salient_per_chunk for a in attentions]
+    error = _mass_error(model, attentions, row)
     cache = None
     offsets = np.zeros((len(attentions), chunk))
     counts: Counter[int] = Counter()
-    if salient == 0:
+    if not any(kept):
         return error, offsets, counts
     for start in range(0, row.shape[1] // (2 * chunk) * 2 * chunk, 2 * chunk):
         piece = row[:, start : start + 2 * chunk]
@@ -202,7 +204,7 @@ def _selections(
         states = [layer.state for layer in cache.layers if hasattr(layer, "state")]
         for index, state in enumerate(states):
             scores = state.window_score[0].unflatten(1, (2, chunk))  # [H, 2, C]
-            chosen = scores.topk(salient, dim=-1).indices
+            chosen = scores.topk(kept[index], dim=-1).indices
             offsets[index] += np.bincount(chosen.flatten().tolist(), minlength=chunk)
             tokens = piece[0].unflatten(0, (2, chunk)).expand(scores.shape[0], -1, -1).gather(2, chosen)
             counts.update(tokens.flatten().tolist())

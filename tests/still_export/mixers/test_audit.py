@@ -33,6 +33,13 @@ def test_a_sound_model_passes(tmp_path: Path) -> None:
     assert "Where choices fall" in render(made)
 
 
+def test_layers_with_salient_tokens_of_their_own() -> None:
+    model = still_model("llama", torch.float32, salient_by_layer=(2, 5, 0))
+    (result,) = audit(model, byte_tokenizer(), random_ids(1, 10 * CHUNK)[0])
+    assert result.passed and "k = 0, 2, 5" in result.linear_mass
+    assert result.offsets.sum(1).tolist() == [k * 6 * 10 for k in (2, 5, 0)]
+
+
 def test_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = still_model("llama", torch.float32)
     ids = random_ids(1, 6 * CHUNK)[0]
