@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from still_export.package.folder import Package
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Session, Target
 from tests.still_export.packages import trt_package
 
 
@@ -45,3 +46,11 @@ def test_polygraphys_command_loads_the_library_that_registers_itself(package: Pa
     )
     other = shlex.join(Target(package, "trt", plugin=folder / "mine.so").command())
     assert other.endswith(f"--plugins {folder}/mine_static.so"), "polygraphy only opens libraries"
+
+
+def test_what_was_seen_has_the_rows_of_the_largest_call() -> None:
+    """A runtime may try a call of one sequence before those of several."""
+    first = (np.zeros(1, np.int64), np.ones(1, np.int64), [np.full((1, 1, 2), 7, np.int32)])
+    then = (np.array([0, 1]), np.array([2, 1]), [np.arange(8, dtype=np.int32).reshape(2, 2, 2)])
+    (found,) = Session(SimpleNamespace(seen=[first, then])).seen()  # type: ignore[arg-type]
+    assert found.tolist() == [[[0, 1], [2, 3]], [[-1, -1], [4, 5]]]
