@@ -96,7 +96,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.tensorrt
 @pytest.mark.parametrize("by", ["cuda", "trt", "cuda, trt"])
 def test_from_a_cpu_by_others_to_a_cpu(by: str, proof: Proof, tensorrt: TensorRt, engine: Path, tmp_path: Path) -> None:
-    onnx = proof.of(prepared(MOVED[0]), runtime=f"cpu, {by}, cpu")
+    onnx = proof.of(prepared(MOVED[0]), target="states that travel", runtime=f"cpu, {by}, cpu")
     others = {"cuda": (f"{onnx} --provider cuda", False), "trt": (f"{engine} --runtime trt", True)}
     ways = [(f"{onnx}", False), *(others[name] for name in by.split(", "))]
     found = apart(onnx, Snapshot.load(travel(ways, tensorrt, tmp_path, READ[-len(ways) :])))

@@ -38,6 +38,7 @@ def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> 
     package = tmp_path / name
     shutil.copytree(source, package)  # the engine is built into it
     tensorrt.run(f"still build {package} --quiet --trust-native", 460, "build")
+    proof.versions["tensorrt"] = json.loads((package / "manifest.json").read_text())["engines"][0]["tensorrt"]
     proof.figures["tactics"] = tactics_of((package / "engine.json").read_text(errors="replace"))
     said = tensorrt.run(f"still verify {package} --runtime trt --calls {source}.npz --quiet", 300, "verify")
     assert said.rstrip().endswith("PASSED"), said[-2000:]
