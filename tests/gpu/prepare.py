@@ -4,9 +4,10 @@
   python -m tests.gpu.prepare PLACE demo --include HEADERS                    # SmolLM2, float32, float16 and int4: 1 GB
   python -m tests.gpu.prepare PLACE linear --include HEADERS [--only qwen3_5_text,kimi_linear]
   python -m tests.gpu.prepare PLACE bodies [--only rat]                       # families without kernels
+  python -m tests.gpu.prepare PLACE quantized --include HEADERS [--only gptq] # folders of quantizers, which have to be installed
   python -m tests.gpu.prepare PLACE trt --tensorrt-include INCLUDE [--model FOLDER] [--only demo,verified,mamba2]
   python -m tests.gpu.prepare PLACE moved --include HEADERS --tensorrt-include INCLUDE   # of one portable package, for three runtimes
-  python -m tests.gpu.prepare PLACE speed --include HEADERS                   # no weights, for tools.benchmarks.gpu_package
+  python -m tests.gpu.prepare PLACE speed --include HEADERS [--only smollm2]  # no weights, for tools.benchmarks.gpu_package
   python -m tests.gpu.prepare PLACE pack                                      # PLACE/part00, part01 ...: what travels, in small pieces
 
 PLACE holds a folder a package and PyTorch's recorded answers beside it (NAME.npz). On the machine with the GPU,
@@ -38,6 +39,14 @@ EXPERTS = tuple(
 GUESSES = ("guesses-float32", "guesses-float16")
 OTHER_GPU = "other-gpu"
 MOVED = ("moved-onnx", "moved-trt")
+QUANTIZED = {
+    each.replace(", ", "-").replace(" ", "_"): each
+    for each in (
+        *("gptq", "gptq, zero points", "gptq, act-order", "awq", "packed int4", "int8, channels", "fp8, channels"),
+        *("fp8, blocks of 128", "fp8 of transformers", "nvfp4", "nvfp4 of modelopt", "nf4", "mixed"),
+    )
+}
+"""Forms of checkpoints that quantizers write, by names of packages."""
 REFERENCE: list[str] = []
 """Flags of who answers; --reference-device fills it."""
 LINEAR_FAMILIES = (
@@ -60,6 +69,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "trt-small_int4": (*ENGINE, "4", "--quantize", "int4"),
     **{f"trt-{name}": (*ENGINE, "4", "--dtype", name.split("-")[1], "--speculate", "16") for name in GUESSES},
     **{f"trt-{name}": RANDOM for name in (*LINEAR_FAMILIES, *EXPERTS)},
+    **{f"trt-quantized-{name}": (*RANDOM, "--attach-untrained") for name in QUANTIZED},
     **{f"trt-{name}_int4": (*RANDOM, "--quantize", "int4") for name in EXPERTS[:2]},
 }
 """What is proven on TensorRT; `verified` and `one_row` are of --model, linear families random models of two layers each."""
@@ -120,6 +130,14 @@ def linear(options: argparse.Namespace) -> None:
         shutil.rmtree(model)
 
 
+def quantized(options: argparse.Namespace) -> None:
+    """A small model as each quantizer writes it, in float16 by its codes where the kernels take them."""
+    for name in wanted(options, QUANTIZED):
+        model, scheme = quantized_folder(options.place, name)
+        flags = ("--dtype", "float16", "--attach-untrained", "--capacity-tokens", "1024", "--quantize", scheme)
+        export("onnx", options.place, f"quantized-{name}", model, *native(options), *flags)
+
+
 def bodies(options: argparse.Namespace) -> None:
     """Small random models of families without kernels, beside their packages: of choices that nearly tie PyTorch follows the package's, so
     it answers where they run."""
@@ -137,10 +155,14 @@ def trt(options: argparse.Namespace) -> None:
     if not options.tensorrt_include:
         sys.exit("--tensorrt-include: give the folder of TensorRT's NvInfer.h.")
     for name in wanted(options, [each.removeprefix("trt-") for each in ENGINES]):
+        more: tuple[str, ...] = ()
         if name in LINEAR_FAMILIES:
             model: Any = linear_folder(options.place / f"blank-{name}", name, published=True)
         elif name.startswith("experts-"):
             model = expert_folder(options.place / f"blank-{name}", name.removeprefix("experts-").removesuffix("_int4"))
+        elif name.startswith("quantized-"):
+            model, scheme = quantized_folder(options.place, name.removeprefix("quantized-"))
+            more = ("--quantize", scheme)
         elif name == "demo":
             model = still_export.demo_model_path()
         elif name.startswith(("small", "guesses")):
@@ -150,7 +172,7 @@ def trt(options: argparse.Namespace) -> None:
         else:
             print(f"left out: {name}, without --model")
             continue
-        flags = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINES[f"trt-{name}"])
+        flags = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINES[f"trt-{name}"], *more)
         export("trt", options.place, f"trt-{name}", model, *flags)
         shutil.rmtree(options.place / f"blank-{name}", ignore_errors=True)
     if not (site := options.place / "site").is_dir():  # for TensorRT's Python
@@ -174,19 +196,24 @@ def moved(options: argparse.Namespace) -> None:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """SmolLM2's geometry, and four layers of Llama-3.1-8B's in float16, in longer calls and with 4 bits, without weights: zeros are made
-    here, random numbers there. For TensorRT where --tensorrt-include is given, else for ONNX Runtime."""
+    """SmolLM2's geometry, and Llama-3.1-8B's in float16 and with 4 bits, four layers (in longer calls, too) and whole, which takes 32 GB
+    of disk, without weights: zeros are made here, random numbers there. For TensorRT where --tensorrt-include is given, else for ONNX
+    Runtime."""
     from still_export.mixers.layers import FULL, HYBRID
 
     kinds = [FULL if i in (17, 18) else HYBRID for i in range(30)]  # as the demo's
     part = {"num_hidden_layers": 4, "vocab_size": 32000}
+    long, four = ("--capacity-tokens", str(CONTEXT)), ("--batch", "8", "--quantize", "int4")
     packages: dict[str, tuple[str, dict[str, int], tuple[str, ...], list[str] | None]] = {
         "smollm2": (SMOLLM2, {}, ("--capacity-tokens", "8448", "--batch", "1"), kinds),
-        "llama": (LLAMA_8B, part, ("--capacity-tokens", str(CONTEXT), "--batch", "8"), None),
-        "llama-calls": (LLAMA_8B, part, ("--capacity-tokens", str(CONTEXT), "--prefill-tokens", "16384"), None),
-        "llama-int4": (LLAMA_8B, part, ("--capacity-tokens", str(CONTEXT), "--batch", "8", "--quantize", "int4"), None),
+        "llama": (LLAMA_8B, part, (*long, "--batch", "8"), None),
+        "llama-calls": (LLAMA_8B, part, (*long, "--prefill-tokens", "16384"), None),
+        "llama-int4": (LLAMA_8B, part, (*long, *four), None),
+        "llama-whole": (LLAMA_8B, {}, (*long, "--batch", "8"), None),
+        "llama-whole-int4": (LLAMA_8B, {}, (*long, *four), None),
     }
-    for name, (geometry, changed, flags, layers) in packages.items():
+    for name in wanted(options, packages):
+        geometry, changed, flags, layers = packages[name]
         model = blank_folder(options.place / "blank", geometry, layers, **changed)
         if options.tensorrt_include:
             own = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *flags)
@@ -242,6 +269,19 @@ def expert_folder(folder: Path, name: str) -> Path:
     return folder
 
 
+def quantized_folder(place: Path, name: str) -> tuple[Path, str]:
+    """A small model in a form of QUANTIZED, which stays in PLACE, and the scheme that keeps its codes where one does."""
+    from tests.still_export.models.quantizers import FORMS, make_small
+
+    folder, made = place / f"model-quantized-{name}", FORMS[QUANTIZED[name]]
+    if not folder.is_dir():
+        base = place / "blank-base"
+        shutil.rmtree(base, ignore_errors=True)
+        made.maker(make_small(base), folder)
+        shutil.rmtree(base)
+    return folder, made.scheme
+
+
 def blank_folder(folder: Path, geometry: str, layers: list[str] | None, **changed: Any) -> Path:
     """A STILL model of a geometry in float16, its weights zero; all hybrid without `layers`."""
     import torch
@@ -267,7 +307,7 @@ def blank_folder(folder: Path, geometry: str, layers: list[str] | None, **change
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made = {each.__name__: each for each in (small, demo, linear, bodies, trt, moved, speed, pack)}
+    made = {each.__name__: each for each in (small, demo, linear, quantized, bodies, trt, moved, speed, pack)}
     parser.add_argument("place", type=Path)
     parser.add_argument("packages", choices=made)
     parser.add_argument("--include", help="folder of onnxruntime_c_api.h")
@@ -275,7 +315,7 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--model", help="model folder that `trt` proves beside those of this repository, untrained")
     parser.add_argument("--reference-device", help="cuda: PyTorch answers on the GPU, where one is")
-    parser.add_argument("--only", help="of the families of linear and bodies, of the packages of trt; commas between")
+    parser.add_argument("--only", help="of linear and bodies these families, of others these packages; commas between")
     options = parser.parse_args()
     options.place.mkdir(parents=True, exist_ok=True)
     REFERENCE[:] = ["--reference-device", options.reference_device] if options.reference_device else []

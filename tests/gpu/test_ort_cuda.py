@@ -5,6 +5,7 @@ STILL_GPU_PLACE=PLACE pytest -m gpu tests/gpu/test_ort_cuda.py
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from still_export.errors import StillExportError
 from still_export.package.refusals import RunError
 from tests.gpu.conftest import Proof, prepared, run_command, told_by_verify
 from tests.gpu.ort_checks import CHECKS, difference, opened
-from tests.gpu.prepare import BODIES, GUESSES, LINEAR_FAMILIES, OTHER_GPU, SMALL
+from tests.gpu.prepare import BODIES, GUESSES, LINEAR_FAMILIES, OTHER_GPU, QUANTIZED, SMALL
 
 LINEAR = [f"linear-{family}-{dtype}" for family in LINEAR_FAMILIES for dtype in ("float32", "float16")]
+OF_QUANTIZERS = [f"quantized-{name}" for name in QUANTIZED]
 RECORDED = [*SMALL[:2], "demo-float32", "demo-float16", "demo-int4", *GUESSES, *LINEAR]
 """Packages with kernels, and PyTorch's answers beside them."""
 BY_BODIES = [f"bodies-{family}-{dtype}" for family in BODIES for dtype in ("float32", "float16")]
@@ -26,7 +28,7 @@ verify holds both to PyTorch."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*RECORDED, *BY_BODIES])
+@pytest.mark.parametrize("name", [*RECORDED, *OF_QUANTIZERS, *BY_BODIES])
 def test_verify(name: str, proof: Proof, tmp_path: Path) -> None:
     """The verb, against PyTorch's recorded answers, or its answers."""
     package = proof.of(prepared(name), runtime="ort", provider="cuda")
@@ -40,9 +42,11 @@ def test_verify(name: str, proof: Proof, tmp_path: Path) -> None:
         "cuda",
         "--trust-native",
     ]
-    recorded = ["--calls", f"{package}.npz"] if name in RECORDED else ["--lengths", "1,63,64,65,129,512"]
+    recorded = ["--calls", f"{package}.npz"] if name not in BY_BODIES else ["--lengths", "1,63,64,65,129,512"]
     said = run_command([*command, *recorded, "--quiet"], tmp_path / "verify.log", 300)
     assert said.rstrip().endswith("PASSED"), said[-2000:]
+    if codes := json.loads((package / "manifest.json").read_text()).get("source_codes"):
+        proof.figures["codes"] = f"{codes['exact']} layers as they are, {len(codes['rounded'])} rounded again"
     proof.figures["verify"] = told_by_verify(said)
 
 

@@ -88,7 +88,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """TensorRT's package with its engine."""
     source, folder = prepared(MOVED[1]), tmp_path_factory.mktemp("moved")
     shutil.copytree(source, folder / source.name)
-    TensorRt(folder).run(f"still build {folder / source.name} --quiet --trust-native", 460, "build")
+    TensorRt(folder).run(f"still build {folder / source.name} --quiet --trust-native", 900, "build")
     return folder / source.name
 
 

@@ -37,12 +37,14 @@ def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> 
     source = proof.of(prepared(name), runtime="trt")
     package = tmp_path / name
     shutil.copytree(source, package)  # the engine is built into it
-    tensorrt.run(f"still build {package} --quiet --trust-native", 460, "build")
+    tensorrt.run(f"still build {package} --quiet --trust-native", 900, "build")
     proof.versions["tensorrt"] = json.loads((package / "manifest.json").read_text())["engines"][0]["tensorrt"]
     proof.figures["tactics"] = tactics_of((package / "engine.json").read_text(errors="replace"))
     said = tensorrt.run(f"still verify {package} --runtime trt --calls {source}.npz --quiet", 300, "verify")
     assert said.rstrip().endswith("PASSED"), said[-2000:]
     proof.figures["verify"] = told_by_verify(said)
+    if codes := json.loads((package / "manifest.json").read_text()).get("source_codes"):
+        proof.figures["codes"] = f"{codes['exact']} layers as they are, {len(codes['rounded'])} rounded again"
     rates = re.findall(r"Pass Rate: ([\d.]+)%", tensorrt.run(f"sh {package}/verify/polygraphy.sh", 120, "polygraphy"))
     assert rates and float(rates[-1]) == 100, rates
     vocabulary = json.loads((package / "manifest.json").read_text())["model"]["vocab_size"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.still_export.training import make_base
 
 ALONE = "model.layers.1.self_attn.o_proj"
 """A layer that mixed folders leave alone."""
@@ -33,6 +36,12 @@ class Made:
     scheme: str
     exact: bool = True
     block: int | None = None
+
+
+def make_small(folder: Path) -> Path:
+    """The small model that the libraries quantize."""
+    sizes = dict(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
+    return make_base(folder, num_hidden_layers=2, **sizes)
 
 
 def write(
@@ -110,6 +119,9 @@ def gptqmodel(**how: Any) -> Maker:
     """GPTQModel: calibrated on random tokens."""
 
     def make(base: Path, folder: Path) -> dict[str, Tensor]:
+        os.environ.setdefault(
+            "GPTQMODEL_CPU_WORKERS", "2"
+        )  # by itself it takes one on two cores, which it then refuses
         library = pytest.importorskip("gptqmodel")
         model = library.GPTQModel.load(str(base), library.QuantizeConfig(group_size=32, offload_to_disk=False, **how))
         random = torch.Generator().manual_seed(0)

@@ -18,10 +18,9 @@ from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export
 from tests.still_export import fake_tensorrt
 from tests.still_export.expert_models import expert_model
-from tests.still_export.models.quantizers import ALONE, FORMS, PACKED, compressed
+from tests.still_export.models.quantizers import ALONE, FORMS, PACKED, compressed, make_small
 from tests.still_export.targets.portable.test_experts_export import WIDE
 from tests.still_export.targets.portable.test_linear_export import call
-from tests.still_export.training import make_base
 
 LIGHT = tuple(
     name
@@ -33,8 +32,7 @@ LIGHT = tuple(
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = dict(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
-    return make_base(tmp_path_factory.mktemp("base") / "base", num_hidden_layers=2, **sizes)
+    return make_small(tmp_path_factory.mktemp("base") / "base")
 
 
 @pytest.mark.parametrize("name", [n if n in LIGHT else pytest.param(n, marks=pytest.mark.long) for n in FORMS])
