@@ -96,7 +96,7 @@ private:
     // Whether `value`, of the rule's type, has what the rule says of it alone.
     static bool fits(Json const& rule, Json const& value)
     {
-        if (rule.contains("minimum") && (value < rule.at("minimum") || value > rule.at("maximum")))
+        if (rule.contains("minimum") && (value < rule.at("minimum") || value > rule.value("maximum", value)))
             return false;
         if (rule.contains("minLength") && text_of(value).size() < rule.at("minLength"))
             return false;
@@ -121,6 +121,8 @@ private:
                 all += (all.empty() ? "" : " or ") + (one.is_string() ? text_of(one) : one.dump());
             return all;
         }
+        if (type == "number" && rule.contains("minimum"))
+            return "a number from " + rule.at("minimum").dump() + " on";
         if (type == "integer")
             return "an integer in " + rule.at("minimum").dump() + ".." + rule.at("maximum").dump();
         if (type == "array" && rule.contains("minItems"))

@@ -163,7 +163,7 @@ class _Schema:
     @staticmethod
     def _fits(rule: dict[str, Any], value: Any) -> bool:
         """Whether `value`, of the rule's type, has what the rule says of it alone."""
-        if isinstance(value, int) and not rule.get("minimum", value) <= value <= rule.get("maximum", value):
+        if isinstance(value, int | float) and not rule.get("minimum", value) <= value <= rule.get("maximum", value):
             return False
         if isinstance(value, str) and (
             len(value) < rule.get("minLength", 0) or not re.fullmatch(rule.get("pattern", "(?s).*"), value)
@@ -183,6 +183,8 @@ def _wanted(rule: dict[str, Any]) -> str:
     kind = rule["type"]
     if "const" in rule or "enum" in rule:
         return " or ".join(map(str, rule.get("enum") or [rule["const"]]))
+    if kind == "number" and "minimum" in rule:
+        return f"a number from {rule['minimum']} on"
     if kind == "integer":
         return f"an integer in {rule['minimum']}..{rule['maximum']}"
     if kind == "array":

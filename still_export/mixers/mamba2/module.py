@@ -43,7 +43,8 @@ class Mamba2(FixedStateModule):
         demand_silu(base)
         self.heads, self.groups = base.num_heads, base.n_groups
         self.dim, self.size = base.ssm_state_size, base.head_dim
-        self.limits: tuple[float, float] = tuple(base.time_step_limit)
+        self.limits = tuple(x if math.isfinite(x) else None for x in base.time_step_limit)
+        """The least and the largest step; None: no bound, which TensorRT takes no infinity for."""
 
     def project(self, hidden: Tensor) -> Tensor:
         """Gate, x, B and C, and the step, side by side, [B, T, channels]."""
@@ -71,7 +72,7 @@ class Mamba2(FixedStateModule):
         x = channels.unflatten(-1, (self.heads, self.size))
         step = softplus((step + self.dt_bias)[..., None])
         # Within its limits in every call, as transformers has it in a whole forward; its single steps leave them out.
-        if self.limits != (0.0, math.inf):
+        if self.limits != (0.0, None):
             step = step.clamp(*self.limits)
         wide = torch.promote_types(x.dtype, torch.float32)
         step = step.to(wide)
