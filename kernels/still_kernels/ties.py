@@ -108,7 +108,7 @@ class OpTies(Protocol):
 class Untold(Protocol):
     """Choices that no state shows: a runtime tells them, or nobody knows."""
 
-    def open_tokens(self, leads: Leads) -> np.ndarray:
+    def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
         """As of Ties."""
 
 
@@ -160,10 +160,9 @@ class Ties:
         """As of OpTies; infinity where nothing is chosen."""
         return min((op.closest(_part(op, scores), counts) for op in self.each), default=math.inf)
 
-    def open_tokens(self, leads: Leads) -> np.ndarray:
-        """Tokens [B, N] with a choice that states do not show and that nearly ties: either answer is right. N is 0 where none is."""
-        found = [op.open_tokens(leads) for op in self.each if isinstance(op, Untold)]
-        return found[0] if found else np.zeros((1, 0), bool)
+    def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
+        """By layer, tokens [B, N] with a choice that states do not show and that nearly ties: either answer is right."""
+        return {k: v for op in self.each if isinstance(op, Untold) for k, v in op.open_tokens(leads).items()}
 
     @property
     def shown(self) -> Ties:

@@ -177,7 +177,8 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
         print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
     chosen = report.selections
     untold = (
-        f"; {chosen.untold} tokens with a near tie that the runtime does not tell: their logits are not held"
+        f"; {chosen.untold} tokens with a near tie that the runtime does not tell: their logits, and what later layers keep of "
+        "them, are not held"
         if chosen.untold
         else ""
     )

@@ -62,7 +62,8 @@ class Case:
         own_mean: The mean error of that run, by output.
         went: By layer, the experts that tokens went to in PyTorch, a mask [B, N, E].
         own_top1: That run's best tokens that are the reference's too, and all.
-        untold: Tokens [B, N] with a choice that nearly ties and that the target did not tell: their logits are not held.
+        untold: By layer, tokens [B, N] with a choice that nearly ties and that the target did not tell: their logits, and what later layers
+            keep of each, are not held.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Case:
     own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
     went: dict[int, np.ndarray] = field(default_factory=dict)
-    untold: np.ndarray = field(default_factory=lambda: np.zeros((1, 0), bool))
+    untold: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @cached_property
     def largest(self) -> dict[str, float]:
@@ -147,12 +148,17 @@ class Case:
                 return False
         return True
 
+    def open_tokens(self, below: float = math.inf) -> np.ndarray:
+        """Tokens [B, N] of `untold` in any layer before `below`; N is 0 where none is."""
+        found = [tokens for layer, tokens in self.untold.items() if layer < below]
+        return np.asarray(np.any(found, axis=0)) if found else np.zeros((1, 0), bool)
+
     def open_rows(self, expected: Arrays) -> np.ndarray:
         """Rows of a call's logits, [B, T], that are of tokens of `untold`."""
-        real = np.any(expected["logits"] != 0, axis=-1)
+        real, tokens = np.any(expected["logits"] != 0, axis=-1), self.open_tokens()
         places = expected["present_length"][:, None] - real.sum(1, keepdims=True) + np.arange(real.shape[1])
-        within = real & (places >= 0) & (places < self.untold.shape[1])
-        chosen = np.take_along_axis(self.untold, np.where(within, places, 0), 1) if self.untold.size else within & False
+        within = real & (places >= 0) & (places < tokens.shape[1])
+        chosen = np.take_along_axis(tokens, np.where(within, places, 0), 1) if tokens.size else within & False
         return np.asarray(within & chosen)
 
     def before(self, place: int, done: int, feed: Arrays) -> Arrays:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from still_export.proof.codes import as_numbers
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import Shelf, give_back
 from still_export.proof.tolerance import LOGITS, Bounds
+from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, Pairs, expected_ties
 
@@ -42,6 +43,9 @@ DECODE_STEPS = 256
 
 ATTEMPTS = 5
 """Answers of PyTorch tried where a near tie made the runtimes choose differently; see `Verifier._settled`."""
+
+
+NOTHING: Mapping[str, int] = {}
 
 
 @dataclass
@@ -61,8 +65,8 @@ class Judged:
     same: np.ndarray
 
     @classmethod
-    def of(cls, case: Case, pairs: Pairs) -> Judged:
-        """What `pairs` say."""
+    def of(cls, case: Case, pairs: Pairs, by_token: Mapping[str, int] = NOTHING) -> Judged:
+        """What `pairs` say; `by_token` are the axes of outputs that have a row for each token of a sequence."""
         errors: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
         for expected, actual in pairs:
@@ -70,8 +74,13 @@ class Judged:
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
-            if LOGITS in expected and case.untold.any():
+            if LOGITS in expected and case.untold:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
+            for name, axis in by_token.items():
+                tokens = case.open_tokens(int(name.rpartition(".")[2]))
+                if name in expected and tokens.any():
+                    rows = np.moveaxis(errors[-1][name], axis + 1, 2)[:, :, : tokens.shape[1]]
+                    rows[:, tokens[:, : rows.shape[2]]] = np.nan
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
         return cls(case, errors, sums, np.concatenate(same or [np.zeros(0, bool)]))
 
@@ -163,6 +172,8 @@ class Verifier:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
         self.ties = ties_of(package.manifest)
+        table = StateTable.of(package.manifest)
+        self.by_token = {s.present: s.growth["axis"] for s in table if s.growth and _by_token(s.growth)}
         target.watch = tuple(op.watched for op in self.ties.each if op.watched)
         codes = any(state["dtype"] == "int32" for state in package.manifest["states"])  # held to half precision
         rounded = codes or rounds_activations(package.manifest)  # what rounds so is nearer to half precision
@@ -192,7 +203,7 @@ class Verifier:
             settled = self._settled(session, drawn, selections, progress, told)
             del told  # with what the target answered already
             for number, case, pairs, _ in settled:
-                judged[number] = Judged.of(case, pairs)
+                judged[number] = Judged.of(case, pairs, self.by_token)
                 del pairs
                 calls.add(case)
                 if case.steps and self.replays:
@@ -241,7 +252,7 @@ class Verifier:
         there, and all numbers are compared. Steps go on from PyTorch's state where it chose otherwise (`Case.pairs`).
 
         Answers from a file follow nobody, and experts only where the runtime tells them: else the logits of tokens whose experts nearly tie
-        are not held. There another prompt is drawn if what differs
+        are not held, nor what later layers keep of them. There another prompt is drawn if what differs
         within a call, the prompt's of steps among them, exceeds the bounds of the case itself, or other selections differ by more than a
         tie: those of later layers and chunks read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs
         by more than a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of
@@ -289,7 +300,7 @@ class Verifier:
     def _compared(self, case: Case, pairs: Pairs) -> Choices:
         """The choices of a case, and how many of them rounding turns."""
         found = self.ties.compare(pairs, case.leads)
-        found.expected, found.untold = expected_ties(case.leads), int(case.untold.sum())
+        found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
         return found
 
     def _guessed(self, session: Guessing, case: Case, total: Choices) -> Judged:
@@ -303,7 +314,7 @@ class Verifier:
             for part in case.pairs(session, self.ties)
         )
         total.add(self._compared(case, pairs + turned))
-        return Judged.of(case, self.ties.settle(pairs, case.leads))
+        return Judged.of(case, self.ties.settle(pairs, case.leads), self.by_token)
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
         """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
@@ -325,7 +336,7 @@ class Verifier:
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
         bounds = Bounds([case], self.target.coarse, self.dtype)
-        errors = Judged.of(case, settled).errors
+        errors = Judged.of(case, settled, self.by_token).errors
         each = {name: [call[name] for call in errors] for name in pairs[0][0]}
         return bool(within.wrong) or any(bounds.judge(case, name, found).share > 1 for name, found in each.items())
 
@@ -344,6 +355,11 @@ class Verifier:
             min(failed, default=None),
             command,
         )
+
+
+def _by_token(growth: Mapping[str, Any]) -> bool:
+    """Whether a state has one row for each token."""
+    return (growth["rows"], growth["per"], growth["lag"]) == (1, 1, 0)
 
 
 def check_dtype(package: Package) -> None:

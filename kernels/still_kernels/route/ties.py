@@ -88,11 +88,10 @@ class RoutingTies:
             found[key] = np.where(np.arange(lead.shape[1]) < counts[:, None], lead, np.inf)
         return found
 
-    def open_tokens(self, leads: Leads) -> np.ndarray:
-        """As of Ties: what nearly ties in any layer."""
-        tied = [np.abs(lead) <= 1 for key, lead in leads.items() if key < 0]
-        whole = np.any(tied, axis=0) if tied else np.zeros((1, 0), bool)
-        return np.asarray(whole.reshape(len(whole), -1, self.heads).any(-1))
+    def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
+        """As of Ties."""
+        tied = {~key: np.abs(lead) <= 1 for key, lead in leads.items() if key < 0}
+        return {layer: x.reshape(len(x), -1, self.heads).any(-1) for layer, x in tied.items()}
 
     def usual(self, error: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Root of the mean square of errors, less their mean; `known` are those of margins that are finite."""

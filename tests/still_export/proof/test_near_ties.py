@@ -57,6 +57,7 @@ def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
             return [case]
 
     verifier = Verifier.__new__(Verifier)
+    verifier.by_token = {}
     verifier.ties, verifier.cases, verifier.target = Ties([Chooser()]), Draws(), Target(Package(Path(), {}))
     verifier.dtype = "float16"
     first = verifier.cases.draw([0])
@@ -109,7 +110,7 @@ def test_rows_of_choices_that_nobody_tells_are_not_held(wrong: int, tied: int, p
     case = Case("case", [], [], leads={~1: np.full((1, 12), 5.0), ~0: lead})
     case.own = [{"logits": row_errors(right, right + 1e-3 * (right != 0))}]
     case.untold = Ties([RoutingTies()]).open_tokens(case.leads)
-    assert case.untold.sum() == 2
+    assert case.open_tokens().sum() == 2
     call = {"logits": right, "present_length": np.array([10])}
     judged = Judged.of(case, [(call, {**call, "logits": found})])
     assert (Bounds([case], dtype="float16").judge(case, "logits", [judged.errors[0]["logits"]]).share <= 1) == passes
@@ -117,5 +118,21 @@ def test_rows_of_choices_that_nobody_tells_are_not_held(wrong: int, tied: int, p
 
 def test_choices_of_several_heads_are_of_one_token() -> None:
     leads = {~0: np.array([[9.0, 0.5, 9.0, 9.0, 9.0, 9.0]])}
-    assert Ties([BlockTies(2)]).open_tokens(leads).tolist() == [[True, False, False]]
-    assert not Ties([Chooser()]).open_tokens(leads).size  # what states show is compared by them
+    assert Ties([BlockTies(2)]).open_tokens(leads)[0].tolist() == [[True, False, False]]
+    assert not Ties([Chooser()]).open_tokens(leads)  # what states show is compared by them
+
+
+@pytest.mark.parametrize(("layer", "wrong", "passes"), [(1, 5, True), (0, 5, False), (1, 4, False), (2, 5, True)])
+def test_rows_that_later_layers_keep_behind_untold_choices_are_not_held(layer: int, wrong: int, passes: bool) -> None:
+    """Token 5 of nine ties in layer 0."""
+    draw = np.random.default_rng(0)
+    right = draw.standard_normal((1, 3, 9, 16))
+    found = right + 1e-3 * draw.standard_normal(right.shape)
+    found[0, 1, wrong] += 0.5
+    lead = np.full((1, 9), np.inf)
+    lead[0, 5] = 0.3
+    name = f"present_key.{layer}"
+    case = Case("case", [], [], leads={~0: lead}, own=[{name: row_errors(right, right + 1e-3)}])
+    case.untold = Ties([RoutingTies()]).open_tokens(case.leads)
+    errors = Judged.of(case, [({name: right}, {name: found})], {name: 2}).errors[0][name]
+    assert (Bounds([case]).judge(case, name, [errors]).share <= 1) == passes

@@ -158,3 +158,15 @@ def test_the_median_of_draws_lies_above_by_chance_hardly_ever(count: int) -> Non
     tail = sum(math.comb(count, k) * above**k * (1 - above) ** (count - k) for k in range((count + 1) // 2, count + 1))
     assert tail <= CHANCE
     assert count < 9 or tail > 1e-3 * CHANCE
+
+
+def test_features_that_a_kernel_rounds_are_no_fault_of_their_sum() -> None:
+    """PyTorch's own run sums features that are 1 together in float32, so its sum errs across itself alone."""
+    rng = np.random.default_rng(0)
+    features = rng.dirichlet(np.ones(128), (2, 512)).astype(np.float64)  # [heads, tokens, F]
+    other = features * (1 + 2e-3 * rng.standard_normal(features.shape))
+    exact, own = (x.sum(1)[None] for x in (features, other / other.sum(-1, keepdims=True)))
+    rounded = features.astype(np.float16).astype(np.float64) * (1 + 5e-4 * rng.standard_normal((2, 512, 1)))
+    name = "present_z_state.0"
+    assert judged(exact, own, rounded.sum(1)[None], name).share <= 1
+    assert judged(exact, own, 1.005 * exact, name).share > 1
