@@ -224,7 +224,7 @@ def main() -> int:
         context = options.context
         for batch in batches:
             if options.runtime == "trt":
-                found.add(batch=batch, row_error={c: round(check_rows(model, batch, c), 5) for c in (0, context)})
+                found.add(batch=batch, row_error={str(c): round(check_rows(model, batch, c), 5) for c in (0, context)})
             found.add(**decode(model, batch, context, options.steps))
             for guesses in numbers(options.guesses):
                 found.add(**guessed(model, batch, context, guesses, options.steps))

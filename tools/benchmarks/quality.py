@@ -3,8 +3,9 @@ and perplexity by position.
 
   python -m tools.benchmarks.quality PACKAGE --base NAME --adapter NAME --text enwik8.test.txt --provider cuda --record FOLDER
 
-Cells are those of `still-export evaluate`, the same prompts for all packages of a tokenizer. Each is printed when it is there, the shortest
-length first; a run that reaches --seconds ends behind the cell that it is at, and its record has what was measured.
+Cells are those of `still-export evaluate`, the same prompts for all packages of a tokenizer. Perplexity comes first, then each
+cell is printed when it is there, the shortest length first; a run that reaches --seconds ends behind the cell that it is at, and its record
+has what was measured.
 """
 
 from __future__ import annotations
@@ -56,8 +57,13 @@ def main() -> int:
     options = EvaluationOptions(depths=given.depths, samples=given.samples)
     tokenizer = load_tokenizer(given.tokenizer or str(given.package))
     model = open_model(package, BenchOptions(runtime=given.runtime, provider=given.provider))
+    if given.positions:
+        text = next(iter(texts.values()))
+        rows = perplexity_by_position(model, tokenizer, text, given.positions, given.blocks * given.positions)
+        for span, value in rows.items():
+            found.add(task="perplexity", positions=span, value=round(value, 4), tokens=given.blocks * given.positions)
     prompts = given.depths * given.samples
-    cells = [(length, task) for length in numbers(given.lengths) for task in given.tasks.split(",")]
+    cells = [(length, task) for length in numbers(given.lengths) for task in given.tasks.split(",") if task]
     for number, (length, task) in enumerate(cells):
         if time.monotonic() > end:
             print(f"{len(cells) - number} of {len(cells)} cells are left out: no time", file=sys.stderr)
@@ -72,11 +78,6 @@ def main() -> int:
         low, high = (round(bound, 4) for bound in interval(right, prompts))
         spent = round(time.monotonic() - begin, 1)
         found.add(task=task, length=length, right=round(right, 4), low=low, high=high, prompts=prompts, seconds=spent)
-    if given.positions and time.monotonic() < end:
-        text = next(iter(texts.values()))
-        rows = perplexity_by_position(model, tokenizer, text, given.positions, given.blocks * given.positions)
-        for span, value in rows.items():
-            found.add(task="perplexity", positions=span, value=round(value, 4), tokens=given.blocks * given.positions)
     quantized = package.manifest.get("quantization")
     subject = {
         "base": given.base,
