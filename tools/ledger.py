@@ -201,8 +201,17 @@ def _rows(record: Record) -> list[dict[str, Any]]:
 
 
 def quality(records: list[Record]) -> str:
-    """What packages know at length: a table a length with the share of right answers by task, and one of perplexity by position."""
-    named = [r for r in newest(records) if r.name.startswith(QUALITY)]
+    """What packages know at length: a table a length with the share of right answers by task, and one of perplexity by position. A run may
+    measure a part: each cell is the newest."""
+    named: list[Record] = []
+    known: set[tuple[Any, ...]] = set()
+    for record in sorted(records, key=lambda r: r.date, reverse=True):
+        if record.name.startswith(QUALITY):
+            cells = {(record.name, target_named(record), row.get("length"), row["task"]) for row in _rows(record)}
+            if cells - known:
+                named.append(record)
+            known |= cells
+    named.reverse()
     found: dict[str, dict[str, dict[str, str]]] = {}  # by table, by package, by column
     for record in sorted(named, key=lambda r: (r.subject["base"], r.subject.get("adapter", ""), r.name)):
         subject = record.subject
