@@ -91,7 +91,7 @@ class RoutingTies:
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
         """As of Ties."""
         tied = {~key: np.abs(lead) <= 1 for key, lead in leads.items() if key < 0}
-        return {layer: x.reshape(len(x), -1, self.heads).any(-1) for layer, x in tied.items()}
+        return {layer: np.asarray(x.reshape(len(x), -1, self.heads).any(-1)) for layer, x in tied.items()}
 
     def usual(self, error: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Root of the mean square of errors, less their mean; `known` are those of margins that are finite."""
