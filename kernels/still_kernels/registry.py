@@ -32,8 +32,7 @@ def op_of(name: str) -> Op:
             f"op {name} has no GPU kernels; those that have: {', '.join(op_names())}. "
             "Export with --to onnx, which runs every op on the CPU."
         )
-    op: Op = import_module(_place(name)).OP
-    return op
+    return import_module(_place(name)).OP
 
 
 def kernels_of(name: str) -> OpKernels:

@@ -321,8 +321,7 @@ def replied(
         part = prompts[start : start + at_once]
         said = replies(model, writer.tokenizer, [p.ids.tolist() for p in part], part[0].item.tokens)
         scores += [p.item.score(text) for p, text in zip(part, said, strict=True)]
-    found: list[float] = np.array(scores).reshape(depths, samples).mean(1).tolist()
-    return found
+    return np.array(scores).reshape(depths, samples).mean(1).tolist()
 
 
 def words_of(texts: Sequence[str]) -> list[str]:

@@ -123,5 +123,4 @@ def finds(model: Any, ids: Tensor, answer: int) -> bool:
 def last_hidden(model: Any, ids: Tensor) -> Tensor:
     """What the model's head is given for ids [B, T]: [B, T, channels]."""
     with without_head(model):
-        hidden: Tensor = model(ids, use_cache=False).logits
-        return hidden
+        return model(ids, use_cache=False).logits

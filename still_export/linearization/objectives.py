@@ -145,8 +145,7 @@ class FinetuneObjective(nn.Module):
     def teacher_hidden(self, ids: Tensor) -> Tensor:
         """Last hidden states of the base model, [B, T, channels]."""
         with attention_mode(self.attentions, SOFTMAX), without_adapter(self.model), without_head(self.model):
-            hidden: Tensor = self.model(ids, use_cache=False).logits
-            return hidden
+            return self.model(ids, use_cache=False).logits
 
 
 @contextlib.contextmanager

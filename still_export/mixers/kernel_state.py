@@ -63,8 +63,7 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
         """The state to continue from, with room for the tokens of the announced call."""
         self.make_room(dtype, device)
         assert self.state is not None
-        taken: State = replace(self.state, length=self.length)
-        return taken
+        return replace(self.state, length=self.length)
 
     def store(self, state: State) -> None:
         """Keep the state after the call."""

@@ -66,8 +66,7 @@ class ProjectedAttention(nn.Module):
 
     def project_out(self, output: Tensor, hidden: Tensor) -> Tensor:
         """What the layer adds, of its heads' output [B, T, H, D] and of what it read [B, T, channels]."""
-        result: Tensor = self.o_proj(output.flatten(2))
-        return result
+        return self.o_proj(output.flatten(2))
 
     def project_heads(
         self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None

@@ -72,8 +72,7 @@ class TrainableModule(ProjectedAttention):
 
 def without_lora(projection: nn.Module) -> nn.Module:
     """The projection that LoRA was put around; itself where there is none."""
-    base: nn.Module = getattr(projection, "base_layer", projection)
-    return base
+    return getattr(projection, "base_layer", projection)
 
 
 @contextlib.contextmanager

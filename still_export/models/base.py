@@ -174,8 +174,7 @@ class StillModelMixin:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the base model's last hidden states."""
-        result: Tensor = self.lm_head(hidden)
-        return result
+        return self.lm_head(hidden)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As of transformers; prompts of a batch may be padded on either side, and the cache is a StillCache.

@@ -281,8 +281,7 @@ class FlaBlock(nn.Module):
         """[B, T, channels] to the same; `cache` is a StillCache or None."""
         mixed = self.attn(self.attn_norm(hidden), cache_params=cache, past_key_values=cache, **kwargs)
         hidden = hidden + (mixed[0] if isinstance(mixed, tuple) else mixed)
-        result: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
-        return result
+        return hidden + self.mlp(self.mlp_norm(hidden))
 
 
 def fla_stack(config: Any) -> Stack:

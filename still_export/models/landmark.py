@@ -19,8 +19,7 @@ class LandmarkConfigMixin(LinearConfigMixin):
     def block_tokens(self) -> int:
         """Of a block, its landmark among them."""
         config: Any = self
-        size: int = config.mem_freq + 1
-        return size
+        return config.mem_freq + 1
 
     @property
     def every(self) -> dict[str, int]:

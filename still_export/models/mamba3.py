@@ -113,8 +113,7 @@ class Mamba3Block(nn.Module):
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
         """[B, T, channels] to the same; `cache` is a StillCache or None."""
-        result: Tensor = hidden + self.mixer(self.norm(hidden), cache)
-        return result
+        return hidden + self.mixer(self.norm(hidden), cache)
 
 
 class Mamba3ModelMixin(MambaModelMixin):

@@ -206,8 +206,7 @@ class SalaBlock(nn.Module):
         """[B, T, channels] to the same; `cache` is a StillCache or None."""
         mixed = self.self_attn(self.input_layernorm(hidden), past_key_values=cache, **kwargs)
         hidden = hidden + self.scale * (mixed[0] if isinstance(mixed, tuple) else mixed)
-        result: Tensor = hidden + self.scale * self.mlp(self.post_attention_layernorm(hidden))
-        return result
+        return hidden + self.scale * self.mlp(self.post_attention_layernorm(hidden))
 
 
 class SalaConfigMixin(LinearConfigMixin):

@@ -118,8 +118,7 @@ class RatFeedForward(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = hidden + self.fc2(nn.functional.gelu(self.fc1(self.ln(hidden))))
-        return result
+        return hidden + self.fc2(nn.functional.gelu(self.fc1(self.ln(hidden))))
 
 
 class RatBlock(nn.Module):
@@ -133,8 +132,7 @@ class RatBlock(nn.Module):
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
         """[B, T, channels] to the same; `cache` is a StillCache or None."""
         mixed, _ = self.seq_layer(self.seq_layer.input_norm(hidden), past_key_values=cache, **kwargs)  # type: ignore[operator]
-        result: Tensor = self.hidden_layer(hidden + mixed)
-        return result
+        return self.hidden_layer(hidden + mixed)
 
 
 class ChunkPositions(LlamaRotaryEmbedding):

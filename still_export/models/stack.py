@@ -60,8 +60,7 @@ class LlamaBlock(nn.Module):
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
         """[B, T, channels] to the same; `cache` is a StillCache or None."""
         hidden = hidden + self.attn(self.input_layernorm(hidden), cache, **kwargs)
-        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return result
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Stack(nn.Module):

@@ -138,8 +138,7 @@ class GatedUnit(nn.Module):
         self.l3 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.l3(self.l1(x) * self.l2(x))
-        return result
+        return self.l3(self.l1(x) * self.l2(x))
 
 
 class TransNormerBlock(nn.Module):
@@ -154,8 +153,7 @@ class TransNormerBlock(nn.Module):
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
         """[B, T, channels] to the same; `cache` is a StillCache or None."""
         hidden = hidden + self.token_mixer(self.token_norm(hidden), cache, **kwargs)
-        result: Tensor = hidden + self.channel_mixer(self.channel_norm(hidden))
-        return result
+        return hidden + self.channel_mixer(self.channel_norm(hidden))
 
 
 class TransNormerConfigMixin(LinearConfigMixin):

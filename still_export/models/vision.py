@@ -159,5 +159,4 @@ class VisionEncoder(nn.Module):
         query, key = (rotate(x.float(), cos, sin).to(x.dtype) for x in (query, key))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         mixed = functional.scaled_dot_product_attention(query, key, value)
-        result: Tensor = module.proj(mixed.transpose(1, 2).flatten(2))
-        return result
+        return module.proj(mixed.transpose(1, 2).flatten(2))

@@ -152,8 +152,7 @@ class Reference:
         runner.all_logits = True
         logits = runner.feed(np.array([[prompt[-1], *tokens[:-1]]], np.int64))[0, : len(tokens)].astype(np.float64)
         top = logits.max(-1, keepdims=True)
-        result: np.ndarray = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-        return result
+        return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
 class ServedVerifier:

@@ -230,8 +230,7 @@ class _RecomputeWhole(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         def call(*tensors: Tensor) -> Tensor:
-            output: Tensor = fused(whole_hybrid_attention, grad.device)(Inputs(*tensors), ctx.config)
-            return output
+            return fused(whole_hybrid_attention, grad.device)(Inputs(*tensors), ctx.config)
 
         return None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
 

@@ -43,8 +43,7 @@ def linear_attention_whole(inputs: Inputs) -> Tensor:
     if inputs.query.device.type == "cpu":
         return whole_linear_attention(inputs)
     tensors = (inputs.query, inputs.key, inputs.value, inputs.decay, inputs.beta)
-    output: Tensor = _RecomputeWhole.apply((inputs.update_rule, inputs.scale), *tensors)
-    return output
+    return _RecomputeWhole.apply((inputs.update_rule, inputs.scale), *tensors)
 
 
 class _RecomputeWhole(torch.autograd.Function):
@@ -62,8 +61,7 @@ class _RecomputeWhole(torch.autograd.Function):
 
         def call(query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None) -> Tensor:
             inputs = Inputs(query, key, value, decay, beta, None, rule, scale)
-            output: Tensor = fused(whole_linear_attention, grad.device)(inputs)
-            return output
+            return fused(whole_linear_attention, grad.device)(inputs)
 
         return None, *recompute(call, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
 

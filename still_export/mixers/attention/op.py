@@ -48,5 +48,4 @@ def attention_(
     """The same with the new keys and values written into `state`, after `length` [B] tokens, and the output alone."""
     assert length is not None and state is not None
     states = [getattr(state, s.name) for s in ATTENTION.states]
-    output: Tensor = torch.ops.still.attention_(query, key, value, new_tokens, length, *states, state.cache)
-    return output
+    return torch.ops.still.attention_(query, key, value, new_tokens, length, *states, state.cache)

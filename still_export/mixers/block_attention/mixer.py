@@ -26,8 +26,7 @@ from still_graphs.ops.select_blocks import SELECT_BLOCKS
 
 def choice_of(config: Any) -> dict[str, int]:
     """The attributes of SelectBlocks in a model with the STILL family configuration `config`: the family's own, or what it stores."""
-    choice: dict[str, int] = (config if hasattr(config, "block_choice") else config.still).block_choice()
-    return choice
+    return (config if hasattr(config, "block_choice") else config.still).block_choice()
 
 
 class BlockAttentionMixer(KeysMixer):
@@ -77,8 +76,7 @@ class SelectedBlocksMixer(BlockAttentionMixer):
     def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
         # Wrapping would rename the parameters.
         module.__class__ = TrainableReusedBlocks if isinstance(module, ReusedBlocks) else TrainableBlockSelected
-        found: Trainable = module
-        return found
+        return module
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
         raise UnsupportedModelError(

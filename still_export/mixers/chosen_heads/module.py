@@ -36,5 +36,4 @@ class ChosenHeads(SoftmaxAttention):
         taken = (told[0][..., None] == torch.arange(lengths.shape[-1], device=query.device)).any(-2)
         output = self.attend(*self.turned(query, key, position_embeddings), value, past_key_values)
         first, others = output[:, :, : self.shared], output[:, :, self.shared :] * taken[..., None].to(output.dtype)
-        result: Tensor = self.o_proj(torch.cat((first, others), dim=2).flatten(2))
-        return result
+        return self.o_proj(torch.cat((first, others), dim=2).flatten(2))

@@ -36,8 +36,7 @@ class WidthRouter(nn.Module):
         )
 
     def forward(self, pooled: Tensor) -> Tensor:
-        result: Tensor = self.cls_router_head_agnostic(self.cls_feat_extractor(pooled))
-        return result
+        return self.cls_router_head_agnostic(self.cls_feat_extractor(pooled))
 
 
 class ChosenWidth(KeyedAttention):
@@ -106,5 +105,4 @@ class ChosenWidth(KeyedAttention):
 
         heads = (*self.turned(query, key, position_embeddings), value)
         output = self.attended(attend, Inputs, heads, past_key_values, block_size=BLOCK)
-        result: Tensor = self.o_proj(output.flatten(2))
-        return result
+        return self.o_proj(output.flatten(2))

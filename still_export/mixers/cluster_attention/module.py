@@ -100,5 +100,4 @@ class ClusterAttention(Keyed):
             return output, ClusterKeys(**{**vars(present), "clusters": clusters})
 
         output = self.attended(attend, Inputs, (query, unit, value), past_key_values, block_size=1)
-        result: Tensor = self.o_proj(output.flatten(2))
-        return result
+        return self.o_proj(output.flatten(2))

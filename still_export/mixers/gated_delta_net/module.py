@@ -92,8 +92,7 @@ class GatedDeltaNet(FixedStateModule):
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
         norm, output = getattr(self, self.norm_name), output[:, :, :, 0]
         normed = norm(output) if gate is None else norm(output, gate.unflatten(-1, (self.heads, self.size)))
-        result: Tensor = getattr(self, self.output)(normed.flatten(2))
-        return result
+        return getattr(self, self.output)(normed.flatten(2))
 
 
 class Qwen3NextGatedDeltaNet(GatedDeltaNet):
@@ -147,8 +146,7 @@ class FlaGatedDeltaNet(OlmoHybridGatedDeltaNet):
 
     def of_decay(self, hidden: Tensor) -> Tensor | None:
         """What the decay is made of, [B, T, H]."""
-        result: Tensor = self.a_proj(hidden)
-        return result
+        return self.a_proj(hidden)
 
 
 class FlaDeltaNet(FlaGatedDeltaNet):

@@ -86,8 +86,7 @@ class GatedLinearAttention(FixedStateModule):
         output, after["recurrent_state"] = linear_attention(inputs, before["recurrent_state"])
         if layer is not None:
             layer.store(after)
-        result: Tensor = self.o_proj(self.finish(output.flatten(2, 3), hidden_states))
-        return result
+        return self.o_proj(self.finish(output.flatten(2, 3), hidden_states))
 
 
 class Retention(GatedLinearAttention):
@@ -135,8 +134,7 @@ class HGRN2(GatedLinearAttention):
         return (silu(query), written.to(key.dtype), value), decay
 
     def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
-        result: Tensor = self.g_norm(output.flatten(2))
-        return result
+        return self.g_norm(output.flatten(2))
 
 
 class HGRN(HGRN2):
@@ -156,8 +154,7 @@ class HGRN(HGRN2):
         return (one, one, (silu(value) * written.flatten(2)).to(value.dtype)), decay
 
     def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
-        result: Tensor = self.g_norm(output.flatten(2), self.g_proj(hidden))
-        return result
+        return self.g_norm(output.flatten(2), self.g_proj(hidden))
 
 
 MODULES: dict[str, type[GatedLinearAttention]] = {

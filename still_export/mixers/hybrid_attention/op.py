@@ -77,8 +77,7 @@ def hybrid_attention_(
     assert new_tokens is not None and length is not None and state is not None
     states = [getattr(state, name) for name in _STATES]
     values = (*tensors, new_tokens, length, *states, *config.attribute_values)
-    output: Tensor = torch.ops.still.hybrid_attention_(*values)
-    return output
+    return torch.ops.still.hybrid_attention_(*values)
 
 
 _STATES = tuple(s.name for s in HYBRID_ATTENTION.states)

@@ -37,8 +37,7 @@ class LigerGLAMixer(Mixer):
 
     def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
         module.__class__ = TrainableLigerGLA  # wrapping would rename the parameters
-        found: Trainable = module
-        return found
+        return module
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLigerGLA:
         heads = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, ranks)

@@ -108,8 +108,7 @@ class TransNormer(Lightning):
             cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
             query, key = (torch.cat((x * cos, x * sin), dim=-1) for x in (query, key))
         output = self.attend(hidden, past_key_values, query, key, value).flatten(2)
-        result: Tensor = self.out_proj(gate * self.norm(output))
-        return result
+        return self.out_proj(gate * self.norm(output))
 
 
 class SalaLightning(Lightning):
@@ -148,8 +147,7 @@ class SalaLightning(Lightning):
             output = self.o_norm(output)
         if hasattr(self, "z_proj"):
             output = output * self.z_proj(hidden).sigmoid()
-        result: Tensor = self.o_proj(output)
-        return result
+        return self.o_proj(output)
 
 
 def slopes_of(heads: int) -> tuple[float, ...]:

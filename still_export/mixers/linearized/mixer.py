@@ -40,8 +40,7 @@ class LinearizedGLAMixer(FixedStatesMixer):
 
     def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
         module.__class__ = self.trained  # wrapping would rename the parameters
-        found: Trainable = module
-        return found
+        return module
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLinearized:
         return PagedLinearized(

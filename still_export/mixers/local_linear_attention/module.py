@@ -33,8 +33,7 @@ class LocalLinearAttention(KeyedAttention):
         heads = self.project_heads(hidden, position_embeddings)
         beside = self.beside(hidden, position_embeddings, heads[0])
         output = self.attended(local_linear_attention, Inputs, heads, past_key_values, **beside)
-        result: Tensor = self.o_proj(output.flatten(2))
-        return result
+        return self.o_proj(output.flatten(2))
 
 
 class Parallax(LocalLinearAttention):

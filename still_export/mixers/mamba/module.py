@@ -71,8 +71,7 @@ class Mamba(FixedStateModule):
         if layer is not None:
             layer.store({"conv_state": columns, "recurrent_state": recurrent})
         rows = (output.flatten(2).to(wide) + self.D.to(wide) * x) * silu(gate.to(wide))
-        result: Tensor = self.out_proj(rows.to(hidden_states.dtype))
-        return result
+        return self.out_proj(rows.to(hidden_states.dtype))
 
 
 MODULES: dict[str, type[Mamba]] = dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), Mamba)

@@ -48,16 +48,14 @@ class Mamba2(FixedStateModule):
 
     def project(self, hidden: Tensor) -> Tensor:
         """Gate, x, B and C, and the step, side by side, [B, T, channels]."""
-        result: Tensor = self.in_proj(hidden)
-        return result
+        return self.in_proj(hidden)
 
     def normed(self, rows: Tensor, gate: Tensor) -> Tensor:
         """What is projected, of the recurrence's outputs and silu of the gate, in groups that the norm takes together [B, T, groups, C],
         both in at least float32."""
         rows = rows * gate
         rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.norm.variance_epsilon)
-        result: Tensor = self.norm.weight.unflatten(0, (self.groups, -1)).to(rows.dtype) * rows
-        return result
+        return self.norm.weight.unflatten(0, (self.groups, -1)).to(rows.dtype) * rows
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -92,8 +90,7 @@ class Mamba2(FixedStateModule):
         output, x, gate = (t.unflatten(-1, (self.groups, -1)).to(wide) for t in (output.flatten(2), channels, gate))
         skip = self.D[:, None].expand(self.heads, self.size).reshape(self.groups, -1)
         rows = self.normed(output + skip.to(wide) * x, silu(gate))
-        result: Tensor = self.out_proj(rows.to(hidden_states.dtype).flatten(2))
-        return result
+        return self.out_proj(rows.to(hidden_states.dtype).flatten(2))
 
 
 class FalconH1Mamba2(Mamba2):

@@ -87,8 +87,7 @@ class Mamba3(FixedStateModule):
             rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.norm.variance_epsilon)
             rows = rows * self.norm.weight.to(wide).unflatten(0, (heads, size))
         rows = rows.flatten(2) * silu(gate.to(wide))
-        result: Tensor = self.out_proj(rows.to(hidden_states.dtype))
-        return result
+        return self.out_proj(rows.to(hidden_states.dtype))
 
     def turned(self, x: Tensor, bias: Tensor, turn: Tensor) -> Tensor:
         """[B, T, groups, D] as heads [B, T, H, D], with `bias` [H, 1, D] added and their first channels turned, two beside each other by

@@ -86,8 +86,7 @@ class InLineAttention(FixedStateModule):
         if layer is not None:
             layer.store(after)
         rows = self.mixed(*output.to(places.dtype).unbind(3)).flatten(2)
-        result: Tensor = self.o_proj(self.finish(rows, beside, hidden_states))
-        return result
+        return self.o_proj(self.finish(rows, beside, hidden_states))
 
 
 class PolarAttention(InLineAttention):
@@ -118,8 +117,7 @@ class PolarAttention(InLineAttention):
         return torch.cat((same[..., :half], other[..., half:]), -1)
 
     def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
-        result: Tensor = (rows + beside).to(hidden.dtype) * self.g_proj(hidden)
-        return result
+        return (rows + beside).to(hidden.dtype) * self.g_proj(hidden)
 
 
 class MirrorAttention(InLineAttention):

@@ -121,8 +121,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         size = heads[2].shape[-1]
         found = linear["output"].flatten(2).unflatten(-1, (self.softmax_heads, size)), output[..., :size]
         normed = self.o_norm(*found, shares, gate.unflatten(-1, (self.softmax_heads, size)))
-        result: Tensor = self.o_proj(normed.flatten(2))
-        return result
+        return self.o_proj(normed.flatten(2))
 
     def padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed, and as long as the longer of keys and values; the scale stays that of keys."""

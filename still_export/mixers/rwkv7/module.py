@@ -42,8 +42,7 @@ class ChannelMix(ShiftedModule):
         before, column = self.shift(hidden, states["conv_state"], new_tokens)
         if layer is not None:
             layer.store({"conv_state": column})
-        result: Tensor = self.value(relu(self.key(hidden + before * self.x_k)).square())
-        return result
+        return self.value(relu(self.key(hidden + before * self.x_k)).square())
 
 
 class TimeMix(ShiftedModule):

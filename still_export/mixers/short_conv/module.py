@@ -53,5 +53,4 @@ class ShortConv(FixedStateModule):
         )
         if layer is not None:
             layer.store({"conv_state": columns})
-        result: Tensor = self.out_proj(after * mixed)
-        return result
+        return self.out_proj(after * mixed)

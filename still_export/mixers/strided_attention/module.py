@@ -74,5 +74,4 @@ class Rat(KeyedAttention):
         query, key = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (query, key))
         sizes = {"row_tokens": self.row_tokens}
         output = self.attended(strided_attention, Inputs, (query, key, value), past_key_values, **sizes)
-        result: Tensor = self.out_proj(out.sigmoid() * output.flatten(2))
-        return result
+        return self.out_proj(out.sigmoid() * output.flatten(2))

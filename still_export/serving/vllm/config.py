@@ -201,5 +201,4 @@ def keep_experts(quantization: Any) -> None:
 def _log() -> logging.Logger:
     from vllm.logger import init_logger
 
-    logger: logging.Logger = init_logger("vllm.still_export")  # below vLLM's own, whose handler it takes
-    return logger
+    return init_logger("vllm.still_export")  # below vLLM's own, whose handler it takes
