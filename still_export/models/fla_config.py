@@ -11,7 +11,7 @@ from typing import Any
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
 from still_export.models.fla import NATS, ROUTED
-from still_export.models.stack import read_values
+from still_export.models.stack import demand_covered, kept, read_values
 from still_graphs.ops.routed_attention import ROUTED_CHUNK
 
 LINEAR = "linear_attention"
@@ -46,11 +46,7 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
     ):  # of softmax layers, whose heads are turned otherwise, and of heads that share keys there is no checkpoint
         refused |= {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
     given = _DEFAULTS[kind] | dict(config)
-    for name, covered in refused.items():
-        if name in given and given[name] not in covered:
-            raise UnsupportedModelError(
-                f"{name}={given[name]!r} in config.json of a {kind} model; covered: {' or '.join(map(repr, covered))}."
-            )
+    demand_covered(f"a {kind}", given, refused)
     return read_values(kind, config, partial(_values, kind))
 
 
@@ -58,7 +54,7 @@ def _values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     given = _DEFAULTS[kind] | dict(config)
     hidden, ratio = given["hidden_size"], given.get("hidden_ratio") or 4
     return {
-        **{name: config[name] for name in _KEPT if name in config},
+        **kept(config, *_KEPT),
         **_softmax(given),
         **_HEADS[kind](given),
         "intermediate_size": given.get("intermediate_size") or 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256),
@@ -68,21 +64,7 @@ def _values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_KEPT = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "initializer_range",
-    "tie_word_embeddings",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "dtype",
-    "torch_dtype",
-)
+_KEPT = ("model_type", "hidden_size", "num_hidden_layers", "max_position_embeddings", "initializer_range")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"head_dim": 256, "num_heads": 6, "expand_v": 2.0, "use_short_conv": True, "use_gate": True},
     "delta_net": {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_short_conv": True, "use_gate": False},

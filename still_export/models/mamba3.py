@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, kept, read_values
 
 
 @strict
@@ -66,10 +66,8 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json gives {inner} channels of heads of head_dim={size} in n_groups={groups}, and turns {turned} of "
             f"state_size={dim} channels. Fix expand, head_dim, n_groups or rope_fraction."
         )
-    kept = ("vocab_size", "num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
-    own = ("use_cache", "use_bias", "norm_eps", "tie_word_embeddings", "initializer_range")
     return {
-        **{name: config[name] for name in (*kept, *own) if name in config},
+        **kept(config, "num_hidden_layers", "use_bias", "norm_eps", "initializer_range"),
         "model_type": "mamba3",
         "hidden_size": width,
         "num_attention_heads": inner // size,

@@ -10,12 +10,12 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.errors import ConfigError
 from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
 
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
 """Of transformers' names, which alone it lets a configuration have."""
@@ -73,12 +73,21 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     sparse, dim = config["sparse_config"], int(config["head_dim"])
-    _refuse("hidden_act", config.get("hidden_act", "silu"), ("silu",))
-    _refuse("sparse_config.use_nope", sparse.get("use_nope", False), (False,))
-    _refuse("lightning_scale", config["lightning_scale"], tuple(_SCALES))
-    _refuse("lightning_head_dim", config.get("lightning_head_dim") or dim, (dim,))
+    given = {
+        **config,
+        "sparse_config.use_nope": sparse.get("use_nope", False),
+        "lightning_scale": config["lightning_scale"],
+        "lightning_head_dim": config.get("lightning_head_dim") or dim,
+    }
+    covered = {
+        "hidden_act": ("silu",),
+        "sparse_config.use_nope": (False,),
+        "lightning_scale": tuple(_SCALES),
+        "lightning_head_dim": (dim,),
+    }
+    demand_covered("a minicpm_sala", given, covered)
     for name in config["mixer_types"]:
-        _refuse("mixer_types", name, tuple(_TYPES))
+        demand_covered("a minicpm_sala", {"mixer_types": name}, {"mixer_types": tuple(_TYPES)})
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     lightning = int(config.get("lightning_nh") or heads)
     shared = int(config.get("lightning_nkv") or lightning)
@@ -89,25 +98,9 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": float(config.get("rope_theta", 1e4)),
         **(config.get("rope_scaling") or {}),
     }
-    kept = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "initializer_range",
-    )
-    more = (
-        "attention_bias",
-        "tie_word_embeddings",
-        "use_cache",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "qk_norm",
-    )
     return {
-        **{name: config[name] for name in (*kept, *more, "dtype", "torch_dtype") if name in config},
+        **kept(config, "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"),
+        **kept(config, "attention_bias", "qk_norm", "initializer_range"),
         "model_type": "minicpm_sala",
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -147,13 +140,6 @@ def _choice(sparse: Mapping[str, Any]) -> dict[str, int]:
         "dense_length": dense,
     }
     return checked_choice(given, "sparse_config in config.json")
-
-
-def _refuse(name: str, value: Any, covered: tuple[Any, ...]) -> None:
-    if value not in covered:
-        raise UnsupportedModelError(
-            f"{name}={value!r} in config.json of a minicpm_sala model; covered: {' or '.join(map(repr, covered))}."
-        )
 
 
 class SalaSparseMixer(nn.Module):

@@ -10,10 +10,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn, zeros
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.errors import ConfigError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
 
 NAMES = (
     ("embedding.wte.", "model.embed_tokens."),
@@ -53,16 +53,8 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: A value is missing, is none of its type, or does not fit another.
         UnsupportedModelError: A variant that is not covered.
     """
-    for name, covered in {
-        "interleave_step": (None, 0),
-        "ln": ("rmsnorm",),
-        "act_fn": ("gelu",),
-        "bias": (False,),
-    }.items():
-        if name in config and config[name] not in covered:
-            raise UnsupportedModelError(
-                f"{name}={config[name]!r} in config.json of a rat model; covered: {' or '.join(map(repr, covered))}."
-            )
+    covered = {"interleave_step": (None, 0), "ln": ("rmsnorm",), "act_fn": ("gelu",), "bias": (False,)}
+    demand_covered("a rat", config, covered)
     return read_values("rat", config, _values)
 
 
@@ -73,9 +65,8 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"d_model={width} in config.json must be a multiple of d_head={dim}, and their quotient of ngroups={groups}. Fix one of them."
         )
-    kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "use_cache")
     return {
-        **{name: config[name] for name in (*kept, "tie_word_embeddings") if name in config},
+        **kept(config),
         "model_type": "rat",
         "hidden_size": width,
         "intermediate_size": int(config.get("d_ffn") or 4 * width),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
 from still_export.models.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
@@ -62,11 +62,7 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"value_dim={values} in config.json of an rwkv7 model; covered: hidden_size={width}."
         )
-    for name, covered in {"hidden_act": ("sqrelu",), "attn": (None,)}.items():
-        if name in config and config[name] not in covered:
-            raise UnsupportedModelError(
-                f"{name}={config[name]!r} in config.json of an rwkv7 model; covered: {' or '.join(map(repr, covered))}."
-            )
+    demand_covered("an rwkv7", config, {"hidden_act": ("sqrelu",), "attn": (None,)})
     return read_values("rwkv7", config, _values)
 
 
@@ -77,10 +73,8 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     if width % dim:
         raise ConfigError(f"hidden_size={width} in config.json is no multiple of head_dim={dim}. Fix one of them.")
     inner = config.get("intermediate_size") or 32 * -(-int(width * (config.get("hidden_ratio") or 4)) // 32)
-    kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "use_cache")
-    own = ("norm_first", "norm_bias", "norm_eps", "tie_word_embeddings", "initializer_range")
     return {
-        **{name: config[name] for name in (*kept, *own) if name in config},
+        **kept(config, "norm_first", "norm_bias", "norm_eps", "initializer_range"),
         "model_type": "rwkv7",
         "hidden_size": width,
         "intermediate_size": inner,

@@ -11,7 +11,27 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from still_export.errors import ConfigError, StillExportError
+from still_export.errors import ConfigError, StillExportError, UnsupportedModelError
+
+KEPT = (
+    *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache"),
+    *("dtype", "torch_dtype"),
+)
+"""What configurations of all such models have under the names that transformers has."""
+
+
+def kept(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Those of KEPT and `names` that a config.json has."""
+    return {name: config[name] for name in (*KEPT, *names) if name in config}
+
+
+def demand_covered(model: str, config: Mapping[str, Any], covered: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise UnsupportedModelError for the first value in the config.json of `model`, such as "a rat", that is none of those `covered`."""
+    for name, values in covered.items():
+        if name in config and config[name] not in values:
+            raise UnsupportedModelError(
+                f"{name}={config[name]!r} in config.json of {model} model; covered: {' or '.join(map(repr, values))}."
+            )
 
 
 def read_values(

@@ -9,10 +9,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.errors import ConfigError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
 
 EPSILON = 1e-6
 """Of its norms; no configuration says so."""
@@ -49,11 +49,8 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: A value is missing, is none of its type, or does not fit another.
         UnsupportedModelError: A variant that is not covered.
     """
-    for name, covered in {"norm_type": ("simplermsnorm",), "linear_act_fun": ("silu", "swish")}.items():
-        if name in config and config[name] not in covered:
-            raise UnsupportedModelError(
-                f"{name}={config[name]!r} in config.json of a transnormer model; covered: {' or '.join(map(repr, covered))}."
-            )
+    covered = {"norm_type": ("simplermsnorm",), "linear_act_fun": ("silu", "swish")}
+    demand_covered("a transnormer", config, covered)
     return read_values("transnormer", config, _values)
 
 
@@ -73,9 +70,8 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
             f"hidden_dim={inner} in config.json must be a multiple of decoder_attention_heads={heads}, and with positions equal to "
             f"decoder_embed_dim={width}. Fix one of them."
         )
-    kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "use_cache")
     return {
-        **{name: config[name] for name in (*kept, "bias", "tie_word_embeddings") if name in config},
+        **kept(config, "bias"),
         "model_type": "transnormer",
         "hidden_size": width,
         "intermediate_size": width if config["glu_dim"] == -1 else int(config["glu_dim"]),
