@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from operator import index
 from typing import Any
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
 from still_export.models.fla import NATS, ROUTED
-from still_export.models.stack import demand_covered, kept, read_values
+from still_export.models.stack import demand_covered, kept
 from still_graphs.ops.routed_attention import ROUTED_CHUNK
 
 LINEAR = "linear_attention"
 
 
-def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a `FlaConfig` from a config.json of flash-linear-attention.
-
-    Raises:
-        ConfigError: A value that the model needs is missing, is none of its type, or does not fit another.
-        UnsupportedModelError: A variant that is not covered.
-    """
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a `FlaConfig` from a config.json of flash-linear-attention; errors as of `language_model`."""
     kind = config["model_type"]
     refused: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("swish", "silu"),
@@ -47,11 +41,6 @@ def translated(config: Mapping[str, Any]) -> dict[str, Any]:
         refused |= {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
     given = _DEFAULTS[kind] | dict(config)
     demand_covered(f"a {kind}", given, refused)
-    return read_values(kind, config, partial(_values, kind))
-
-
-def _values(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    given = _DEFAULTS[kind] | dict(config)
     hidden, ratio = given["hidden_size"], given.get("hidden_ratio") or 4
     return {
         **kept(config, *_KEPT),

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_export.errors import CheckpointError
-from still_export.models import mamba3, minicpm_sala, rat, rwkv7, transnormer, vision_readings
+from still_export.errors import CheckpointError, ConfigError, StillExportError
+from still_export.models import fla_config, mamba3, minicpm_sala, rat, rwkv7, transnormer, vision_readings
 from still_export.models.fla import MIXERS
-from still_export.models.fla_config import translated
 from still_export.models.weights import Deferred, Weight, Weights, value_of
 
 AHEAD, _IMAGES = "layers that guess tokens ahead", "images"
@@ -75,13 +74,13 @@ _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
-_TRANSLATED: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    **dict.fromkeys(MIXERS, translated),
-    "transnormer": transnormer.translated,
-    "minicpm_sala": minicpm_sala.translated,
-    "rwkv7": rwkv7.translated,
-    "rat": rat.translated,
-    "mamba3": mamba3.translated,
+_VALUES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    **dict.fromkeys(MIXERS, fla_config.values),
+    "transnormer": transnormer.values,
+    "minicpm_sala": minicpm_sala.values,
+    "rwkv7": rwkv7.values,
+    "rat": rat.values,
+    "mamba3": mamba3.values,
 }
 _TEXT_OF = {
     "qwen3_5": "qwen3_5_text",
@@ -94,9 +93,21 @@ _TEXT_OF = {
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model alone, for those that see images, too; under our names, where transformers has no class."""
-    if (translate := _TRANSLATED.get(config["model_type"])) is not None:
-        return translate(config)
+    """The configuration of the language model alone, for those that see images, too; under our names, where transformers has no class.
+
+    Raises:
+        ConfigError: A value is missing, is none of its type, or does not fit another.
+        UnsupportedModelError: A variant that is not covered.
+    """
+    if (values := _VALUES.get(config["model_type"])) is not None:
+        try:
+            return values(config)
+        except StillExportError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"config.json is no valid {config['model_type']} configuration: {type(error).__name__}: {error}. Fix the named value."
+            ) from error
     text = config.get("text_config")
     kind = _TEXT_OF.get(config["model_type"])
     if kind is None or not isinstance(text, dict):

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, kept, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, kept
 
 
 @strict
@@ -43,21 +43,12 @@ class Mamba3Config(StackConfig):
     pad_token_id: int | None = 0
 
 
-def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a Mamba3Config from a config.json of flash-linear-attention.
-
-    Raises:
-        ConfigError: A value is missing, is none of its type, or does not fit another.
-        UnsupportedModelError: A variant that is not covered.
-    """
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a Mamba3Config from a config.json of flash-linear-attention; errors as of `language_model`."""
     if config.get("is_mimo"):
         raise UnsupportedModelError(
             "is_mimo=True in config.json of a mamba3 model; covered: False, states of one input and output."
         )
-    return read_values("mamba3", config, _values)
-
-
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     width, dim, size = int(config["hidden_size"]), int(config.get("state_size", 128)), int(config.get("head_dim", 64))
     inner, groups = int(config.get("expand", 2) * width), int(config.get("n_groups", 1))
     turned = int(dim * config.get("rope_fraction", 0.5))

@@ -15,7 +15,7 @@ from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import LayersConfig
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
 """Of transformers' names, which alone it lets a configuration have."""
@@ -61,17 +61,8 @@ class SalaConfig(StackConfig):
     rope_parameters: dict[str, Any] | None = None
 
 
-def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a SalaConfig from the published config.json.
-
-    Raises:
-        ConfigError: A value is missing, is none of its type, or does not fit another.
-        UnsupportedModelError: A variant that is not covered.
-    """
-    return read_values("minicpm_sala", config, _values)
-
-
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a SalaConfig from the published config.json; errors as of `language_model`."""
     sparse, dim = config["sparse_config"], int(config["head_dim"])
     given = {
         **config,

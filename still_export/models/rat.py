@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from still_export.errors import ConfigError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 NAMES = (
     ("embedding.wte.", "model.embed_tokens."),
@@ -46,19 +46,10 @@ class RatConfig(StackConfig):
     rope_parameters: dict[str, Any] | None = None
 
 
-def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a RatConfig from a config.json with the names of the published settings.
-
-    Raises:
-        ConfigError: A value is missing, is none of its type, or does not fit another.
-        UnsupportedModelError: A variant that is not covered.
-    """
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a RatConfig from a config.json with the names of the published settings; errors as of `language_model`."""
     covered = {"interleave_step": (None, 0), "ln": ("rmsnorm",), "act_fn": ("gelu",), "bias": (False,)}
     demand_covered("a rat", config, covered)
-    return read_values("rat", config, _values)
-
-
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     width, layers, dim = (int(config[name]) for name in ("d_model", "num_layers", "d_head"))
     groups, chunk = int(config.get("ngroups", 2)), int(config.get("chunk_size", 16))
     if width % dim or (width // dim) % groups:

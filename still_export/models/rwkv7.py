@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 from still_export.models.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
@@ -49,24 +49,15 @@ class Rwkv7Config(StackConfig):
     key_epsilon: float = 1e-6
 
 
-def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an Rwkv7Config from a config.json of flash-linear-attention.
-
-    Raises:
-        ConfigError: A value is missing, is none of its type, or does not fit another.
-        UnsupportedModelError: A variant that is not covered.
-    """
-    width = config.get("hidden_size")
-    values = config.get("value_dim") or width
-    if any(size != width for size in (values if isinstance(values, list) else [values])):
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of an Rwkv7Config from a config.json of flash-linear-attention; errors as of `language_model`."""
+    named = config.get("hidden_size")
+    given = config.get("value_dim") or named
+    if any(size != named for size in (given if isinstance(given, list) else [given])):
         raise UnsupportedModelError(
-            f"value_dim={values} in config.json of an rwkv7 model; covered: hidden_size={width}."
+            f"value_dim={given} in config.json of an rwkv7 model; covered: hidden_size={named}."
         )
     demand_covered("an rwkv7", config, {"hidden_act": ("sqrelu",), "attn": (None,)})
-    return read_values("rwkv7", config, _values)
-
-
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     width, layers = int(config["hidden_size"]), int(config.get("num_hidden_layers", 24))
     dim = config.get("head_dim", None if config.get("num_heads") else 64)
     dim = width // config["num_heads"] if dim is None else int(dim)

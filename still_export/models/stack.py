@@ -11,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from still_export.errors import ConfigError, StillExportError, UnsupportedModelError
+from still_export.errors import UnsupportedModelError
 
 KEPT = (
     *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache"),
@@ -32,24 +32,6 @@ def demand_covered(model: str, config: Mapping[str, Any], covered: Mapping[str, 
             raise UnsupportedModelError(
                 f"{name}={config[name]!r} in config.json of {model} model; covered: {' or '.join(map(repr, values))}."
             )
-
-
-def read_values(
-    kind: str, config: Mapping[str, Any], read: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    """What `read` makes of the config.json of a `kind` model that is no configuration of transformers.
-
-    Raises:
-        ConfigError: A value is missing or none of its type; and what `read` raises.
-    """
-    try:
-        return read(config)
-    except StillExportError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"config.json is no valid {kind} configuration: {type(error).__name__}: {error}. Fix the named value."
-        ) from error
 
 
 @strict

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from still_export.errors import ConfigError
 from still_export.models.families import make_family
 from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, read_values
+from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 EPSILON = 1e-6
 """Of its norms; no configuration says so."""
@@ -42,19 +42,10 @@ class TransNormerConfig(StackConfig):
     pad_token_id: int | None = 0
 
 
-def translated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a TransNormerConfig from a published config.json.
-
-    Raises:
-        ConfigError: A value is missing, is none of its type, or does not fit another.
-        UnsupportedModelError: A variant that is not covered.
-    """
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a TransNormerConfig from a published config.json; errors as of `language_model`."""
     covered = {"norm_type": ("simplermsnorm",), "linear_act_fun": ("silu", "swish")}
     demand_covered("a transnormer", config, covered)
-    return read_values("transnormer", config, _values)
-
-
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     width, layers, heads = (int(config[f"decoder_{x}"]) for x in ("embed_dim", "layers", "attention_heads"))
     inner, turned = int(config["hidden_dim"]), list(config["linear_use_lrpe_list"])
     if layers < 2:
