@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from still_export.evaluation.evaluate import EvaluationOptions, load_any, measure, pick_device
-from still_export.mixers.block_attention.module import BlockSelected
+from still_export.mixers.block_attention.mixer import BlockSelected
 from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import SELECTED

@@ -1,27 +1,129 @@
-"""Layers of type "block_attention", for the generic rooms."""
+"""BlockSelected: the attention of a layer whose tokens read chosen blocks."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.mixer import KeysMixer, sizes
-from still_export.mixers.base import LayerOp
-from still_export.mixers.block_attention.cache import BlockLayer
-from still_export.mixers.block_attention.module import (
-    BlockSelected,
-    ReusedBlocks,
-    SalaSparse,
-    TrainableBlockSelected,
-    TrainableReusedBlocks,
-)
+from still_export.mixers.attention.module import SoftmaxAttention
+from still_export.mixers.base import LayerOp, layer_of
+from still_export.mixers.block_attention.cache import BlockLayer, BlockState
+from still_export.mixers.block_attention.op import read_blocks, select_blocks
+from still_export.mixers.kept import rounded
 from still_export.mixers.layers import SELECTED, head_size
-from still_export.mixers.trainable import Trainable
+from still_export.mixers.roles import GATE, PROJECTION
+from still_export.mixers.trainable import Trainable, TrainableModule
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.select_blocks import SELECT_BLOCKS
+from still_kernels.attention import AttentionState
+from still_kernels.block_attention import Inputs
+from still_kernels.select_blocks import Inputs as SelectInputs
+from still_kernels.select_blocks.naive import Watch, naive_select_blocks
+
+
+class BlockSelected(SoftmaxAttention):
+    """Causal softmax attention to chosen blocks, with the projections and norms of the module that it replaces.
+
+    Args:
+        base: The family's attention module; its submodules are taken over, not copied.
+        head_dim: D.
+        choice: Attributes of SelectBlocks.
+    """
+
+    def __init__(self, base: Any, head_dim: int, choice: Mapping[str, int]) -> None:
+        super().__init__(base, head_dim)
+        self.choice = dict(choice)
+        self.watch: Watch | None = None
+        """Told of a call's choices, and may replace them."""
+        self.readers: tuple[int, ...] = ()
+        """Layers that read this one's blocks."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
+        key, value = rounded(key, self.cache), rounded(value, self.cache)
+        layer = layer_of(past_key_values, self.layer_idx, AttentionLayer, "reads chosen blocks")
+        if layer is None:
+            batch, tokens = query.shape[:2]
+            new_tokens = torch.full((batch,), tokens, dtype=torch.int64, device=query.device)
+            state = self._layer(key.shape[2]).empty(batch, tokens, query.dtype, query.device)
+        else:
+            state = layer.take(query.dtype, query.device)
+            assert layer.new_tokens is not None
+            new_tokens = layer.new_tokens
+        with torch.no_grad():  # a choice has no derivative
+            blocks, sums = self._choose(query, key, new_tokens, state)
+        inputs = Inputs(query, key, value, new_tokens, blocks, self.choice["block_size"])
+        held = AttentionState(state.key, state.value, state.length)
+        output, kept = read_blocks(inputs, held, layer is not None and layer.owned)
+        if layer is not None:
+            layer.store(kept if sums is None else BlockState(**{**vars(kept), "key_sum": sums}))
+        return output
+
+    def _layer(self, heads: int) -> AttentionLayer:
+        return BlockLayer(heads, self.head_dim, self.choice["mean_stride"], self.cache)
+
+    def _choose(self, query: Tensor, key: Tensor, new_tokens: Tensor, state: Any) -> tuple[Tensor, Tensor | None]:
+        """Blocks int32 [B, T, HK, slots], and the sums of keys after the call."""
+        given = SelectInputs(query, key, new_tokens, state.length, **self.choice)
+        select = select_blocks if self.watch is None else partial(naive_select_blocks, watch=self.watch)
+        blocks, sums = select(given, state.key_sum)
+        if self.readers:
+            self._carried.values[self.layer_idx] = blocks
+        return blocks, sums
+
+
+class ReusedBlocks(BlockSelected):
+    """The same with the blocks that layer `source` has chosen in the call (HyLRA): it keeps no sums of keys.
+
+    Args:
+        source: An earlier layer, which chooses its own.
+    """
+
+    def __init__(self, base: Any, head_dim: int, choice: Mapping[str, int], source: int) -> None:
+        super().__init__(base, head_dim, choice)
+        self.source = source
+        del self.watch  # nothing is chosen here
+
+    def _layer(self, heads: int) -> AttentionLayer:
+        return AttentionLayer(heads, self.head_dim, self.cache)
+
+    def _choose(self, query: Tensor, key: Tensor, new_tokens: Tensor, state: Any) -> tuple[Tensor, Tensor | None]:
+        return self._carried.values[self.source], None
+
+
+class TrainableBlockSelected(TrainableModule, BlockSelected):
+    """BlockSelected as teacher and student."""
+
+
+class TrainableReusedBlocks(TrainableModule, ReusedBlocks):
+    """ReusedBlocks as teacher and student."""
+
+
+class SalaSparse(BlockSelected):
+    """MiniCPM-SALA's: with a gate of the output."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        "o_gate.weight": GATE,
+    }
+
+    def __init__(self, base: Any, head_dim: int, choice: Mapping[str, int]) -> None:
+        super().__init__(base, head_dim, choice)
+        if hasattr(base, "o_gate"):
+            self.o_gate = base.o_gate
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        heads = self.project_heads(hidden, position_embeddings)
+        output = self.attend(*heads, past_key_values).flatten(2)
+        if hasattr(self, "o_gate"):
+            output = output * self.o_gate(hidden).sigmoid()
+        return self.o_proj(output)
 
 
 def choice_of(config: Any) -> dict[str, int]:

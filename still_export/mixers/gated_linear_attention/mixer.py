@@ -1,14 +1,171 @@
-"""Layers of type "gated_linear_attention", for the generic rooms."""
+"""The gated rule in the place of a family's module: projections, a convolution where there is one, rule, norm."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 from still_export.mixers.base import LayerOp
-from still_export.mixers.fixed import FixedStatesMixer
-from still_export.mixers.gated_linear_attention.module import MODULES
+from still_export.mixers.causal_conv.op import causal_conv
+from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
+from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.projections import rotate
+from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_kernels.causal_conv import Inputs as ConvInputs
+from still_kernels.linear_attention import Inputs
+
+Heads = tuple[Tensor, Tensor, Tensor]
+Turn = tuple[Tensor, Tensor] | None
+LOGIT_NORMALIZER = 16
+"""GLA divides the logarithm of its decay by it; no checkpoint's configuration says so."""
+
+
+class GatedLinearAttention(FixedStateModule):
+    """GLA: a decay of low rank; several query heads may share a state.
+
+    Args:
+        base: The family's module; its submodules and parameters are taken over, not copied.
+        ops: Of the layer.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        **dict.fromkeys(("g_proj.weight", "gk_proj.0.weight", "gk_proj.1.weight"), GATE),
+        "conv1d.weight": NORM,
+    }
+    """Of parameters that are no vectors, by name (mixers/roles.py)."""
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        self.heads, self.query_heads = base.num_v_heads, base.num_q_heads
+        self.dim, self.size = base.head_k_dim, base.head_v_dim
+        self.activation: str | None = base.activation if base.taps else None
+        self.least: float | None = getattr(base, "clamp_min", None)
+
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        """What the rule reads of the projected queries and keys [B, T, heads, D] and values [B, T, H * V], and the decay's logarithm in
+        at least float32, [B, T, heads, D or 1]; `turn` is cos and sin of positions, where the family has them."""
+        forget = self.gk_proj(hidden).unflatten(-1, (self.heads, self.dim))
+        decay = -softplus(-forget.to(torch.promote_types(forget.dtype, torch.float32))) / LOGIT_NORMALIZER
+        return heads, decay if self.least is None else decay.clamp_min(self.least)
+
+    def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
+        """What is projected, of the rule's `output` [B, T, query heads, V]."""
+        gate = self.g_proj(hidden).unflatten(-1, (-1, self.size)) if hasattr(self, "g_proj") else None
+        result: Tensor = self.o_norm(output, gate)
+        return result.flatten(2)
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, position_embeddings: Turn = None, **kwargs: Any
+    ) -> Tensor:
+        """The call of a decoder layer. A mask is not used: the cache knows the sequences' new tokens."""
+        before, new_tokens, layer = self.begin(hidden_states, cache_params)
+        after: dict[str, Tensor] = {}
+        mixed = torch.cat([getattr(self, name)(hidden_states) for name in self.names], dim=-1)
+        if self.activation is not None:
+            taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, self.activation)
+            mixed, after["conv_state"] = causal_conv(taps, before["conv_state"])
+        queries, keys = self.query_heads * self.dim, self.heads * self.dim
+        query, key, value = mixed.split((queries, keys, self.heads * self.size), dim=-1)
+        query, key = (x.unflatten(-1, (-1, self.dim)) for x in (query, key))
+        (query, key, value), decay = self.parts(hidden_states, (query, key, value), position_embeddings)
+        inputs = Inputs(
+            query.unflatten(2, (-1, max(1, self.query_heads // self.heads))),
+            key,
+            value.unflatten(-1, (self.heads, self.size)),
+            decay,
+            new_tokens=new_tokens,
+            update_rule="gated",
+        )
+        output, after["recurrent_state"] = linear_attention(inputs, before["recurrent_state"])
+        if layer is not None:
+            layer.store(after)
+        return self.o_proj(self.finish(output.flatten(2, 3), hidden_states))
+
+
+class Retention(GatedLinearAttention):
+    """RetNet: head h keeps 1 - 2^(-5 - h) of its state at each token; queries and keys are turned by their positions."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), PROJECTION),
+        "g_proj.weight": GATE,
+        "conv1d.weight": NORM,
+    }
+
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        assert turn is not None
+        query, key, value = heads
+        cos, sin = (x[:, :, None] for x in turn)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        kept = torch.tensor(
+            [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.heads)], dtype=wide, device=query.device
+        )
+        return (rotate(query, cos, sin), rotate(key, cos, sin), value), kept[:, None].expand(*query.shape[:3], 1)
+
+
+class HGRN2(GatedLinearAttention):
+    """HGRN2: what is forgotten is what is written, k = 1 - exp(decay); later layers forget no more than a bound."""
+
+    names: ClassVar[tuple[str, ...]] = ("q_proj", "f_proj", "i_proj")
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj.weight", "i_proj.weight", "o_proj.weight"), PROJECTION),
+        "f_proj.weight": GATE,
+        "conv1d.weight": NORM,
+    }
+
+    def gates(self, forget: Tensor) -> tuple[Tensor, Tensor]:
+        """What is written, and the logarithm of what stays, of `forget` [B, T, heads, D], both in at least float32."""
+        forget = forget.to(torch.promote_types(forget.dtype, torch.float32))
+        written = (-forget).sigmoid()
+        if not hasattr(self, "lower_bound"):
+            return written, -softplus(-forget)
+        bound = self.lower_bound.view(self.heads, self.dim).to(forget.dtype)
+        return (1 - bound) * written, (bound + (1 - bound) * forget.sigmoid()).log()
+
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        query, key, value = heads
+        written, decay = self.gates(key)
+        return (silu(query), written.to(key.dtype), value), decay
+
+    def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
+        return self.g_norm(output.flatten(2))
+
+
+class HGRN(HGRN2):
+    """HGRN, the first: a state of one number for each channel, so that queries and keys are 1, and a gate of the output."""
+
+    names = ("f_proj", "i_proj")
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("i_proj.weight", "o_proj.weight"), PROJECTION),
+        **dict.fromkeys(("f_proj.weight", "g_proj.weight"), GATE),
+        "conv1d.weight": NORM,
+    }
+
+    def parts(self, hidden: Tensor, heads: Heads, turn: Turn) -> tuple[Heads, Tensor]:
+        _, key, value = heads
+        written, decay = self.gates(key)
+        one = key.new_ones(1, 1, 1, 1).expand(*key.shape[:2], 1, 1)
+        return (one, one, (silu(value) * written.flatten(2)).to(value.dtype)), decay
+
+    def finish(self, output: Tensor, hidden: Tensor) -> Tensor:
+        return self.g_norm(output.flatten(2), self.g_proj(hidden))
+
+
+MODULES: dict[str, type[GatedLinearAttention]] = {
+    "FlaGLA": GatedLinearAttention,
+    "FlaHGRN2": HGRN2,
+    "FlaHGRN": HGRN,
+    "FlaRetNet": Retention,
+}
+"""By the class that each takes the place of."""
 
 
 class GatedLinearAttentionMixer(FixedStatesMixer):

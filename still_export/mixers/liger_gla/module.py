@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from transformers.utils.generic import maybe_autocast
 
 from still_export.mixers.base import LayerOp
-from still_export.mixers.gated_linear_attention.module import LOGIT_NORMALIZER
+from still_export.mixers.gated_linear_attention.mixer import LOGIT_NORMALIZER
 from still_export.mixers.hybrid_attention.window import WindowModule
 from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.trainable import TrainableModule

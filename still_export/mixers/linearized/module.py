@@ -18,7 +18,7 @@ from torch.nn.functional import silu, softplus
 from transformers.utils.generic import maybe_autocast
 
 from still_export.mixers.base import LayerOp, PagedProjection, Turn
-from still_export.mixers.gated_linear_attention.module import LOGIT_NORMALIZER
+from still_export.mixers.gated_linear_attention.mixer import LOGIT_NORMALIZER
 from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.projections import ProjectedAttention, unit_length
 from still_export.mixers.roles import GATE, NORM

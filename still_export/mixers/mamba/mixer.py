@@ -1,14 +1,83 @@
-"""Layers of type "mamba", for the generic rooms."""
+"""Mamba in the place of a family's module. C, B and x times the step are query, key and value; the step decays every key."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 from still_export.mixers.base import LayerOp
-from still_export.mixers.fixed import FixedStatesMixer
-from still_export.mixers.mamba.module import MODULES
+from still_export.mixers.causal_conv.op import causal_conv
+from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand_silu
+from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_kernels.causal_conv import Inputs as ConvInputs
+from still_kernels.linear_attention import Inputs
+
+
+class Mamba(FixedStateModule):
+    """The recurrence with its projections, convolution, skip and gate, and norms where the family has them.
+
+    Args:
+        base: The family's module; its submodules and parameters are taken over, not copied.
+        ops: Of the layer.
+
+    Raises:
+        UnsupportedModelError: `base` has another activation.
+    """
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("in_proj.weight", "x_proj.weight", "out_proj.weight"), PROJECTION),
+        "dt_proj.weight": GATE,
+        **dict.fromkeys(("conv1d.weight", "A_log"), NORM),
+    }
+    """Of parameters that are no vectors, by name (mixers/roles.py)."""
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        demand_silu(base)
+        self.sizes: tuple[int, int, int] = (base.time_step_rank, base.ssm_state_size, base.ssm_state_size)
+        self.norms = ("dt_layernorm", "b_layernorm", "c_layernorm") if hasattr(base, "dt_layernorm") else ()
+        for name in self.norms:
+            getattr(self, name)._buffers.clear()  # ones that Falcon-Mamba's norms do not read
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
+        states, new_tokens, layer = self.begin(hidden_states, cache_params)
+        mixed, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
+        mixed, columns = causal_conv(taps, states["conv_state"])
+        parts = self.x_proj(mixed).split(self.sizes, dim=-1)
+        if self.norms:
+            parts = [getattr(self, name)(part) for name, part in zip(self.norms, parts, strict=True)]
+        step, key, query = parts
+        wide = torch.promote_types(mixed.dtype, torch.float32)
+        step, x = softplus(self.dt_proj(step)).to(wide), mixed.to(wide)
+        inputs = Inputs(
+            query[:, :, None, None],
+            key[:, :, None],
+            (step * x).to(mixed.dtype)[..., None],
+            -self.A_log.to(wide).exp() * step[..., None],
+            new_tokens=new_tokens,
+            update_rule="gated",
+            scale=1.0,
+        )
+        output, recurrent = linear_attention(inputs, states["recurrent_state"])
+        if layer is not None:
+            layer.store({"conv_state": columns, "recurrent_state": recurrent})
+        rows = (output.flatten(2).to(wide) + self.D.to(wide) * x) * silu(gate.to(wide))
+        return self.out_proj(rows.to(hidden_states.dtype))
+
+
+MODULES: dict[str, type[Mamba]] = dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), Mamba)
+"""By the class of transformers that each takes the place of."""
 
 
 class MambaMixer(FixedStatesMixer):

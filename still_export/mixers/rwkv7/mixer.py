@@ -1,14 +1,107 @@
-"""Layers of type "rwkv7", for the generic rooms."""
+"""RWKV-7's layers in the place of a family's modules."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, relu
 
 from still_export.mixers.base import LayerOp
-from still_export.mixers.fixed import FixedStatesMixer
-from still_export.mixers.rwkv7.module import MODULES
+from still_export.mixers.causal_conv.op import causal_conv
+from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
+from still_export.mixers.rank_one_attention.op import rank_one_attention
+from still_export.mixers.roles import FEED_FORWARD, GATE, NORM, PROJECTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
+from still_kernels.causal_conv import Inputs as ConvInputs
+from still_kernels.rank_one_attention import Inputs
+
+LEAST_DECAY = -math.exp(-0.5)
+"""What the logarithm of a decay is more than."""
+
+
+class ShiftedModule(FixedStateModule):
+    """A module whose tokens read a part of the token before."""
+
+    def shift(self, x: Tensor, state: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The token before less each token of x [B, T, C], and the state after the call."""
+        taps = x.new_tensor([1.0, -1.0]).expand(x.shape[-1], 1, 2)
+        return causal_conv(ConvInputs(x, taps.contiguous(), None, new_tokens, "none"), state)
+
+
+class ChannelMix(ShiftedModule):
+    """The squared relu of shifted tokens."""
+
+    weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(("key.weight", "value.weight"), FEED_FORWARD)
+
+    def forward(self, hidden: Tensor, cache: Any, first: Tensor) -> Tensor:
+        """[B, T, C] to the same; `first` is for layers that mix tokens."""
+        states, new_tokens, layer = self.begin(hidden, cache)
+        before, column = self.shift(hidden, states["conv_state"], new_tokens)
+        if layer is not None:
+            layer.store({"conv_state": column})
+        return self.value(relu(self.key(hidden + before * self.x_k)).square())
+
+
+class TimeMix(ShiftedModule):
+    """The rule: what a key of unit length finds in the state is moved, at a rate of each channel, before the token is written."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys((f"{x}_proj.weight" for x in "rkvo"), PROJECTION),
+        **dict.fromkeys((f"{x}_lora.{i}.weight" for x in "wavg" for i in (0, 2)), GATE),
+        **dict.fromkeys((*(f"x_{x}" for x in "rwkvag"), "r_k"), NORM),
+    }
+    """Of parameters that are no vectors, by name (mixers/roles.py)."""
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        self.heads, self.key_epsilon = base.heads, base.key_epsilon
+
+    def forward(self, hidden: Tensor, cache: Any, first: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, C] to the same, and the layer's values, of all but the first layer mixed with its values, `first`."""
+        states, new_tokens, layer = self.begin(hidden, cache)
+        before, column = self.shift(hidden, states["conv_state"], new_tokens)
+        mixed = {name: hidden + before * getattr(self, f"x_{name}") for name in "rwkvag"}
+        query, key, value = (getattr(self, f"{name}_proj")(mixed[name]) for name in "rkv")
+        if first.shape[-1]:
+            value = value + self.v_lora(mixed["v"]).sigmoid() * (first - value)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+
+        def of_heads(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (self.heads, -1))
+
+        decay = LEAST_DECAY * of_heads(self.w_lora(mixed["w"])).to(wide).sigmoid()
+        rate = of_heads(self.a_lora(mixed["a"])).to(wide).sigmoid()
+        moved = of_heads(key * self.k_k).to(wide)
+        moved = moved * torch.rsqrt(moved.square().sum(-1, keepdim=True) + self.key_epsilon)
+        key = of_heads(key).to(wide) * (1 + (rate - 1) * of_heads(self.k_a).to(wide))
+        query, key, value = of_heads(query), key.to(value.dtype), of_heads(value)
+        # The op reads the state behind its decay, the model before it.
+        inputs = Inputs(
+            query,
+            key,
+            value,
+            decay,
+            (-moved * (-decay).exp()).to(value.dtype),
+            (moved * rate).to(value.dtype),
+            new_tokens,
+        )
+        output, state = rank_one_attention(inputs, states["recurrent_state"])
+        if layer is not None:
+            layer.store({"conv_state": column, "recurrent_state": state})
+        output = layer_norm(output.to(wide), output.shape[-1:], eps=self.g_norm.eps)
+        scale, shift = (of_heads(x).to(wide) for x in (self.g_norm.weight, self.g_norm.bias))
+        own = (query.to(wide) * key.to(wide) * self.r_k.to(wide)).sum(-1, keepdim=True) * value.to(wide)
+        rows = (output * scale + shift + own).to(hidden.dtype).flatten(2)
+        return self.o_proj(rows * self.g_lora(mixed["g"])), value.flatten(2)
+
+
+MODULES: dict[str, type[ShiftedModule]] = {"Rwkv7TimeMix": TimeMix, "Rwkv7ChannelMix": ChannelMix}
+"""By the class that each takes the place of."""
 
 
 class Rwkv7Mixer(FixedStatesMixer):

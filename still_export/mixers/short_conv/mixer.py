@@ -1,15 +1,60 @@
-"""Layers of type "short_conv", for the generic rooms."""
+"""A gated short convolution in the place of a family's module: output = C * conv(B * x)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp
-from still_export.mixers.fixed import FixedStatesMixer
-from still_export.mixers.short_conv.module import ShortConv
+from still_export.mixers.causal_conv.op import causal_conv
+from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
+from still_export.mixers.roles import NORM, PROJECTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
+from still_kernels.causal_conv import Inputs
+
+COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
+
+
+class ShortConv(FixedStateModule):
+    """The convolution with its projections.
+
+    Args:
+        base: The family's module; its submodules are taken over, not copied.
+        ops: Of the layer.
+
+    Raises:
+        UnsupportedModelError: `base` is another kind of module.
+    """
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        "in_proj.weight": PROJECTION,
+        "out_proj.weight": PROJECTION,
+        "conv.weight": NORM,
+    }
+    """Of parameters that are no vectors, by name (mixers/roles.py)."""
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        if type(base).__name__ not in COVERED:
+            raise UnsupportedModelError(
+                f"{type(base).__name__} is no short convolution that is covered: {', '.join(COVERED)}."
+            )
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
+        states, new_tokens, layer = self.begin(hidden_states, past_key_values)
+        before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
+        mixed, columns = causal_conv(
+            Inputs(before * x, self.conv.weight, self.conv.bias, new_tokens), states["conv_state"]
+        )
+        if layer is not None:
+            layer.store({"conv_state": columns})
+        return self.out_proj(after * mixed)
 
 
 class ShortConvMixer(FixedStatesMixer):

@@ -1,17 +1,34 @@
-"""Layers of type "windowed_attention", for the generic rooms."""
+"""WindowedAttention: the attention of a layer that sees the latest tokens alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from still_export.mixers.attention.gated_heads import GatedHeads
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.hybrid_attention.cache import HybridLayer
-from still_export.mixers.hybrid_attention.window import window_of
+from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import WINDOWED
-from still_export.mixers.windowed_attention.module import WindowedAttention, window_for
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+
+
+class WindowedAttention(WindowModule):
+    """Softmax over a window with the projections, and the norms of queries and keys, of the module that it replaces."""
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        query, key, value = self.project_heads(hidden, position_embeddings)
+        return self.project_out(self.windowed(query, key, value, past_key_values), hidden)
+
+
+class GatedWindow(GatedHeads, WindowedAttention):
+    """The same of LFM3."""
+
+
+def window_for(base: Any) -> type[WindowedAttention]:
+    """The class in the place of `base`."""
+    return GatedWindow if type(base).__name__ == "Lfm3Attention" else WindowedAttention
 
 
 class WindowedAttentionMixer(Mixer):
