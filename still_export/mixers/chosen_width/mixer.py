@@ -17,7 +17,7 @@ from still_export.mixers.block_attention.op import read_blocks
 from still_export.mixers.fixed import states_of
 from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
-from still_export.mixers.parallel_mamba2.cache import AttentionAndFixedStates
+from still_export.mixers.parallel_mamba2.mixer import AttentionAndFixedStates
 from still_export.mixers.roles import ROUTER
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION

@@ -6,13 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from still_export.mixers.attention.keyed import KeyedAttention
+from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp
-from still_export.mixers.landmark_attention.op import landmark_attention
 from still_export.mixers.layers import head_size
 from still_graphs.ops.landmark_attention import LANDMARK_ATTENTION
 from still_kernels.landmark_attention import Inputs
+from still_kernels.landmark_attention import landmark_attention as kernel
+
+landmark_attention = op_of_keys(LANDMARK_ATTENTION, Inputs, kernel)
+"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
 
 
 class Landmark(KeyedAttention):

@@ -7,16 +7,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from still_export.mixers.attention.keyed import KeyedAttention
+from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import class_for
 from still_export.mixers.layers import head_size
-from still_export.mixers.local_linear_attention.op import local_linear_attention
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import PROJECTION
 from still_graphs.ops.local_linear_attention import LOCAL_LINEAR_ATTENTION
 from still_kernels.local_linear_attention import Inputs
+from still_kernels.local_linear_attention import local_linear_attention as kernel
+
+local_linear_attention = op_of_keys(LOCAL_LINEAR_ATTENTION, Inputs, kernel)
+"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
 
 
 class LocalLinearAttention(KeyedAttention):

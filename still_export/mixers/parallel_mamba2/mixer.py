@@ -6,11 +6,17 @@ from typing import Any
 
 from torch import nn
 
+from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.fixed import BesideFixedStates
 from still_export.mixers.layers import head_size
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
-from still_export.mixers.parallel_mamba2.cache import AttentionAndFixedStates
+from still_kernels.attention import AttentionState
+
+
+class AttentionAndFixedStates(BesideFixedStates[AttentionState], AttentionLayer):
+    """Keys and values, and beside them the states of the other ops."""
 
 
 class ParallelMamba2Mixer(Mixer):

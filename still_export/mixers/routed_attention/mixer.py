@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,15 +13,15 @@ from torch.nn.functional import pad
 from still_export.mixers.attention.keyed import Keyed
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp, part_of
+from still_export.mixers.block_attention.cache import RowsLayer
 from still_export.mixers.block_attention.op import read_blocks
 from still_export.mixers.experts.op import route
-from still_export.mixers.fixed import class_for
+from still_export.mixers.fixed import BesideFixedStates, class_for
 from still_export.mixers.gated_delta_net.mixer import FlaGatedDeltaNet
 from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import unit_length
 from still_export.mixers.roles import GATE, ROUTER
-from still_export.mixers.routed_attention.cache import RoutedKeys, RoutedLayer
 from still_export.mixers.routed_attention.op import routed_attention
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
@@ -35,6 +35,27 @@ from still_kernels.route.naive import Inputs as RouteInputs
 from still_kernels.route.naive import margins, naive_route
 from still_kernels.routed_attention import Inputs as RoutedInputs
 from still_kernels.routed_attention import RoutedState
+
+
+@dataclass(frozen=True)
+class RoutedKeys(AttentionState):
+    """As of attention, and `chunk_routes` [B, R, ceil(N / 64)], in at least float32."""
+
+    chunk_routes: Tensor | None = None
+
+
+class RoutedLayer(BesideFixedStates[Any], RowsLayer):
+    """Beside them the states that do not grow.
+
+    Args:
+        ops: Whose these are.
+        routes: R.
+    """
+
+    of, kept = RoutedKeys, "chunk_routes"
+
+    def __init__(self, ops: Sequence[LayerOp], heads: int, dim: int, cache: str | None, routes: int) -> None:
+        super().__init__(ops, heads, dim, cache, ROUTED_CHUNK, (routes,))
 
 
 class NatsAttention(FlaGatedDeltaNet, Keyed):

@@ -9,20 +9,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from still_export.mixers.attention.keyed import KeyedAttention
+from still_export.mixers.attention.cache import AttentionLayer
+from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
 from still_export.mixers.attention.mixer import KeysMixer
 from still_export.mixers.base import LayerOp
-from still_export.mixers.fixed import class_for, states_of
+from still_export.mixers.fixed import BesideFixedStates, class_for, states_of
 from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import PROJECTION
-from still_export.mixers.strided_attention.cache import StridedLayer
-from still_export.mixers.strided_attention.op import strided_attention
 from still_graphs.ops.linear_attention import LINEAR_ATTENTION
 from still_graphs.ops.strided_attention import STRIDED_ATTENTION
+from still_kernels.attention import AttentionState
 from still_kernels.linear_attention import Inputs as ScanInputs
 from still_kernels.strided_attention import Inputs
+from still_kernels.strided_attention import strided_attention as kernel
+
+strided_attention = op_of_keys(STRIDED_ATTENTION, Inputs, kernel)
+"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
+
+
+class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):
+    """A row for each `row_tokens` tokens.
+
+    Args:
+        scan: The other op.
+    """
+
+    def __init__(self, scan: Sequence[LayerOp], row_tokens: int, heads: int, dim: int, cache: str | None) -> None:
+        super().__init__(scan, heads, dim, cache)
+        self.row_tokens = row_tokens
+
+    def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
+        return super().empty(batch, -(-columns // self.row_tokens), dtype, device)
+
+    def grown(self, state: AttentionState, columns: int) -> AttentionState:
+        return super().grown(state, -(-columns // self.row_tokens))
 
 
 class Rat(KeyedAttention):
