@@ -71,9 +71,10 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
+        written: str = self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
         )
+        return written
 
     def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[Answer]:
         found: list[Answer] = []

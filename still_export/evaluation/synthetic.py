@@ -321,7 +321,8 @@ def replied(
         part = prompts[start : start + at_once]
         said = replies(model, writer.tokenizer, [p.ids.tolist() for p in part], part[0].item.tokens)
         scores += [p.item.score(text) for p, text in zip(part, said, strict=True)]
-    return np.array(scores).reshape(depths, samples).mean(1).tolist()
+    found: list[float] = np.array(scores).reshape(depths, samples).mean(1).tolist()
+    return found
 
 
 def words_of(texts: Sequence[str]) -> list[str]:

@@ -367,7 +367,8 @@ class OrtModel(Runner):
     def _array(self, value: Any) -> np.ndarray:
         """The numbers of a value, for as long as no call writes them again; bfloat16 as uint16."""
         if value.data_type() != "tensor(bfloat16)":
-            return value.numpy()
+            found: np.ndarray = value.numpy()
+            return found
         array = np.empty(value.shape(), np.uint16)
         host = self._value.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES["bfloat16"])  # over the array's memory
         host.update_inplace(value)
@@ -684,7 +685,8 @@ class OrtModel(Runner):
         if counts is not None:
             values["new_tokens"].update_inplace(np.ascontiguousarray(counts))
         self.session.run_with_iobinding(binding, options)
-        return values
+        found: dict[str, Any] = values
+        return found
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
         """As of Runner; room for all first, for a state that grows is captured again. Logits stay on the device where the graph says which

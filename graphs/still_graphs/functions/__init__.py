@@ -26,7 +26,8 @@ FUSED_DOMAIN = "com.microsoft"
 def body_of(op: str) -> Body:
     """The `BODY` of an op, by its name in ONNX: of its folder here, or of `body` in the package of an op of another tree."""
     spec = OPS[op]
-    return import_module(f"{spec.home}.body" if spec.home else f"still_graphs.functions.{spec.torch_name}").BODY
+    body: Body = import_module(f"{spec.home}.body" if spec.home else f"still_graphs.functions.{spec.torch_name}").BODY
+    return body
 
 
 def function_body(

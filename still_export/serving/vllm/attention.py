@@ -161,7 +161,8 @@ class ServedAttention(nn.Module):
                 beside = self.window(*(x.reshape(len(x), -1) for x in heads)).view(len(query), -1, dim)
             output = self.attn(inputs, value.new_zeros(len(value), self.heads, dim))
             mixed = self.layer.result(output, beside, given).flatten(1)
-        return self.o_proj(mixed)[0]
+        result: Tensor = self.o_proj(mixed)[0]
+        return result
 
     def project(self, name: str, hidden: Tensor) -> Tensor:
         """What the layer's further projection `name` makes of hidden states."""

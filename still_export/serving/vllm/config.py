@@ -201,4 +201,5 @@ def keep_experts(quantization: Any) -> None:
 def _log() -> logging.Logger:
     from vllm.logger import init_logger
 
-    return init_logger("vllm.still_export")  # below vLLM's own, whose handler it takes
+    logger: logging.Logger = init_logger("vllm.still_export")  # below vLLM's own, whose handler it takes
+    return logger

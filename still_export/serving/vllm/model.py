@@ -72,7 +72,8 @@ class StillExpertsForCausalLM(qwen3_moe.Qwen3MoeForCausalLM, StatesMixin):  # ty
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return super().load_weights(single_experts(weights))
+        loaded: set[str] = super().load_weights(single_experts(weights))
+        return loaded
 
 
 @contextmanager
