@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,16 @@ from still_kernels.recompute import fused
 from tests.still_export.tiny import plain_model, random_ids
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A few small kernels: to start processes that compile side by side takes longer than these."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        yield
+
+
 def case(name: str) -> tuple[Callable[..., Tensor], Tensor, tuple[Tensor, ...]]:
     """A loss, the tensor that it is differentiated by, and the others."""
     torch.manual_seed(0)
@@ -39,7 +49,7 @@ def case(name: str) -> tuple[Callable[..., Tensor], Tensor, tuple[Tensor, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["selection", "relative error"])
-def test_compiled_losses_are_the_losses(name: str) -> None:
+def test_compiled_losses_are_the_losses(name: str, one_process: None) -> None:
     loss, values, others = case(name)
     results = []
     for function in (loss, torch.compile(loss, dynamic=False, fullgraph=True)):
@@ -89,7 +99,7 @@ def test_losses_without_logits_are_those_of_logits(kind: str, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_loss_is_the_loss(kind: str) -> None:
+def test_compiled_loss_is_the_loss(kind: str, one_process: None) -> None:
     hidden, head, following, teacher, answers = hidden_case(kind)
     logits: Any = [None if x is None else (x.detach() @ head.T).flatten(0, 1).float() for x in (hidden, teacher)]
     rest: Any = (following.flatten(), None if answers is None else answers.flatten())

@@ -64,10 +64,12 @@ def exported(folder: Path, tokenizer: bool = False, **asked: Any) -> Package:
     )
 
 
-@pytest.fixture(params=CORNERS, ids=str)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Package, Package]:
-    portable = exported(tmp_path, **request.param)
-    return portable, lower(portable.path, "web", tmp_path / "web")
+@pytest.fixture(scope="module", params=CORNERS, ids=str)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Package]:
+    """A package and what was lowered from it, which tests only read."""
+    folder = tmp_path_factory.mktemp("pair")
+    portable = exported(folder, **request.param)
+    return portable, lower(portable.path, "web", folder / "web")
 
 
 @pytest.mark.slow
