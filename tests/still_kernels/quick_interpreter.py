@@ -3,7 +3,7 @@
 At each call of a jitted function it looks through all of triton.language for what it has to replace, which inside of a kernel is
 replaced already; it makes a table of types for each type that it looks up; it computes sums and products of integers twice, to
 assert that none overflows, and then does not assert it, as that is for a debugging mode; of each value and of each type of blocks it
-makes anew what depends on the shape alone; it looks for a common type and shape of operands that have the same, and makes the same
+makes anew what depends on the shape alone; of each sum or comparison it finds out anew what becomes of such operands, and makes the same
 blocks of a number again and again; and it folds values that a kernel reduces by a function of its own one after the other, where
 hardware takes halves.
 """
@@ -67,44 +67,161 @@ def install() -> None:
     tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     tl.tensor.__init__ = _tensor
     interpreter.ReduceOps.generic_reduce = _reduce
-    _take_operands_as_they_are()
+    _take_as_they_are()
+    _learn_operations()
 
 
-SAME = {"fp32": float, "int32": int, "int64": int}
-"""Types in which operands of one type are computed, and the numbers that become of that type beside them, by name of the type."""
-
-
-def _take_operands_as_they_are() -> None:
-    """Operands of one type and shape need no conversion; a number is made a block of the other operand's type and shape once."""
-    find, broadcast, unwrap = (
-        TritonSemantic.binary_op_type_checking_impl,
-        TritonSemantic.broadcast_impl_value,
-        tl.core._unwrap_if_constexpr,
-    )
-    numbers: dict[Any, Any] = {}
-
-    def operands(self: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        first, second = type(left), type(right)
-        if first is second is tl.tensor:
-            if left.shape is right.shape and left.dtype is right.dtype and left.dtype.name in SAME:
-                return left, right
-        elif first is tl.tensor and second is SAME.get(left.dtype.name):
-            key = (right, left.dtype.name, id(left.shape), *args, *kwargs.items())  # shapes are kept: see `_value`
-            if key not in numbers:
-                numbers[key] = find(self, left, right, *args, **kwargs)[1]
-            return left, numbers[key]
-        return find(self, left, right, *args, **kwargs)
+def _take_as_they_are() -> None:
+    """Blocks of one shape need no conversion, tensors and numbers no unwrapping; a number is made a tensor once."""
+    broadcast, unwrap = TritonSemantic.broadcast_impl_value, tl.core._unwrap_if_constexpr
+    make, numbers = TritonSemantic.to_tensor, {}
+    plain = (tl.tensor, int, float, bool, str)
 
     def alike(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
         same = type(left) is type(right) is tl.tensor and left.shape is right.shape
         return (left, right) if same else broadcast(self, left, right)
 
     def inner(value: Any) -> Any:
-        return value if type(value) in (tl.tensor, int, float, bool, str) else unwrap(value)
+        return value if type(value) in plain else unwrap(value)
 
-    TritonSemantic.binary_op_type_checking_impl = operands
+    def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+        if type(value) is tl.tensor:
+            return value
+        if type(value) not in (int, float):
+            return make(self, value, check_type)
+        key = (type(value), value)
+        if key not in numbers:
+            numbers[key] = make(self, value)
+        return numbers[key]
+
+    TritonSemantic.to_tensor = to_tensor
     TritonSemantic.broadcast_impl_value = alike
     tl.core._unwrap_if_constexpr = inner
+
+
+EXACT = {"int1", "int32", "int64", "fp32"}
+"""Types that numpy computes in as they are. Of others (tests/still_kernels/interpreter16.py) the interpreter decides each time."""
+
+OPERATIONS: dict[str, tuple[Any, tuple[bool, ...]]] = {
+    "add": (np.add, (True, True)),
+    "sub": (np.subtract, (False, False)),
+    "mul": (np.multiply, ()),
+    "less_than": (np.less, ()),
+    "less_equal": (np.less_equal, ()),
+    "greater_than": (np.greater, ()),
+    "greater_equal": (np.greater_equal, ()),
+    "equal": (np.equal, ()),
+    "not_equal": (np.not_equal, ()),
+    "and_": (np.bitwise_and, ()),
+    "or_": (np.bitwise_or, ()),
+    "minimum": (np.minimum, ()),
+    "maximum": (np.maximum, ()),
+}
+"""What the interpreter computes each with, and whether either operand may be a pointer."""
+
+MEMBERS = {"__add__": "add", "__sub__": "sub", "__mul__": "mul"}
+"""Operators of tensors that go through a function of the language, which would be replaced as they are."""
+
+
+class Recipe:
+    """What an operation on operands of two types and shapes comes to, learnt from the interpreter the first time."""
+
+    def __init__(self, operands: tuple[Any, Any], parts: tuple[Any, Any], compute: Any, result: Any) -> None:
+        # Recipes are found by the identity of types and shapes, which therefore have to stay.
+        self.kept = [(x.dtype, x.shape) for x in operands if type(x) is tl.tensor]
+        self.left, self.right = (interpreter._get_np_dtype(part.dtype) for part in parts)
+        self.compute = compute
+        self.type, self.dtype, self.shape, self.numel = result.type, result.dtype, result.shape, result.numel
+        self.numbers = tuple(
+            None
+            if type(operand) is tl.tensor
+            else part.handle.data.reshape(-1)[:1].astype(interpreter._get_np_dtype(part.dtype))
+            for operand, part in zip(operands, parts, strict=True)
+        )
+        """Of an operand that is a number: what became of it."""
+        self.given = tuple(None if type(x) is not tl.tensor else x.handle.data.dtype for x in operands)
+
+    def takes(self, left: Any, right: Any) -> bool:
+        """The interpreter keeps truth values as numbers here and there."""
+        first, second = self.given
+        return (first is None or left.handle.data.dtype is first) and (
+            second is None or right.handle.data.dtype is second
+        )
+
+    def __call__(self, left: Any, right: Any) -> Any:
+        first, second = self.numbers
+        first = left.handle.data if first is None else first
+        second = right.handle.data if second is None else second
+        if first.dtype is not self.left:
+            first = first.astype(self.left)
+        if second.dtype is not self.right:
+            second = second.astype(self.right)
+        handle = _new(interpreter.TensorHandle)
+        handle.data, handle.dtype, handle.attr = self.compute(first, second), self.dtype, {}
+        found = _new(tl.tensor)
+        found.handle, found.type, found.dtype = handle, self.type, self.dtype
+        found.shape, found.numel = self.shape, self.numel
+        return found
+
+
+def offset_by(width: int) -> Any:
+    """A sum of pointers to elements of so many bytes and offsets."""
+    return lambda pointers, offsets: pointers + width * offsets.astype(np.uint64)
+
+
+_new = object.__new__
+
+
+def _learn_operations() -> None:
+    """Of operands in exact types the interpreter is asked once what becomes of them; their numbers are converted once."""
+    find, known = TritonSemantic.binary_op_type_checking_impl, interpreter._get_np_dtype
+    scalar = {float: "fp32", int: "int32", bool: "int1"}
+
+    def learnt(name: str) -> Any:
+        compute, pointers = OPERATIONS[name]
+        slow = getattr(TritonSemantic, name)
+        recipes: dict[Any, Any] = {}
+        missing = object()
+
+        def learn(self: Any, left: Any, right: Any, *more: Any, **named: Any) -> tuple[Recipe | None, Any]:
+            result = slow(self, left, right, *more, **named)
+            kinds = [x.dtype.name if type(x) is tl.tensor else scalar.get(type(x), "") for x in (left, right)]
+            is_pointer = [type(x) is tl.tensor and x.dtype.is_ptr() for x in (left, right)]
+            how, numbers = compute, EXACT
+            if name == "add" and is_pointer[0]:
+                how, kinds = offset_by(max(1, left.dtype.element_ty.primitive_bitwidth // 8)), kinds[1:]
+                numbers = {"int32", "int64"}
+            elif any(is_pointer):
+                return None, result
+            parts = find(self, left, right, *pointers)
+            same = parts[0].dtype == parts[1].dtype or is_pointer[0]
+            if not numbers.issuperset(kinds) or not same or parts[1].dtype.name not in EXACT:
+                return None, result
+            recipe = Recipe((left, right), parts, how, result)
+            if any(given and given != known(x.dtype) for given, x in zip(recipe.given, (left, right), strict=True)):
+                return None, result
+            again, wanted = recipe(left, right).handle.data, result.handle.data
+            assert again.dtype == known(result.dtype) and again.shape == wanted.shape, (name, again, wanted)
+            assert np.array_equal(again, wanted, equal_nan=again.dtype.kind == "f"), (name, again, wanted)
+            return recipe, result
+
+        def operation(self: Any, left: Any, right: Any, *more: Any, **named: Any) -> Any:
+            key = (
+                (id(left.dtype), id(left.shape)) if type(left) is tl.tensor else (type(left), left),
+                (id(right.dtype), id(right.shape)) if type(right) is tl.tensor else (type(right), right),
+            )
+            recipe = recipes.get(key, missing)
+            if recipe is missing:
+                recipes[key], result = learn(self, left, right, *more, **named)
+                return result
+            if recipe is None or not recipe.takes(left, right):
+                return slow(self, left, right, *more, **named)
+            return recipe(left, right)
+
+        return operation
+
+    for name in OPERATIONS:
+        setattr(TritonSemantic, name, learnt(name))
 
 
 @functools.cache
@@ -134,7 +251,18 @@ def _tensor(self: Any, handle: Any, kind: Any) -> None:
 _BUILTIN = tl.core.builtin(lambda: None).__code__
 
 
+def _operator(name: str) -> Any:
+    def operator(self: Any, other: Any, **_: Any) -> Any:
+        operate = getattr(interpreter.interpreter_semantic, name)
+        return operate(self, tl.core._unwrap_if_constexpr(other), True)
+
+    return operator
+
+
 def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    if package is tl.tensor and name in MEMBERS:
+        scope.set_attr(package, name, _operator(MEMBERS[name]))
+        return
     inner = (
         member.__wrapped__ if member.__code__ is _BUILTIN else member
     )  # without its look whether there is a _semantic
