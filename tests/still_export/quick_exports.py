@@ -1,5 +1,6 @@
 """torch's exporters without what they do again and again: models that differ in the values of their weights alone are traced and
-translated once a process, and the library of translations is read once.
+translated once a process, the library of translations is read once, and a rule that rewrites nodes is tried on those of its own kind:
+onnxscript looks for all other nodes of each rule of several before it looks at the one that it begins with.
 
 What is traced for the first time is traced as ever, and all that this project does with a graph is done each time. Two models are alike if
 nothing tells them apart that a trace can see: classes, attributes and shapes of all modules, ties, values of buffers, the configuration,
@@ -67,6 +68,22 @@ def install() -> None:
 
     _registration.onnxscript_apis.get_torchlib_ops = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
     torch.export.export, torch.onnx.export = traced_once, translated_once
+    _begin_with_the_kind()
+
+
+def _begin_with_the_kind() -> None:
+    """A pattern whose node is of another kind than the one at hand does not match: it would be found out last."""
+    from onnxscript.rewriter._basics import MatchResult
+    from onnxscript.rewriter._matcher import SimplePatternMatcher
+
+    match = SimplePatternMatcher.match
+
+    def begun(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if self.pattern.output_nodes[0].op.matches(node.op_type):
+            return match(self, model, graph, node, **options)
+        return MatchResult().fail("another kind of node", node)
+
+    SimplePatternMatcher.match = begun  # type: ignore[method-assign]
 
 
 def _plain(value: Any) -> Any:
