@@ -166,10 +166,13 @@ def benchmarks(records: list[Record]) -> str:
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = ([f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else v for c in columns] for row in rows)
-            about = ", ".join([record.name, *(f"{name} {value}" for name, value in record.subject.items())])
-            stale = f" Stale: {', '.join(record.stale_rooms())}." if record.stale_rooms() else ""
-            head = f"{about}: {machine_of(record)}, {record.date:%Y-%m-%d}, `{record.commit}`.{stale}\n\n"
-            parts.append(f"{head}{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}")
+            subject = [f"{name} {value}" for name, value in record.subject.items() if value != record.name]
+            commit = f"`{record.commit}`" if record.commit else "commit not recorded"
+            stale = [f"stale: {', '.join(record.stale_rooms())}"] if record.stale_rooms() else []
+            about = f"{', '.join([record.name, *subject])}: {machine_of(record)}, {record.date:%Y-%m-%d}, {commit}"
+            parts.append(
+                f"{sentence([about, *stale])}\n{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}"
+            )
     return "\n".join(parts) or "Not recorded yet.\n"
 
 

@@ -47,6 +47,18 @@ REAL = "needs the real model and minutes"
 TRAINING = "trains for minutes"
 CALIBRATED = "needs GPTQModel; tests/still_export/graph/quantization/test_calibrate.py"
 ELSEWHERE = {
+    "still-export linearize BASE.gguf --adapter assets/qwen2.5-coder-1.5b-instruct-mixed -o STILL": Elsewhere(REAL),
+    "python -m tools.benchmarks.block_quality BASE.gguf --blocks all,128,64,32 --model STILL --text sqlalchemy.txt "
+    "--contexts 16384,32768 --text-tokens 65536 --tasks needle --lengths 16384,32768 --depths 5 --samples 2 --device cuda": Elsewhere(
+        REAL
+    ),
+    "still-export linearize BASE.gguf --mixer blocks --top-blocks 64 --local-blocks 32 --dense-length 2048 -o BLOCKS": Elsewhere(
+        REAL
+    ),
+    "still-export BLOCKS --to onnx --native --arch sm_90 --dtype float16 --capacity-tokens 33024 -o PACKAGE": Elsewhere(
+        REAL
+    ),
+    "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
     "bash tools/demo.sh": Elsewhere(REAL),
     "bash tools/test.sh": Elsewhere("is what runs this test"),
     "bash tools/test.sh --fast": Elsewhere("is what runs this test"),

@@ -45,7 +45,7 @@ def run(program: str, folder: Path) -> str:
 
 FORKS = """
 import json, os, sys, traceback
-import scipy.optimize, torch, torch._dynamo, torch.distributed.tensor, torch.export
+import torch, torch._dynamo, torch.distributed.tensor, torch.export
 for line in sys.stdin:
     assert not {"still_export", "transformers"} & sys.modules.keys()
     program, folder = json.loads(line)
