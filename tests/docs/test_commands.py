@@ -41,6 +41,7 @@ class Elsewhere:
 
 
 NETWORK = "fetches from the network"
+VISION = "needs a model that sees; tests/still_export/models/test_vision.py"
 GPU = "needs a GPU with TensorRT or onnxruntime-gpu"
 HEADERS = "needs the headers of TensorRT, which no package has"
 REAL = "needs the real model and minutes"
@@ -58,6 +59,8 @@ ELSEWHERE = {
     "still-export BLOCKS --to onnx --native --arch sm_90 --dtype float16 --capacity-tokens 33024 -o PACKAGE": Elsewhere(
         REAL
     ),
+    "still-export MODEL --vision -o VISION": Elsewhere(VISION),
+    "still-export verify VISION": Elsewhere(VISION),
     "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
     "bash tools/demo.sh": Elsewhere(REAL),
     "bash tools/test.sh": Elsewhere("is what runs this test"),
