@@ -331,7 +331,7 @@ def test_two_processes_have_the_losses_of_one(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("bits per byte of held-out text, teacher") == 1  # the first process speaks for all
-    assert done.stderr.count("sharded: True") == 2 * fsdp
+    assert done.stderr.count("sharded: True") == done.stderr.count("compiled: True") == 2 * fsdp
     assert done.stderr.count("stage 2, LoRA") == 1 and "destroy_process_group" not in done.stderr
     report = json.loads((tmp_path / "model" / "linearize.json").read_text())
     for ours, theirs in zip(report["stages"], alone.stages, strict=True):
