@@ -198,6 +198,14 @@ def test_a_large_matrix_between_is_no_thin_one() -> None:
     assert applied(fuse_low_rank, model_of()) == 2 and applied(fuse_low_rank, model) == 0
 
 
+def test_a_pair_of_an_adapter_that_is_chosen_later_stays() -> None:
+    """Its rank is open: the matrices are inputs, of which initializers are what stands there without one."""
+    model = model_of("float32")
+    for name, shape in {"a": (WIDTH, "rank"), "b": ("rank", sum(PARTS))}.items():
+        model.graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+    assert applied(fuse_low_rank_floats, model) == 1
+
+
 def test_the_token_is_said_once() -> None:
     model = model_of(dtype="float32")
     assert applied(add_greedy_node, model) == 1 and applied(add_greedy_node, model) == 0

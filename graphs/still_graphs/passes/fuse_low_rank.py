@@ -24,7 +24,8 @@ RANK = 256
 
 
 def _matrix(value: ir.Value) -> bool:
-    return is_weight(value) and rank(value) == 2
+    """Of sizes that are known: an adapter that is chosen at run time has a rank of its own."""
+    return is_weight(value) and rank(value) == 2 and value.shape is not None and value.shape.is_static()
 
 
 X, BASE = Val(lambda value: rank(value) == 3), Val(lambda value: not is_weight(value))
