@@ -3,7 +3,8 @@
 usage: python -m tools.ledger [RECORD ...]
 
 Records that are named, from `still-export prove` here or on another machine, are read, checked and kept in proofs/ first. A page marks its
-place with `<!-- ledger: NAME -->` and `<!-- ledger ends -->`, each on a line of its own; tests/docs/test_ledger.py compares.
+place with `<!-- ledger: NAME -->` and `<!-- ledger ends -->`, each on a line of its own; tests/docs/test_ledger.py compares. Which rooms
+made a record stale is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
-from still_export.proof.ledger import newest, state_of, table
+from still_export.proof.ledger import commit_of, newest, sources_of, table
 from still_export.proof.records import Record, read_record, read_records, write_record
 from still_export.targets.registry import TARGETS
 
@@ -97,7 +98,7 @@ def families(records: list[Record]) -> str:
     ]
     machines = sorted(
         {
-            f"{machine_of(r)}, {r.date:%Y-%m-%d}, `{(r.commit or '')[:12]}`, sources {state_of(r.stale_rooms())}"
+            f"{machine_of(r)}, {r.date:%Y-%m-%d}, {commit_of(r)}, sources {sources_of([r])}"
             for row in found.values()
             for held in row.values()
             for r in held
@@ -117,7 +118,6 @@ def targets(records: list[Record]) -> str:
         found = list(group)
         types = sorted({f"{r.subject.get('quantize', '')} {r.subject.get('dtype', '')}".strip() for r in found} - {""})
         failed = sum(r.verdict == "failed" for r in found)
-        stale = sorted({room for r in found for room in r.stale_rooms()})
         last = max(found, key=lambda r: r.date)
         rows.append(
             (
@@ -125,8 +125,8 @@ def targets(records: list[Record]) -> str:
                 f"{len(found)} passed" if not failed else f"**{failed} failed**, {len(found) - failed} passed",
                 ", ".join(types),
                 machine,
-                f"{last.date:%Y-%m-%d}, `{(last.commit or '')[:12]}`",
-                state_of(stale),
+                f"{last.date:%Y-%m-%d}, {commit_of(last)}",
+                sources_of(found),
             )
         )
     left = [t.name for t in TARGETS if t.name not in {row[0] for row in rows}]
@@ -167,12 +167,9 @@ def benchmarks(records: list[Record]) -> str:
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = ([f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else v for c in columns] for row in rows)
             subject = [f"{name} {value}" for name, value in record.subject.items() if value != record.name]
-            commit = f"`{record.commit}`" if record.commit else "commit not recorded"
-            stale = [f"stale: {', '.join(record.stale_rooms())}"] if record.stale_rooms() else []
-            about = f"{', '.join([record.name, *subject])}: {machine_of(record)}, {record.date:%Y-%m-%d}, {commit}"
-            parts.append(
-                f"{sentence([about, *stale])}\n{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}"
-            )
+            run = f"{machine_of(record)}, {record.date:%Y-%m-%d}, {commit_of(record)}, sources {sources_of([record])}"
+            about = sentence([f"{', '.join([record.name, *subject])}: {run}"])
+            parts.append(f"{about}\n{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}")
     return "\n".join(parts) or "Not recorded yet.\n"
 
 
@@ -192,7 +189,7 @@ def peers(records: list[Record]) -> str:
     head = [f"{words}: {name}" if i == 0 else name for words in figures.values() for i, name in enumerate(names)]
     kinds = {
         f"{r.subject['model']}: {r.subject.get('quantize') or r.subject['dtype']}, {r.subject['threads']} threads, {machine_of(r)}, "
-        f"{r.date:%Y-%m-%d}, `{(r.commit or '')[:12]}`, sources {state_of(r.stale_rooms())}": None
+        f"{r.date:%Y-%m-%d}, {commit_of(r)}, sources {sources_of([r])}": None
         for r in named
     }
     return markdown(("model", "context", *head), rows) + (f"\n{sentence(kinds)}" if kinds else "")
@@ -236,9 +233,7 @@ def quality(records: list[Record]) -> str:
         lines = [("package | type | runtime", *columns), ("--- | --- | ---", *["---"] * len(columns))]
         lines += [(what, *(row.get(column, "") for column in columns)) for what, row in packages.items()]
         parts.append(f"{table}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
-    machines = sorted(
-        {f"{machine_of(r)}, {r.date:%Y-%m-%d}, `{r.commit}`, sources {state_of(r.stale_rooms())}" for r in named}
-    )
+    machines = sorted({f"{machine_of(r)}, {r.date:%Y-%m-%d}, {commit_of(r)}, sources {sources_of([r])}" for r in named})
     return "\n".join([*parts, sentence(machines)] if parts else ["Not recorded yet.\n"])
 
 
@@ -273,6 +268,9 @@ def main(arguments: list[str] | None = None) -> None:
     except ConfigError as error:
         parser.error(str(error))
     records = read_records(PROOFS)
+    for record in newest(records):
+        if rooms := record.stale_rooms():
+            print(f"{record.name}: {', '.join(rooms)}")
     for page in (ROOT / name for name in PAGES):
         page.write_text(filled(page.read_text(encoding="utf-8"), records), encoding="utf-8")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from still_export.proof.records import Record
@@ -24,13 +24,13 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 
 def table(records: Iterable[Record]) -> str:
-    """Markdown: a row for each of the newest records; one whose sources are others now is stale, and says in which rooms."""
+    """Markdown: a row for each of the newest records; one whose sources are others now is stale."""
     rows = [HEAD, ("---",) * len(HEAD), *(_row(record) for record in newest(records))]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _row(record: Record) -> tuple[str, ...]:
-    subject, changed = record.subject, record.stale_rooms()
+    subject = record.subject
     rest = [f"{name} {value}" for name, value in subject.items() if name not in SUBJECT]
     what = ", ".join([subject.get("package", record.name), *rest])
     target = " on ".join(filter(None, [subject.get("target", ""), subject.get("provider", "")]))
@@ -43,17 +43,20 @@ def _row(record: Record) -> tuple[str, ...]:
     return (
         *(cell.replace("|", "\\|") for cell in cells),
         f"{record.date:%Y-%m-%d}",
-        f"`{(record.commit or '')[:12]}`",
-        state_of(changed),
+        commit_of(record),
+        sources_of([record]),
     )
 
 
-def state_of(changed: Sequence[str]) -> str:
-    """What the pages say of sources of which the rooms `changed` are others now."""
-    if not changed:
-        return "as they are"
-    names = [room.removeprefix("still_export.") for room in changed]
-    return f"**stale**: {', '.join(names)}" if len(names) < 4 else f"**stale**: {names[0]} and {len(names) - 1} more"
+def sources_of(records: Iterable[Record]) -> str:
+    """What pages say of the sources that were run. Which rooms changed is told by `python -m tools.ledger`: pages would be other ones after
+    every change of a stale room."""
+    return "**stale**" if any(record.stale_rooms() for record in records) else "as they are"
+
+
+def commit_of(record: Record) -> str:
+    """A copy of the sources without its history has none."""
+    return f"`{record.commit[:12]}`" if record.commit else "no commit"
 
 
 def figures(found: dict[str, Any]) -> str:

@@ -52,7 +52,11 @@ def test_the_tool_keeps_a_record_and_writes_pages(
             "|\n\n<!-- ledger ends -->\n\nafter\n"
         )
         assert "| 1,024 | 0.05 | 0.6 | 116 |" in text and "| 64 |  | 0.5 |  |" in text
-    assert len(read_records(tmp_path / "proofs")) == 1
+    assert len(read_records(tmp_path / "proofs")) == 1 and not capsys.readouterr().out
+    with monkeypatch.context() as other:
+        other.setattr(records, "_hash_or_none", lambda room: "0" * 64)
+        ledger.main([])
+    assert capsys.readouterr().out == "prove: still_export.errors\n"
     made.write_text(made.read_text().replace("0.6", "0.5"))
     with pytest.raises(SystemExit, match=r"^2$"):
         ledger.main([str(made)])
@@ -84,7 +88,7 @@ def test_targets_without_a_record_say_so_and_stale_ones_too(monkeypatch: pytest.
         and "web" in ledger.summary(made).partition("Without one: ")[2]
     )
     monkeypatch.setattr(records, "_hash_or_none", lambda room: "0" * 64)
-    assert "**stale**: errors |" in ledger.targets(made) and "**stale**" in ledger.proofs(made)
+    assert "**stale** |" in ledger.targets(made) and "**stale**" in ledger.proofs(made)
 
 
 def test_families_have_a_table_of_their_own() -> None:
@@ -150,5 +154,5 @@ def test_quality_is_a_table_a_length_and_one_by_position(monkeypatch: pytest.Mon
     assert "| Small, full attention | int4 | ort-cuda | 9.877 |\n" in text
     assert "quality Small" not in ledger.benchmarks([made]) and text.endswith("`, sources as they are.\n")
     monkeypatch.setattr(records, "_hash_or_none", lambda room: "0" * 64)
-    assert ledger.quality([made]).endswith("`, sources **stale**: errors.\n")
+    assert ledger.quality([made]).endswith("`, sources **stale**.\n")
     assert ledger.quality([]) == "Not recorded yet.\n"
