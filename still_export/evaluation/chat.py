@@ -15,8 +15,11 @@ CHAT_TOKENS = 200
 """Tokens of an answer at most."""
 
 
-def chat_ends(model: Any, tokenizer: Any, questions: Sequence[str]) -> dict[str, float]:
+def chat_ends(model: Any, tokenizer: Any, questions: Sequence[str], tokens_at_once: int) -> dict[str, float]:
     """How greedy answers of at most CHAT_TOKENS tokens end: mean "tokens", share "ended", mean share of "repeated" 4-grams.
+
+    Args:
+        tokens_at_once: Of the prompts that are answered together.
 
     Raises:
         ConfigError: The tokenizer has no chat template.
@@ -27,7 +30,9 @@ def chat_ends(model: Any, tokenizer: Any, questions: Sequence[str]) -> dict[str,
         turn = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-    replies = greedy(model, tokenizer, prompts, CHAT_TOKENS)
+    at_once = max(1, tokens_at_once // max(map(len, prompts)))
+    parts = [prompts[start : start + at_once] for start in range(0, len(prompts), at_once)]
+    replies = [reply for part in parts for reply in greedy(model, tokenizer, part, CHAT_TOKENS)]
     return {
         "tokens": sum(map(len, replies)) / len(replies),
         "ended": sum(len(reply) < CHAT_TOKENS for reply in replies) / len(replies),

@@ -20,7 +20,7 @@ from still_export.evaluation.chat import chat_ends, template
 from still_export.evaluation.code import code_prompts
 from still_export.evaluation.intervals import share
 from still_export.evaluation.positions import perplexity_by_position
-from still_export.evaluation.questions import CHAT
+from still_export.evaluation.questions import CHAT, about_texts
 from still_export.evaluation.synthetic import MAKERS, PromptWriter, replied, words_of
 from still_export.fields import option
 from still_export.linearization.tasks import TaskWriter, task_named
@@ -68,6 +68,9 @@ class EvaluationOptions:
     samples: int = option(4, "Prompts for each task, length and depth.", least=1)
     seed: int = option(0, "Of the prompts.")
     chat: int = option(0, "Questions of a chat whose answers' ends are counted, at most 50.", least=0)
+    chat_lengths: tuple[int, ...] = option(
+        (0,), "Tokens of the first text before each of them, which then ask about it; 0 = none.", commas=True, shown="0"
+    )
     variants: tuple[str, ...] = option(VARIANTS, "Of a STILL model.", commas=True, shown="all that it has")
     teacher: str | None = option(None, "The softmax model that MODEL was made from.")
     tokenizer: str | None = option(None, "Folder of the tokenizer, if not beside the model.")
@@ -86,6 +89,8 @@ class EvaluationOptions:
                 raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
         if not 0 <= self.chat <= len(CHAT):
             raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
+        if any(self.chat_lengths) and not self.texts:
+            raise ConfigError("--chat-lengths puts a text before a question: name one with --text.")
         shortest = min((*self.context_lengths, *self.lengths, self.by_position or 2))
         if shortest < 2 or self.depths < 1 or self.samples < 1:
             raise ConfigError("lengths, depths and samples must be positive, contexts at least 2 tokens.")
@@ -97,7 +102,8 @@ class Evaluation:
 
     bits_per_byte: variant -> "file @ context" -> value. perplexity: variant -> file -> "first-end" of positions -> value.
     retrieval: variant -> task -> length -> accuracy by depth. prompts: Of each task and length, over all depths.
-    chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before).
+    chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before), each
+    with "@ length" where a text stood before the question.
     costs: of packages, name -> what is measured -> value (`packages.costs`).
     """
 
@@ -186,10 +192,28 @@ def measure(
                         shares = by_depth(model, tokenizer, task, length, options, texts)
                         result.retrieval.setdefault(variant, {}).setdefault(task, {})[length] = shares
                         advance(f"{variant}, {task} at {length}")
-                if options.chat:
-                    result.chat[variant] = chat_ends(model, tokenizer, CHAT[: options.chat])
-                    advance(f"{variant}, chat")
+                for length in options.chat_lengths if options.chat else ():
+                    ends = chat_ends_behind(model, tokenizer, length, options, texts)
+                    named = {f"{name} @ {length}" if length else name: value for name, value in ends.items()}
+                    result.chat.setdefault(variant, {}).update(named)
+                    advance(f"{variant}, chat" + (f" at {length}" if length else ""))
     return result
+
+
+def chat_ends_behind(
+    model: Any, tokenizer: Any, length: int, options: EvaluationOptions, texts: dict[str, str]
+) -> dict[str, float]:
+    """How answers to `options.chat` questions end, behind `length` tokens of the first text."""
+    questions: Sequence[str] = CHAT[: options.chat]
+    if length:
+        text = next(iter(texts.values()))
+        tokens = tokenize(text[: 16 * length * options.chat], tokenizer, int(model.config.vocab_size))
+        if len(tokens) < length:
+            raise ConfigError(
+                f"the text has {len(tokens)} tokens, fewer than --chat-lengths {length}. Use a longer one."
+            )
+        questions = about_texts(tokenizer, tokens[: length * options.chat], length, options.chat)
+    return chat_ends(model, tokenizer, questions, TOKENS_AT_ONCE[model.device.type])
 
 
 def by_depth(
@@ -272,7 +296,8 @@ def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     variants = sum(len(options.variants) if name == "still" else 1 for name in models)
     texts = len(options.texts) * (len(options.context_lengths) + bool(options.by_position))
     tasks = len(options.tasks) * len(options.lengths)
-    return variants * (texts + tasks + bool(options.chat))
+    chats = len(options.chat_lengths) if options.chat else 0
+    return variants * (texts + tasks + chats)
 
 
 def variants_of(model: Any) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.evaluation.bench import BenchOptions
+from still_export.evaluation.chat import CHAT_TOKENS
 from still_export.evaluation.evaluate import (
     VARIANTS,
     Evaluation,
@@ -61,6 +62,8 @@ def evaluate(
         _check_served(options)
     asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
     asked += (options.by_position,) if options.texts and options.by_position else ()
+    if options.chat:
+        asked += tuple(length + CHAT_TOKENS for length in options.chat_lengths if length)
     longest = max(asked, default=2)
     if not asked and not options.chat:
         raise ConfigError("nothing to measure. Give --text, --tasks or --chat.")

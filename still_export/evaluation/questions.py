@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,14 @@ AROUND = (
     "\n\t{}\n",
     "\n=== {} ===\n",
 )
+ABOUT_TEXT = (
+    "What is the text above about?",
+    "Summarize the text above in a few sentences.",
+    "List the most important names of the text above, and say what each of them is.",
+    "Continue the text above.",
+)
+LONGEST_QUESTION = 64
+"""Tokens of one of them with what a chat puts around."""
 CHAT = tuple(
     """What is the boiling point of water?
 Why is the sky blue?
@@ -126,6 +135,16 @@ def unseen_fact(rng: np.random.Generator) -> tuple[str, str, str]:
 def holds(reply: str, answer: str) -> bool:
     """Whether a reply holds the answer as a word of its own."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
+
+
+def about_texts(tokenizer: Any, tokens: np.ndarray, length: int, count: int) -> list[str]:
+    """`count` questions, each behind another part of a text of `tokens`; part and question have about `length` tokens together."""
+    part = length - LONGEST_QUESTION
+    starts = np.linspace(0, len(tokens) - part, count).astype(int)
+    return [
+        f"{tokenizer.decode(tokens[start : start + part].tolist())}\n\n{ABOUT_TEXT[row % len(ABOUT_TEXT)]}"
+        for row, start in enumerate(starts)
+    ]
 
 
 def repeated(tokens: Sequence[int], size: int = 4) -> float:

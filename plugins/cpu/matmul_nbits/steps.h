@@ -122,7 +122,7 @@ inline void sum_quads(Quads x, float* rows)
 
 #elif defined(__AVX2__)
 
-constexpr int kStep = 2, kMostTokens = 16;
+constexpr int kStep = 2, kMostTokens = 64;
 typedef __m256i Bytes;
 typedef __m256i Sums;
 typedef __m256 Quads;

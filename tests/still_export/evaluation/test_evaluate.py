@@ -304,6 +304,39 @@ def test_chat_ends_are_counted() -> None:
             new[0, 10:] = 256
             return torch.cat([ids, new], dim=1)
 
-    result = chat_ends(Scripted(), chat_tokenizer(), ["one", "another"])
+    result = chat_ends(Scripted(), chat_tokenizer(), ["one", "another"], 1 << 13)
     assert result["tokens"] == (10 + 200) / 2 and result["ended"] == 0.5
     assert result["repeated"] == pytest.approx((6 / 7 + 196 / 197) / 2)
+    assert chat_ends(Scripted(), chat_tokenizer(), ["one", "another"], 1)["ended"] == 1, "one prompt at once"
+
+
+def test_a_chat_behind_a_text_asks_about_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n} of the text\n" for n in range(200)))
+    tokenizer, asked = chat_tokenizer(), []
+
+    def says(model: Any, tokenizer: Any, prompts: Any, tokens: int) -> list[list[int]]:
+        asked.extend(prompts)
+        return [[1] * 7 for _ in prompts]
+
+    monkeypatch.setattr(chats, "greedy", says)
+    given: dict[str, Any] = {"context_lengths": (), "tasks": (), "chat": 5, "chat_lengths": (0, 500)}
+    options = EvaluationOptions(texts=(str(text),), **given)
+    result = measure({"teacher": Uniform()}, tokenizer, options)
+    assert result.chat["teacher"] == {
+        **{"tokens": 7, "ended": 1, "repeated": 0.75},
+        **{"tokens @ 500": 7, "ended @ 500": 1, "repeated @ 500": 0.75},
+    }
+    assert measurements(["teacher"], options) == 2 and "| chat repeated @ 500 |" in result.table()
+    short, long = asked[:5], [tokenizer.decode(prompt) for prompt in asked[5:]]
+    assert max(map(len, short)) < 100 and len(set(long)) == 5
+    assert all(470 < len(prompt) <= 540 for prompt in asked[5:])
+    assert all(" of the text\nline " in prompt and "the text above" in prompt for prompt in long)
+    with pytest.raises(ConfigError, match=r"has 4090 tokens, fewer than --chat-lengths 5000"):
+        measure(
+            {"teacher": Uniform()},
+            tokenizer,
+            EvaluationOptions(**{**given, "texts": (str(text),), "chat_lengths": (5000,)}),
+        )
+    with pytest.raises(ConfigError, match="name one with --text"):
+        EvaluationOptions(**given)
