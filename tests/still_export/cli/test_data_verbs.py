@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 import tarfile
 import urllib.error
 from pathlib import Path
@@ -107,7 +108,10 @@ def test_bench_peer_measures_llama_cpp(tmp_path: Path, monkeypatch: pytest.Monke
     assert 10 < found["peak_mb"] < 200  # no torch
 
 
-def test_bench_peer_without_llama_cpp_says_what_installs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_peer_without_llama_cpp_says_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # it may be installed here
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert exit_code("bench-peer", tmp_path / "model.gguf", "--runtime", "llama.cpp") == 2
     assert "pip install 'still-export[llama-cpp]'" in " ".join(capsys.readouterr().err.split())
