@@ -59,6 +59,11 @@ def machine_of(record: Record) -> str:
     return record.machine.gpu or record.machine.processor
 
 
+def run_of(record: Record) -> str:
+    """Where and when a record was made, of which sources."""
+    return f"{machine_of(record)}, {record.date:%Y-%m-%d}, {commit_of(record)}, sources {sources_of([record])}"
+
+
 def markdown(head: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> str:
     """A table; "not recorded" where there is no row."""
     lines = [head, ("---",) * len(head), *rows]
@@ -96,14 +101,7 @@ def families(records: list[Record]) -> str:
         (f"`{name}`", *(cell(row.get(target, [])) or "not recorded" for target in columns))
         for name, row in sorted(found.items())
     ]
-    machines = sorted(
-        {
-            f"{machine_of(r)}, {r.date:%Y-%m-%d}, {commit_of(r)}, sources {sources_of([r])}"
-            for row in found.values()
-            for held in row.values()
-            for r in held
-        }
-    )
+    machines = sorted({run_of(r) for row in found.values() for held in row.values() for r in held})
     return markdown(("model", *columns), rows) + (f"\n{sentence(machines)}" if machines else "")
 
 
@@ -167,8 +165,7 @@ def benchmarks(records: list[Record]) -> str:
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = ([f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else v for c in columns] for row in rows)
             subject = [f"{name} {value}" for name, value in record.subject.items() if value != record.name]
-            run = f"{machine_of(record)}, {record.date:%Y-%m-%d}, {commit_of(record)}, sources {sources_of([record])}"
-            about = sentence([f"{', '.join([record.name, *subject])}: {run}"])
+            about = sentence([f"{', '.join([record.name, *subject])}: {run_of(record)}"])
             parts.append(f"{about}\n{markdown(tuple(name.replace('_', ' ') for name in columns), cells)}")
     return "\n".join(parts) or "Not recorded yet.\n"
 
@@ -188,8 +185,7 @@ def peers(records: list[Record]) -> str:
             rows.append((record.subject["model"], f"{length:,}", *cells))
     head = [f"{words}: {name}" if i == 0 else name for words in figures.values() for i, name in enumerate(names)]
     kinds = {
-        f"{r.subject['model']}: {r.subject.get('quantize') or r.subject['dtype']}, {r.subject['threads']} threads, {machine_of(r)}, "
-        f"{r.date:%Y-%m-%d}, {commit_of(r)}, sources {sources_of([r])}": None
+        f"{r.subject['model']}: {r.subject.get('quantize') or r.subject['dtype']}, {r.subject['threads']} threads, {run_of(r)}": None
         for r in named
     }
     return markdown(("model", "context", *head), rows) + (f"\n{sentence(kinds)}" if kinds else "")
@@ -233,7 +229,7 @@ def quality(records: list[Record]) -> str:
         lines = [("package | type | runtime", *columns), ("--- | --- | ---", *["---"] * len(columns))]
         lines += [(what, *(row.get(column, "") for column in columns)) for what, row in packages.items()]
         parts.append(f"{table}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
-    machines = sorted({f"{machine_of(r)}, {r.date:%Y-%m-%d}, {commit_of(r)}, sources {sources_of([r])}" for r in named})
+    machines = sorted({run_of(r) for r in named})
     return "\n".join([*parts, sentence(machines)] if parts else ["Not recorded yet.\n"])
 
 

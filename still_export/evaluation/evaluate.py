@@ -20,7 +20,7 @@ from still_export.evaluation.chat import chat_ends, template
 from still_export.evaluation.code import code_prompts
 from still_export.evaluation.intervals import share
 from still_export.evaluation.positions import perplexity_by_position
-from still_export.evaluation.questions import CHAT, about_texts
+from still_export.evaluation.questions import CHAT, LONGEST_QUESTION, about_texts
 from still_export.evaluation.synthetic import MAKERS, PromptWriter, replied, words_of
 from still_export.fields import option
 from still_export.linearization.tasks import TaskWriter, task_named
@@ -89,8 +89,15 @@ class EvaluationOptions:
                 raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
         if not 0 <= self.chat <= len(CHAT):
             raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
-        if any(self.chat_lengths) and not self.texts:
-            raise ConfigError("--chat-lengths puts a text before a question: name one with --text.")
+        if any(self.chat_lengths) and not (self.chat and self.texts):
+            raise ConfigError(
+                "--chat-lengths puts a text before the questions of --chat: give --chat, and the text with --text."
+            )
+        for length in self.chat_lengths:
+            if length and length <= LONGEST_QUESTION:
+                raise ConfigError(
+                    f"--chat-lengths {length}: a question alone takes {LONGEST_QUESTION} tokens. Use 0 or more tokens."
+                )
         shortest = min((*self.context_lengths, *self.lengths, self.by_position or 2))
         if shortest < 2 or self.depths < 1 or self.samples < 1:
             raise ConfigError("lengths, depths and samples must be positive, contexts at least 2 tokens.")

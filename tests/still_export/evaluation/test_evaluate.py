@@ -338,5 +338,6 @@ def test_a_chat_behind_a_text_asks_about_it(monkeypatch: pytest.MonkeyPatch, tmp
             tokenizer,
             EvaluationOptions(**{**given, "texts": (str(text),), "chat_lengths": (5000,)}),
         )
-    with pytest.raises(ConfigError, match="name one with --text"):
-        EvaluationOptions(**given)
+    for wrong in ({"texts": ()}, {"chat": 0}, {"chat_lengths": (64,)}, {"chat_lengths": (-1,)}):
+        with pytest.raises(ConfigError, match="--chat-lengths"):
+            EvaluationOptions(**{**given, "texts": (str(text),), **wrong})
