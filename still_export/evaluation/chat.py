@@ -42,8 +42,9 @@ def chat_ends(model: Any, tokenizer: Any, questions: Sequence[str], tokens_at_on
 
 def replies(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
     """The most likely continuations of at most `tokens` tokens, as texts; a served model writes them itself."""
-    if hasattr(model, "complete"):
-        return [model.complete(prompt, tokens) for prompt in prompts]
+    if hasattr(model, "complete_all"):
+        written: list[str] = model.complete_all([(prompt, tokens) for prompt in prompts])
+        return written
     said = greedy(model, tokenizer, prompts, tokens)
     return [tokenizer.decode(reply, skip_special_tokens=True) for reply in said]
 

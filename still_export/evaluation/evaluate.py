@@ -21,6 +21,7 @@ from still_export.evaluation.code import code_prompts
 from still_export.evaluation.intervals import share
 from still_export.evaluation.positions import perplexity_by_position
 from still_export.evaluation.questions import CHAT, LONGEST_QUESTION, about_texts
+from still_export.evaluation.served import AT_ONCE
 from still_export.evaluation.synthetic import MAKERS, PromptWriter, replied, words_of
 from still_export.fields import option
 from still_export.linearization.tasks import TaskWriter, task_named
@@ -233,10 +234,14 @@ def by_depth(
         return retrieval(model, tokenizer, task, length, options, texts)
     hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
     fillers = [tokenize(text, tokenizer, int(model.config.vocab_size)) for text in hay]
-    at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
     rng = np.random.default_rng((options.seed, length, 1))
     writer = PromptWriter(tokenizer, task, fillers, words_of(hay))
-    return replied(model, writer, length, options.depths, options.samples, rng, at_once)
+    return replied(model, writer, length, options.depths, options.samples, rng, prompts_at_once(model, length))
+
+
+def prompts_at_once(model: Any, length: int) -> int:
+    """Prompts of so many tokens in one call; a server is asked for a few at a time."""
+    return AT_ONCE if hasattr(model, "complete_all") else max(1, TOKENS_AT_ONCE[model.device.type] // length)
 
 
 def about_code(
@@ -360,7 +365,7 @@ def retrieval(
         place = depth / max(1, options.depths - 1)
         prompts = [writer.prompt(task_named(task), length, place, rng) for _ in range(options.samples)]
         hits = 0
-        at_once = max(1, TOKENS_AT_ONCE[model.device.type] // length)
+        at_once = prompts_at_once(model, length)
         for start in range(0, len(prompts), at_once):
             part = prompts[start : start + at_once]
             ids = np.stack([row for row, _ in part])
@@ -385,9 +390,10 @@ def check_answers(tokenizer: Any, prompts: Sequence[tuple[np.ndarray, int]]) -> 
 @torch.no_grad()
 def answered(model: Any, tokenizer: Any, ids: np.ndarray, counts: Sequence[int]) -> int:
     """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation; a served model writes them as text."""
-    if hasattr(model, "complete"):
+    if hasattr(model, "complete_all"):
         pairs = [(row[:-count].tolist(), row[-count:].tolist()) for row, count in zip(ids, counts, strict=True)]
-        return sum(model.complete(given, len(rest)).strip() == tokenizer.decode(rest).strip() for given, rest in pairs)
+        said = model.complete_all([(given, len(rest)) for given, rest in pairs])
+        return sum(text.strip() == tokenizer.decode(rest).strip() for text, (_, rest) in zip(said, pairs, strict=True))
     rows, longest = torch.from_numpy(ids).to(model.device), max(counts)
     likely = model(rows, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].argmax(-1)
     right = likely == rows[:, -longest:]

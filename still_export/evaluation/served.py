@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from still_export.runtime.sampling import RunError
 
 SECONDS = 600
 """Until an answer has to be there."""
+AT_ONCE = 8
+"""Prompts that it is asked at a time: servers answer several together."""
 
 
 def is_served(model: str) -> bool:
@@ -47,6 +50,11 @@ class ServedModel:
         """The greedy continuation of a prompt's ids, of at most `tokens` tokens."""
         body = {"model": self.name, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
         return self._ask("completions", lambda found: found["choices"][0]["text"], body)
+
+    def complete_all(self, asked: Sequence[tuple[Sequence[int], int]]) -> list[str]:
+        """The continuations of prompts' ids, each of at most so many tokens, in their order."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(lambda one: self.complete(*one), asked))
 
     def _ask(self, what: str, read: Any, body: dict[str, Any] | None = None) -> str:
         content = None if body is None else json.dumps(body).encode()

@@ -26,6 +26,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import torch
+
+from still_export.models import forward_with_state
+from still_export.proof.served import Reference
+from still_export.runtime.torch import TorchModel
+from still_kernels.forms import pytorch_forms
 from tests.gpu.quantized_folders import FORMS, quantized_folders
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,8 +49,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 CONTEXT = 640
-MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
+MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 """Of engines that serve little models: what others on the same device have is left alone, and not measured."""
+GPU = torch.cuda.is_available()
 
 
 # Models.
@@ -51,7 +59,6 @@ MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
 
 def random_model(folder: Path, family: str, **still: Any) -> Path:
     """A STILL folder with random weights of a family, its middle layer softmax, with sizes that the kernels have."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     from still_export.mixers.config import StillConfig
@@ -111,6 +118,26 @@ def random_model(folder: Path, family: str, **still: Any) -> Path:
 # Checks of answers.
 
 
+class OnGpu(TorchModel):
+    """PyTorch's forms of all ops on the GPU; states lie on the CPU between two calls. On the CPU a model of 135 million parameters takes
+    minutes, half of them for float16."""
+
+    def _call(
+        self, input_ids: np.ndarray, counts: np.ndarray, length: np.ndarray, states: list[dict[str, torch.Tensor]]
+    ) -> tuple[np.ndarray, list[dict[str, torch.Tensor]]]:
+        ids, new, past = (torch.as_tensor(x, dtype=torch.int64, device="cuda") for x in (input_ids, counts, length))
+        there = [{name: x.cuda() for name, x in layer.items()} for layer in states]
+        with pytorch_forms():
+            logits, present = forward_with_state(self.model, ids, new, past, there, keep=0 if self.all_logits else 1)
+        return logits.float().cpu().numpy(), [{name: x.cpu() for name, x in layer.items()} for layer in present]
+
+
+def on_gpu(reference: Reference | None) -> None:
+    """Let it answer there, where there is one."""
+    if GPU and reference is not None:
+        reference.runner = OnGpu(reference.runner.manifest, reference.runner.model.cuda())
+
+
 def proven(
     options: argparse.Namespace,
     folder: Path,
@@ -122,7 +149,7 @@ def proven(
     **settings: Any,
 ) -> str:
     """vLLM's answers, with more `settings`, beside PyTorch's, which has the weights of the folder `meant`; its model in `dtype` is changed
-    before."""
+    before. On a GPU the loads' engines run beside each other: most of their time is their start."""
     from still_export.models.description import describe_model
     from still_export.models.load import load_model
     from still_export.proof.served import ANSWER_TOKENS, ServedVerifier
@@ -135,9 +162,14 @@ def proven(
     log.write_text("")
     engine = VllmEngine(folder, dtype, int(ranks), log, {**MEMORY, **settings})
     verifier = ServedVerifier(describe_model(model), model, half, engine, options.seed)
+    on_gpu(verifier.reference)
+    on_gpu(verifier.half)
+    asked = [verifier.requests(load, options.requests, ANSWER_TOKENS) for load in loads]
+    with ThreadPoolExecutor(len(loads) if GPU and ranks == "1" else 1) as pool:
+        served = list(pool.map(engine.serve, loads, asked))
     found = []
-    for report in verifier.run(loads, options.requests, ANSWER_TOKENS):
-        found.append(report)
+    for each in zip(loads, asked, served, strict=True):
+        found.append(report := verifier.judge(*each))
         print(f"FOUND {folder.name}, {report.name}: {report.requests} requests, {len(report.wrong)} wrong", flush=True)
     wrong = [
         f"{r.name}: {r.wrong[0] if r.wrong else f'{r.explained} need an explanation'}" for r in found if not r.passed
@@ -205,7 +237,6 @@ def quantized(options: argparse.Namespace, form: str, dtype: str, name: str = ""
 
 def refusals(options: argparse.Namespace) -> str:
     """What vLLM says at the start to what cannot be served, and to requests that are too long; all in one process."""
-    import torch
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -236,7 +267,7 @@ def refusals(options: argparse.Namespace) -> str:
         "beyond the capacity": (short, {"max_model_len": 600}, "max-model-len 600 exceeds capacity_tokens=512"),
         "speculative decoding": (good, speculative, "speculative decoding needs states"),
     }
-    if torch.cuda.is_available():
+    if GPU:
         cases |= {
             f"head size {size}": (changed(f"head{size}", head_dim=size), {}, f"no GPU kernel .* head_dim={size}")
             for size in (24, 72, 192)
@@ -304,9 +335,6 @@ def server(folder: Path, *flags: str) -> Iterator[str]:
 def serve(options: argparse.Namespace) -> str:
     """`vllm serve FOLDER` with no other settings but memory, eight clients at a time: each answer is the one that PyTorch gives; what asks
     for more than the capacity gets a 4xx, or, as newer versions have it, an answer that ends there."""
-    import numpy as np
-    import torch
-
     from still_export.models.load import load_model, load_tokenizer
 
     model, tokenizer = load_model(SMALL, dtype="float32"), load_tokenizer(SMALL)

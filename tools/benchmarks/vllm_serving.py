@@ -1,22 +1,26 @@
 """Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with other models: room for requests, prefill, decode, many at once.
 
-  python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile]
+  python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile] [--own-process]
 
 KIND: still, kv_group, still-bfloat16 (linear state in bfloat16 with a rest); full attention: full, full-int4, full-ngram (speculation by
 n-grams of prompts that repeat themselves, four guesses a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4:
 Qwen3.5-35B-A3B's sizes, as a Qwen3-Next, for 8 requests at most.
 
 Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 bits (full-int4: all of the layers, not embedding and
-head); a GPU of 100 GB is needed, and nothing else on it. One engine does all of it, and each time is printed when it is there.
+head); a GPU of 100 GB is needed for 64 requests of 64K, one of 80 GB for eight. One engine does all of it, and each time is printed when
+it is there.
 --long COUNTxOUT: so many requests of 64K that come at once, and tokens that each gets;
 --mixed COUNTxOUT: of 100 tokens to 64K, as many of each octave.
 --no-compile: without torch.compile, steps as CUDA graphs all the same (experts compile for more than four minutes).
---profile: which kernels a step of 64 rows and one with prompts spend their time in, to $OUT. --tiny: everything at a small size, to try
-the tool without a GPU. vLLM and the plugin are found as tests/gpu/test_vllm.py says.
+--profile: which kernels a step of 64 rows and one with prompts spend their time in, to $OUT; of several ranks, or an engine in a process
+of its own, the kernels of 64 short requests, as each rank's profiler tells them. --own-process: as `vllm serve` has its engine.
+--cache-gib N --turn FILE: of several engines on one GPU, each with so much cache, those that wait for the file's lock measure one after the
+other. --tiny: everything at a small size, to try the tool without a GPU. vLLM and the plugin are found as tests/gpu/test_vllm.py says.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import sys
@@ -168,7 +172,9 @@ class Bench:
             additional_config={} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"},
             **limits,
         ).llm_engine
-        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        core = getattr(self.engine.engine_core, "engine_core", None)  # in another process it is not seen
+        self.scheduler = None if core is None else core.scheduler
+        self.apart = ranks > 1 or core is None
         if kind.endswith("-int4"):
             self.found.add(engine=self.name, matrices_in_4_bits=sum(self.engine.apply_model(fill_codes)))
 
@@ -185,6 +191,7 @@ class Bench:
 
     def room(self, tokens: int) -> float:
         """Requests of so many tokens that memory holds."""
+        assert self.scheduler is not None
         config = self.scheduler.kv_cache_config
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         needed = (spec.blocks(tokens) if hasattr(spec, "blocks") else -(-tokens // spec.block_size) for spec in specs)
@@ -204,7 +211,7 @@ class Bench:
 
     def timed(self, lengths: Sequence[int], out: int) -> Run:
         """Requests of so many tokens each, until the last has ended."""
-        times, first, count = Run(), set(), len(lengths)
+        times, first, count = Run(), set[str](), len(lengths)
         begin = last = said = time.perf_counter()
         made, had = 0, dict[str, int]()
         self.begin(lengths, out)
@@ -220,13 +227,9 @@ class Bench:
                 first |= {output.request_id for output in outputs}
                 times.prefill = now - begin
             had |= got
-            times.running = max(times.running, len(self.scheduler.running))
+            times.running = max(times.running, len(outputs))  # each that runs gets a token, unless it is read
             if now - said > 30:
-                running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-                print(
-                    f"  {now - begin:.0f} s: {len(first)} have begun, {running} run, {waiting} wait, {made} tokens",
-                    flush=True,
-                )
+                print(f"  {now - begin:.0f} s: {len(first)} have begun, {made} tokens", flush=True)
                 said = now
             last = now
         times.total = last - begin
@@ -234,6 +237,11 @@ class Bench:
 
     def profile(self, folder: Path) -> None:
         """Where steps spend their time: one with prompts, and some of single tokens."""
+        if self.apart:
+            self.engine.start_profile()
+            self.timed([self.sizes.short] * self.sizes.rows, 32)
+            self.engine.stop_profile()
+            return
         self.begin([self.sizes.short] * self.sizes.rows, 32)
         self.engine.step()
         self.profiled(folder, "with prompts", 1)
@@ -274,9 +282,10 @@ class Bench:
     def run(self, eight: bool, mixed: Loads, long: Loads, folder: Path | None) -> None:
         """All measurements, the shortest first."""
         s = self.sizes
-        room = {str(tokens): round(self.room(tokens), 1) for tokens in (s.long, s.short)}
-        self.found.add(engine=self.name, room_for_requests_of=room)
-        self.timed([4 * s.short], 8)
+        if self.scheduler is not None:
+            room = {str(tokens): round(self.room(tokens), 1) for tokens in (s.long, s.short)}
+            self.found.add(engine=self.name, room_for_requests_of=room)
+        self.say(f"1 of {4 * s.short}", self.timed([4 * s.short], s.steps), s.steps)
         self.timed([s.short] * min(8, s.rows), 8)
         for turn in ("first", "again"):
             self.say(f"{s.rows} of {s.short}, {turn}", self.timed([s.short] * s.rows, s.out), s.out)
@@ -312,11 +321,16 @@ def main() -> int:
         parser.add_argument(load, type=load_of, action="append", default=[], metavar="COUNTxOUT", help="repeatable")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--own-process", action="store_true")
+    parser.add_argument("--cache-gib", type=int)
+    parser.add_argument("--turn", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     out = Path(os.environ.get("OUT", tempfile.gettempdir())).resolve()
     found_by = os.environ.get("PYTHONPATH", "")
     os.environ.update(environment(out))
+    if options.own_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if not found_by.startswith(str(out / "entry")):
         # So that this process finds the plugin, as those that vLLM starts.
         os.execv(sys.executable, [sys.executable, "-m", "tools.benchmarks.vllm_serving", *sys.argv[1:]])
@@ -331,7 +345,19 @@ def main() -> int:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": rows,
         }
+    if options.cache_gib:
+        limits |= {"kv_cache_memory_bytes": options.cache_gib << 30, "gpu_memory_utilization": 0.25}
+    if options.profile and (options.ranks > 1 or options.own_process):
+        limits["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(out),
+            "torch_profiler_with_stack": False,
+        }
     bench = Bench(options.kind, options.ranks, sizes, limits)
+    if options.turn:
+        print("ready", flush=True)
+        held = options.turn.open("w")
+        fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends
     bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     subject = {
         "geometry": geometry,
@@ -339,6 +365,7 @@ def main() -> int:
         "kind": options.kind,
         "ranks": str(options.ranks),
         **({"compiled": "no"} if options.no_compile else {}),
+        **({"engine": "in a process of its own"} if options.own_process else {}),
     }
     rooms = ["still_export.serving", "still_kernels"]
     bench.found.record(options.record, f"vLLM, {bench.name}", subject, rooms)
