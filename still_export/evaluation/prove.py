@@ -67,7 +67,7 @@ def prove(
         PackageError: The package is damaged or does not run here.
         ModuleNotFoundError: The target's runtime is not installed.
     """
-    opened = open_package(Path(package))
+    opened = open_package(Path(package), check_hashes=False)  # who builds of it, and verify, compare them
     target = packaged_target(opened.manifest)
     runtime = runtime_of(opened.manifest["target"], None)
     demand(*runtime.modules)
@@ -75,7 +75,7 @@ def prove(
         from still_export.targets.trt.build import BuildOptions
 
         say("building")
-        target.build(opened, BuildOptions(), say)
+        target.build(open_package(Path(package)), BuildOptions(), say)
         opened = open_package(Path(package))
     missing: list[str] = []
     begin = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -126,7 +127,8 @@ def verify(
     from still_export.proof.quantized import quantization_loss_of
 
     wide = _options(proof.package, options.model, "float32")
-    return Verdict(report, target, quantization_loss_of(wide, folder, manifest, options.text))
+    device = options.reference_device or "cpu"
+    return Verdict(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
 
 
 def record(
@@ -168,10 +170,7 @@ class _Proof:
     def __init__(self, package: str | Path, options: VerifyOptions, record: bool = False) -> None:
         self.package, self.options = open_package(Path(package), check_hashes=False), options
         manifest = self.package.manifest
-        if (
-            not record or manifest.get("quantization") is not None
-        ):  # else nothing is read of it: its weights are the model's
-            self.package = open_package(Path(package))
+        self._read = not record or manifest.get("quantization") is not None  # else its weights are the model's
         self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
         check_dtype(self.package)
         self.quantized = manifest.get("quantization") is not None
@@ -181,7 +180,17 @@ class _Proof:
         self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
 
     def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
-        """Calls with PyTorch's answers, which has an adapter's `pairs` added to its weights."""
+        """Calls with PyTorch's answers, which has an adapter's `pairs` added to its weights. Where the package is read its files are
+        compared with their hashes, while PyTorch is loaded."""
+        with ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(open_package, self.package.path) if self._read else None
+            try:
+                return self._cases(pairs)
+            finally:
+                if whole is not None:
+                    whole.result()
+
+    def _cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
         asked, device = self.options, self.options.reference_device or "cpu"
         if asked.calls is not None:
             from still_export.proof.recorded import RecordedCases

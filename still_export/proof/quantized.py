@@ -56,7 +56,7 @@ class QuantizationLoss:
 
 
 def quantization_loss_of(
-    options: ExportOptions, folder: Path, manifest: dict[str, Any], text: Path | None = None
+    options: ExportOptions, folder: Path, manifest: dict[str, Any], text: Path | None = None, device: str = "cpu"
 ) -> QuantizationLoss:
     """The quantization loss of a package.
 
@@ -64,6 +64,7 @@ def quantization_loss_of(
         options: What was exported.
         folder, manifest: The package.
         text: UTF-8 text; None: random tokens, which no model expects.
+        device: Where it is computed.
 
     Raises:
         ConfigError: The text cannot be read, or has too few tokens.
@@ -76,12 +77,12 @@ def quantization_loss_of(
         quantization = manifest["quantization"]
         round_activations(model, held_names(folder), quantization["block_size"], quantization["scheme"])
 
-    original, weights = _log_probabilities(source, tokens), _log_probabilities(held, tokens)
+    original, weights = (_log_probabilities(each, tokens, device) for each in (source, held))
     bits = [None if text is None else _bits(p, tokens) / size for p in (weights, original)]
     kl, kl_rounded = _kl(original, weights), None
     if rounds_activations(manifest):
         del weights
-        kl_rounded = _kl(original, _log_probabilities(held, tokens, round_inputs))
+        kl_rounded = _kl(original, _log_probabilities(held, tokens, device, round_inputs))
     return QuantizationLoss(None if text is None else str(text), tokens.shape[1], kl, kl_rounded, *bits)
 
 
@@ -103,9 +104,11 @@ def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None)
     return torch.tensor([ids]), len(tokenizer.decode(ids[1:]).encode())
 
 
-def _log_probabilities(source: Source, tokens: Tensor, prepare: Callable[[Any], None] | None = None) -> Tensor:
+def _log_probabilities(
+    source: Source, tokens: Tensor, device: str, prepare: Callable[[Any], None] | None = None
+) -> Tensor:
     """Of every token after each position, [T, V]; one layer's weights are in memory at a time."""
-    layers = LayerwiseModel({"model": {"all_logits": True}}, source, prepare=prepare)
+    layers = LayerwiseModel({"model": {"all_logits": True}}, source, prepare=prepare, device=device)
     feed = layers.empty_feed(1, tokens.shape[1])
     feed |= {"input_ids": tokens.numpy(), "new_tokens": np.array([tokens.shape[1]])}
     logits = torch.from_numpy(layers.run([Chain.of(feed, nothing)])[0][0]["logits"][0])

@@ -212,14 +212,17 @@ def test_bad_input(
     assert [x.name for x in tmp_path.iterdir()] == ["empty"]
 
 
-def test_changed_file_is_refused(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("command", ["run --prompt-ids 5", "verify", "prove"])
+def test_changed_file_is_refused(command: str, export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
     package = tmp_path / "package"
     shutil.copytree(export_tiny().path, package)
     with (package / "model.onnx.data").open("r+b") as file:
         file.seek(100)
         file.write(b"\xff")
-    assert call("run", package, "--prompt-ids", "5") == 2
-    assert "SHA-256" in capsys.readouterr().err
+    verb, *flags = command.split()
+    assert call(verb, package, *flags) == 2
+    said = capsys.readouterr()
+    assert "SHA-256" in said.err and "PASSED" not in said.out
 
 
 def test_prompt_beyond_the_capacity(export_tiny: Exporter, capsys: Capture) -> None:
