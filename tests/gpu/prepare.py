@@ -1,6 +1,6 @@
 """Make the packages that tests/gpu proves, where PyTorch and Triton are; no GPU is needed.
 
-  python -m tests.gpu.prepare PLACE small --include HEADERS                   # ONNX Runtime's headers; assets/small in every type
+  python -m tests.gpu.prepare PLACE small --include HEADERS [--only genai]    # ONNX Runtime's headers; assets/small in every type
   python -m tests.gpu.prepare PLACE demo --include HEADERS                    # SmolLM2, float32, float16 and int4: 1 GB
   python -m tests.gpu.prepare PLACE linear --include HEADERS [--only qwen3_5_text,kimi_linear]
   python -m tests.gpu.prepare PLACE bodies [--only rat]                       # families without kernels
@@ -32,12 +32,13 @@ PART_BYTES = 36_000_000
 LENGTHS = "1,63,64,65,129,512"
 CONTEXT = 65536 + 256
 SMALL = ("small-float32", "small-float16", "small-bfloat16")
+DEMO = ("demo-float32", "demo-float16", "demo-int4")
 EXPERTS = tuple(
     f"experts-{name}"
     for name in ("qwen3_5_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "minimax", "lfm2_moe")
 )
 GUESSES = ("guesses-float32", "guesses-float16")
-OTHER_GPU = "other-gpu"
+OTHER_GPU, GENAI = "other-gpu", "genai"
 MOVED = ("moved-onnx", "moved-trt")
 QUANTIZED = {
     each.replace(", ", "-").replace(" ", "_"): each
@@ -97,16 +98,16 @@ def native(options: argparse.Namespace, arch: str | None = None) -> tuple[str, .
 
 def small(options: argparse.Namespace) -> None:
     """The small model in every type, with steps of guessed tokens, and once for another GPU."""
-    for name in SMALL:
-        recorded = None if name == "small-bfloat16" else LENGTHS
-        dtype = name.split("-")[1]
-        export("onnx", options.place, name, SMALL_MODEL, *native(options), "--dtype", dtype, lengths=recorded)
-    for name in GUESSES:
-        flags = ("--dtype", name.split("-")[1], "--speculate", "16")
-        export("onnx", options.place, name, SMALL_MODEL, *native(options), *flags)
     other = native(options, "sm_80" if options.arch != "sm_80" else "sm_90")
-    export("onnx", options.place, OTHER_GPU, SMALL_MODEL, *other, "--dtype", "float16", lengths=None)
-    export("genai", options.place, "genai", SMALL_MODEL, *native(options)[:-2], lengths=None)
+    for name in wanted(options, (*SMALL, *GUESSES, OTHER_GPU, GENAI)):
+        recorded = LENGTHS if name in (*SMALL[:2], *GUESSES) else None
+        if name == GENAI:
+            export("genai", options.place, name, SMALL_MODEL, *native(options)[:-2], lengths=recorded)
+            continue
+        dtype = "float16" if name == OTHER_GPU else name.split("-")[1]
+        flags = (*(other if name == OTHER_GPU else native(options)), "--dtype", dtype)
+        more = ("--speculate", "16") if name in GUESSES else ()
+        export("onnx", options.place, name, SMALL_MODEL, *flags, *more, lengths=recorded)
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -114,10 +115,14 @@ def demo(options: argparse.Namespace) -> None:
     import still_export
 
     model, overlay = still_export.demo_model_path(), ("--overlay", DEMO_ADAPTER, "--capacity-tokens", "8448")
-    for dtype in ("float32", "float16"):
-        export("onnx", options.place, f"demo-{dtype}", model, *native(options), *overlay, "--dtype", dtype)
-    four = (*overlay, "--dtype", "float16", "--quantize", "int4")
-    export("onnx", options.place, "demo-int4", model, *native(options), *four, lengths="1,63,65,129")
+    types: dict[str, tuple[tuple[str, ...], str]] = {
+        "demo-float32": (("--dtype", "float32"), LENGTHS),
+        "demo-float16": (("--dtype", "float16"), LENGTHS),
+        "demo-int4": (("--dtype", "float16", "--quantize", "int4"), "1,63,65,129"),
+    }
+    for name in wanted(options, DEMO):
+        flags, lengths = types[name]
+        export("onnx", options.place, name, model, *native(options), *overlay, *flags, lengths=lengths)
 
 
 def linear(options: argparse.Namespace) -> None:

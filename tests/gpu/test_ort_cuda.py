@@ -15,11 +15,11 @@ from still_export.errors import StillExportError
 from still_export.package.refusals import RunError
 from tests.gpu.conftest import Proof, prepared, run_command, told_by_verify
 from tests.gpu.ort_checks import CHECKS, difference, opened
-from tests.gpu.prepare import BODIES, GUESSES, LINEAR_FAMILIES, OTHER_GPU, QUANTIZED, SMALL
+from tests.gpu.prepare import BODIES, DEMO, GUESSES, LINEAR_FAMILIES, OTHER_GPU, QUANTIZED, SMALL
 
 LINEAR = [f"linear-{family}-{dtype}" for family in LINEAR_FAMILIES for dtype in ("float32", "float16")]
 OF_QUANTIZERS = [f"quantized-{name}" for name in QUANTIZED]
-RECORDED = [*SMALL[:2], "demo-float32", "demo-float16", "demo-int4", *GUESSES, *LINEAR]
+RECORDED = [*SMALL[:2], *DEMO, *GUESSES, *LINEAR]
 """Packages with kernels, and PyTorch's answers beside them."""
 BY_BODIES = [f"bodies-{family}-{dtype}" for family in BODIES for dtype in ("float32", "float16")]
 KERNELS = 1e-4
