@@ -3,7 +3,7 @@
   python -m tools.benchmarks.all_reduce [--set NCCL_MIN_NCHANNELS=32] [--set NCCL_PROTO=Simple,NCCL_ALGO=Ring] [--ranks 2]
 
 Sums of bfloat16 in CUDA graphs of 16, as large as hidden states of Llama-3.1-8B: of one token, 64, 1,024 and 16,384. Each --set is a turn
-more, of NCCL with these variables; the first has none. vLLM's kernel is timed where vLLM is installed.
+more, of NCCL with these variables; the first has none. The last is of vLLM's kernel, where vLLM is installed.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ def recorded(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def work(rank: int, ranks: int, settings: dict[str, str], port: int, answers: Any) -> None:
+def work(rank: int, ranks: int, settings: dict[str, str], kernels: bool, port: int, answers: Any) -> None:
     """One rank, in a process of its own."""
     os.environ |= {**settings, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
     found = {}
     kernel = None
-    if not settings and find_spec("vllm"):
+    if kernels:
         from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
         kernel = CustomAllreduce(dist.new_group(backend="gloo"), torch.device("cuda", rank))
     for tokens in TOKENS:
         x = torch.full((tokens, HIDDEN), 1e-3, dtype=torch.bfloat16, device="cuda")
-        dist.all_reduce(x)
-        found["NCCL", tokens] = median_us(recorded(lambda x=x: dist.all_reduce(x)))  # type: ignore[misc]
-        if kernel is not None and kernel.should_custom_ar(x):
+        if kernel is None:
+            dist.all_reduce(x)
+            found["NCCL", tokens] = median_us(recorded(lambda x=x: dist.all_reduce(x)))  # type: ignore[misc]
+        elif kernel.should_custom_ar(x):
             with kernel.capture():
                 graph = recorded(lambda x=x: kernel.custom_all_reduce(x))  # type: ignore[misc]
             found["vLLM's kernel", tokens] = median_us(graph)
@@ -82,15 +83,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     found = Findings()
-    for number, given in enumerate(["", *options.set]):
+    turns = [(given, False) for given in ("", *options.set)] + [("", True)] * bool(find_spec("vllm"))
+    for number, (given, kernels) in enumerate(turns):
         settings = dict(part.split("=") for part in given.split(",") if part)
         answers = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(work, (options.ranks, settings, 29600 + number, answers), options.ranks)
+        mp.spawn(work, (options.ranks, settings, kernels, 29600 + number, answers), options.ranks)
         for (way, tokens), us in answers.get().items():
             size = tokens * HIDDEN * 2
-            found.add(
-                way=way, settings=given, tokens=tokens, kib=size >> 10, us=round(us, 1), gb_s=round(size / us / 1e3, 1)
-            )
+            rate = round(size / us / 1e3, 1)
+            found.add(way=way, settings=given, tokens=tokens, kib=size >> 10, us=round(us, 1), gb_s=rate)
     found.record(options.record, "sums of GPUs", {"ranks": str(options.ranks)}, ["still_export.serving"])
     return 0
 

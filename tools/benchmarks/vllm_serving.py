@@ -237,11 +237,6 @@ class Bench:
 
     def profile(self, folder: Path) -> None:
         """Where steps spend their time: one with prompts, and some of single tokens."""
-        if self.apart:
-            self.engine.start_profile()
-            self.timed([self.sizes.short] * self.sizes.rows, 32)
-            self.engine.stop_profile()
-            return
         self.begin([self.sizes.short] * self.sizes.rows, 32)
         self.engine.step()
         self.profiled(folder, "with prompts", 1)
@@ -289,7 +284,7 @@ class Bench:
         self.timed([s.short] * min(8, s.rows), 8)
         for turn in ("first", "again"):
             self.say(f"{s.rows} of {s.short}, {turn}", self.timed([s.short] * s.rows, s.out), s.out)
-        if folder is not None:
+        if folder is not None and not self.apart:
             self.profile(folder)
         for turn in ("first", "again"):
             self.say(f"1 of {s.long}, {turn}", self.timed([s.long], s.steps), s.steps)
@@ -303,6 +298,10 @@ class Bench:
             self.say(load, self.timed(lengths, out), out)
         for count, out in long:
             self.say(f"{count} of {s.long}", self.timed([s.long] * count, out), out)
+        if folder is not None and self.apart:
+            self.engine.start_profile()
+            self.timed([s.short] * s.rows, 32)
+            self.engine.stop_profile()
 
 
 def load_of(text: str) -> tuple[int, int]:
@@ -346,7 +345,7 @@ def main() -> int:
             "cudagraph_capture_sizes": rows,
         }
     if options.cache_gib:
-        limits |= {"kv_cache_memory_bytes": options.cache_gib << 30, "gpu_memory_utilization": 0.25}
+        limits |= {"kv_cache_memory_bytes": options.cache_gib << 30, "gpu_memory_utilization": 0.5 / options.ranks}
     if options.profile and (options.ranks > 1 or options.own_process):
         limits["profiler_config"] = {
             "profiler": "torch",
