@@ -345,7 +345,7 @@ def main() -> int:
             "cudagraph_capture_sizes": rows,
         }
     if options.cache_gib:
-        limits |= {"kv_cache_memory_bytes": options.cache_gib << 30, "gpu_memory_utilization": 0.5 / options.ranks}
+        limits |= {"kv_cache_memory_bytes": options.cache_gib << 30, "gpu_memory_utilization": 0.4 / options.ranks}
     if options.profile and (options.ranks > 1 or options.own_process):
         limits["profiler_config"] = {
             "profiler": "torch",
