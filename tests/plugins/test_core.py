@@ -56,6 +56,7 @@ CONSTANTS = {
     "attend_rows": 48,
     "attend_programs": 0,
     "linear_programs": 0,
+    "unpack_rows": 0,
     "scan_tma": 0,
     "value_slices": 2,
     "decode_programs": 60,
@@ -409,7 +410,7 @@ DESCRIPTOR = {"name": "query", "type": "descriptor", "element": "fp16", "box": [
 
 def test_a_matrix_goes_to_the_kernel_by_descriptor(core: Core, recorder: Recorder, tmp_path: Path) -> None:
     """Five parameters, made of the address of each launch; a tensor without rows has none."""
-    cache = {**DESCRIPTOR, "name": "salient_key", "box": [128, 64]}
+    cache = {**DESCRIPTOR, "name": "cached_key", "box": [128, 64]}
     entry = variant()
     entry["kernels"]["attend"]["args"] = [cache, DESCRIPTOR, {"name": "H", "type": "i32"}]
     core.call("still_add_archive", str(write_archive(tmp_path, [entry])).encode())

@@ -50,6 +50,7 @@ class Case:
     phantom: bool = False
     packed: bool = False
     paged: bool = False  # packed, and the states in pages of an engine
+    unpacked: bool = False  # ring and cache are those of the call, of a state in 8 bits
     segment: int = 256
     scale: float = 1.0
     programs: int = PROGRAMS
@@ -92,6 +93,7 @@ CASES = {
     "more slots than known": Case((700,), (900,), slots=1000),
     "segments": Case((70, 0), (1000, 513), segment=4),
     "segments, packed": Case((70, 0), (1000, 513), segment=6, packed=True, programs=5),
+    "unpacked": Case(**RAGGED, packed=True, unpacked=True, programs=3),
     "large logits": Case((300,), (400,), scale=20.0),
     "float16": Case(**RAGGED, dtype="float16"),
     "float16, packed, group": Case(**RAGGED, dtype="float16", packed=True, group=True),
@@ -299,10 +301,15 @@ def prepare(data: Data, kernel: str, output: Tensor) -> list[Any]:
             "FACTOR": int(case.factor),
             "RAGGED": int(case.packed),
             "PAGES": 0 if data.pages is None else data.pages.kernel,
-            "CODES": 0,
+            "CODES": int(case.unpacked and kernel == "tma"),
         }
         scales = dict.fromkeys(f"{s.name}_scale" for s in HYBRID_ATTENTION.states if s.narrow)
         every = {**data.tensors, **data.paged, **scales, **part, "output": output}
+        for name, held in (("ring", "window"), ("cached", "salient")):
+            for kind in ("key", "value"):
+                state = every[f"{held}_{kind}"]
+                assert state is not None
+                every[f"{name}_{kind}"] = state[data.rows].contiguous() if case.unpacked else state
         launches.append(_launch(kernel, case, every, numbers, constants))
     return launches
 
@@ -359,8 +366,8 @@ def _descriptor(name: str, tensors: dict[str, Any], on_gpu: bool) -> Any:
     dim = tensor.shape[-1]
     if not tensor.numel():
         tensor = tensors["key"]  # never read
-    columns = dim if name in ("linear", "salient_key", "salient_value") else tensor.shape[-2] * dim
-    if name.startswith("salient") and not tensor.is_contiguous():  # a view of pages, of which all rows are seen
+    columns = dim if name in ("linear", "cached_key", "cached_value") else tensor.shape[-2] * dim
+    if name.startswith("cached") and not tensor.is_contiguous():  # a view of pages, of which all rows are seen
         tensor = tensor.as_strided((tensor.shape[0] * tensor.stride(0) // dim, dim), (dim, 1))
     rows = 128 if name.endswith(("key", "value")) else 64
     if not on_gpu:

@@ -60,6 +60,7 @@ FAST = (
     "three salient",
     "beyond the capacity",
     "phantom",
+    "unpacked",
     "head size 64",
 )
 
@@ -83,8 +84,8 @@ def test_gluon_in_threads(name: str) -> None:
         ("_clear(held.value.index(entry % c.SLOTS), known - block * BN, c.D)", "pass", "wrong"),
         ("(o_slot < seen)[None, :]", "(o_slot < seen + 1)[None, :]", "wrong|error"),
         (
-            "p_window_value + p_old, begin, length, end,",
-            "p_window_value + p_old, begin, length, end + 9,",
+            "p_ring_value + p_old, begin, length, end,",
+            "p_ring_value + p_old, begin, length, end + 9,",
             "wrong|outside",
         ),
         ("mbarrier.arrive(bars.v_empty.index(slot), count=1)\n\n            # Linear", "# Linear", "waits for"),

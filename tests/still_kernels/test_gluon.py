@@ -21,14 +21,23 @@ from still_kernels.hybrid_attention.variants import KERNELS, Variant
 from still_kernels.tile import SHARED_BYTES
 from tests.machine_code import disassembly, inner_loops, lines
 
-LLAMA: dict[str, Any] = {"D": 128, "DTYPE": "bf16", "GATE": 1, "FACTOR": 0, "RAGGED": 0, "COUNTS": "i64", "PAGES": 0}
+LLAMA: dict[str, Any] = {
+    "D": 128,
+    "DTYPE": "bf16",
+    "GATE": 1,
+    "FACTOR": 0,
+    "RAGGED": 0,
+    "COUNTS": "i64",
+    "PAGES": 0,
+    "CODES": 0,
+}
 
 
 def compiled(**changes: Any) -> Any:
     """The kernel for sm_90."""
     kind = {**LLAMA, **changes}
     constants = {"C": 64, "SLOTS": 256 // kind["D"]} | {
-        name: kind[name] for name in ("D", "GATE", "FACTOR", "RAGGED", "PAGES")
+        name: kind[name] for name in ("D", "GATE", "FACTOR", "RAGGED", "PAGES", "CODES")
     }
     absent = {"p_new_tokens"} if kind["RAGGED"] else {"p_query_start", "p_state_row"}
     absent |= set() if kind["GATE"] else {"d_gate"}

@@ -53,6 +53,7 @@ class Case:
     dtype: str = "bfloat16"
     shared: bool = False  # one projection for all heads
     packed: bool = False
+    unpacked: bool = False  # the ring is that of the call, of a state in 8 bits
     feature_map: str = "np_softmax_pm"
     programs: int = 3
     scale: float = 1.0
@@ -69,6 +70,7 @@ CASES = {
     "ring, odd": Case((70, 130), (300, 333), chunks=5, packed=True),
     "last segment, odd": Case((70, 0), (700, 513), first=8, chunks=3, packed=True),
     "float16": Case(**RAGGED, dtype="float16"),
+    "ring, unpacked": Case((70, 130), (300, 333), packed=True, unpacked=True),
     "one projection, softmax_pm": Case(**RAGGED, shared=True, feature_map="softmax_pm"),
     "head size 64": Case(**RAGGED, dim=64, rows=64, heads=3, kv_heads=1),
     "head size 64, features of 128": Case((500,), (300,), dim=64),
@@ -156,7 +158,7 @@ def call(case: Case, device: str) -> tuple[dict[str, Any], Tensor, Tensor, Tenso
         "phi_k": phi_k.view(-1, 2 * rows),
         "prefix_kv": kv.view(-1, dim),
         "linear": linear,
-        "window_value": ring,
+        "ring_value": ring[state_rows].contiguous() if case.unpacked else ring,
         "past_length": lengths,
         "prefix_z": z,
         "linear_sum": linear_sum,
@@ -175,6 +177,7 @@ def call(case: Case, device: str) -> tuple[dict[str, Any], Tensor, Tensor, Tenso
             "n_tiles": n,
         },
         **{"C": C, "D": dim, "P": rows, "FEATURE": int(case.feature_map == "softmax_pm"), "RAGGED": int(case.packed)},
+        "CODES": int(case.unpacked),
     }
     blocks = tile_table(90, dim, C, rows, False).tiles["linear_tma"].blocks
     return laid_out(gluon_linear.linear_tma_kernel, tensors, numbers, blocks, device), wanted, wanted_sum, free
@@ -284,7 +287,7 @@ def scan_call(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Tensor
         "phi_k": phi_k.view(-1, F),
         "prefix_kv": torch.full((B * groups * heads * F, dim), UNWRITTEN, device=device, dtype=torch.bfloat16),
         "prefix_z": torch.full((B, groups, heads, F), UNWRITTEN, device=device),
-        "window_value": ring,
+        "ring_value": ring[state_rows].contiguous() if case.unpacked else ring,
         "kv_state": kv,
         "z_state": z,
         "past_length": lengths,
@@ -296,6 +299,7 @@ def scan_call(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Tensor
     numbers = {
         **{"T": T, "H": heads, "HK": case.kv_heads, "first_tile": case.first, "n_tiles": n},
         **{"C": C, "D": dim, "F": F, "RAGGED": int(case.packed), **tile.constants},
+        "CODES": int(case.unpacked),
     }
     return laid_out(gluon_scan.scan_tma_kernel, tensors, numbers, tile.blocks, device), wanted
 

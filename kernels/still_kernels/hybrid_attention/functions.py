@@ -9,6 +9,7 @@ from still_kernels.hybrid_attention.prefill.triton_linear import linear_kernel
 from still_kernels.hybrid_attention.prefill.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.prefill.triton_score import score_kernel
 from still_kernels.hybrid_attention.prefill.triton_select import select_kernel
+from still_kernels.hybrid_attention.prefill.triton_unpack import unpack_kernel
 from still_kernels.hybrid_attention.sm90.gluon_attend import attend_tma_kernel
 from still_kernels.hybrid_attention.sm90.gluon_linear import linear_tma_kernel
 from still_kernels.hybrid_attention.sm90.gluon_scan import scan_tma_kernel
@@ -16,6 +17,7 @@ from still_kernels.hybrid_attention.sm90.gluon_scan import scan_tma_kernel
 FUNCTIONS = {
     "score": score_kernel,
     "select": select_kernel,
+    "unpack": unpack_kernel,
     "features": features_kernel,
     "scan": scan_kernel,
     "scan_tma": scan_tma_kernel,

@@ -86,7 +86,7 @@ def _prepare(
     if pages is not None:
         assert seen.rows is not None
         all_rows = (seen.rows * pages.size_bytes // pages.row_bytes, config.head_dim)
-        launches = replace(launches, matrices={**launches.matrices, "salient_key": all_rows, "salient_value": all_rows})
+        launches = replace(launches, matrices={**launches.matrices, "cached_key": all_rows, "cached_value": all_rows})
         constants["PAGES"] = pages.kernel
     return launcher.prepare(launches, FUNCTIONS, table.kernels(), constants, variant)
 

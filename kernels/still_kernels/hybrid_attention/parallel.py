@@ -168,6 +168,7 @@ def prefill_part(
     if earlier:  # the sums from before the prompt are in those of the first part
         for name in SUMS:
             held[name].zero_()
+    run("unpack")  # the ring, for scan
     run("features", *(["scan"] if later else []))
     sums = {part: [torch.empty_like(held[name]) for name in SUMS] for part in earlier}
     # Sends are waited for, too: a kernel that fills the GPU and the one that sends would wait for each other's multiprocessors.
@@ -179,7 +180,7 @@ def prefill_part(
         for index, name in enumerate(SUMS):
             held[name].copy_(torch.stack([each[index] for each in sums.values()]).sum(0))
         run("scan")
-    run("linear", "attend")
+    run("unpack", "linear", "attend")
     return output, HybridAttentionState(**{**held, **window, "length": held["length"] + tokens})
 
 

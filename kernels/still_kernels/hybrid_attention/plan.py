@@ -7,6 +7,8 @@ from still_kernels.plan import Alias, Branch, Check, Launch, Let, Loop, Matrix, 
 
 DECODE, PREFILL, FOLDS = "T == 1", "T != 1", "overflow != 'error'"
 FLAGGED = f"{PREFILL} or {FOLDS}"
+UNPACKED = f"{PREFILL} and unpack_rows > 0"
+CACHED = "(B if unpack_rows > 0 else rows) * HS * N"
 
 # Sums over features take the tensor cores in bfloat16, whatever the 16-bit type: float16 would overflow.
 LINEAR = "'float32' if dtype == 'float32' else 'bfloat16'"
@@ -50,6 +52,7 @@ SEGMENT_STEPS = (
 PREFILL_STEPS = (
     Launch("score", ("tiles * score_blocks_per_chunk", "HK", "B")),
     Branch("not folds", (Launch("select", ("tiles", "HS", "B"), first_tile="0"),)),
+    Branch("unpack_rows > 0", (Launch("unpack", ("ceil_div(N, unpack_rows) + 2 * C // unpack_rows", "HS", "B")),)),
     Loop("first", "0", "tiles", "segment", SEGMENT_STEPS),
     Launch("commit", ("H", "B", "1")),
 )
@@ -81,6 +84,7 @@ PLAN = Plan(
         "attend_rows",
         "attend_programs",  # that share the tiles of attend_rows queries; 0: one program a tile
         "linear_programs",  # the same of linear, with tiles of two chunks
+        "unpack_rows",  # of a state in 8 bits, that a program makes numbers of for kernels that copy by TMA; 0: they read it as it is
         "value_slices",  # of S in decode
         "window_parts",  # of the ring in decode
         "decode_programs",  # that fill the chip
@@ -132,6 +136,10 @@ PLAN = Plan(
         Region("prefix_z", "float32", ("B", "stored", "H", "F"), PREFILL),
         Region("linear", "linear", ("B", "segment", "H", "C", "D"), PREFILL),
         Region("linear_sum", "float32", ("B", "segment", "H", "C"), PREFILL),
+        Region("ring_key", "T", ("B", "HK", "2 * C", "D"), UNPACKED),
+        Region("ring_value", "T", ("B", "HK", "2 * C", "D"), UNPACKED),
+        Region("cached_key", "T", ("B", "HS", "N", "D"), UNPACKED),
+        Region("cached_value", "T", ("B", "HS", "N", "D"), UNPACKED),
         Region("part_acc", "float32", ("B", "H", "parts", "D"), DECODE),
         Region("part_ml", "float32", ("B", "H", "parts", 2), DECODE),
         Region("part_window", "float32", ("B", "H", "window_parts", 4), DECODE),
@@ -147,15 +155,21 @@ PLAN = Plan(
         Region("evicted_count", "int32", ("B", "HS"), FOLDS),
     ),
     persistent=(Region("counters", "int32", ("B", "2 * H"), DECODE),),  # arrivals of programs
-    aliases=(Alias("score", "window_score", DECODE),),  # never read: the chunk that a step promotes lies in the ring
+    aliases=(
+        Alias("score", "window_score", DECODE),  # never read: the chunk that a step promotes lies in the ring
+        Alias("ring_key", "window_key", "unpack_rows == 0"),
+        Alias("ring_value", "window_value", "unpack_rows == 0"),
+        Alias("cached_key", "salient_key", "unpack_rows == 0"),
+        Alias("cached_value", "salient_value", "unpack_rows == 0"),
+    ),
     matrices=(
         Matrix("query", "tokens", "H * D"),
         Matrix("key", "tokens", "HK * D"),
         Matrix("value", "tokens", "HK * D"),
         Matrix("gate", "tokens", "H * D"),
         Matrix("output", "tokens", "H * D"),
-        Matrix("salient_key", "rows * HS * N", "D"),
-        Matrix("salient_value", "rows * HS * N", "D"),
+        Matrix("cached_key", CACHED, "D"),
+        Matrix("cached_value", CACHED, "D"),
         Matrix("linear", "B * segment * H * C", "D"),
         Matrix("feature_q_weight", "dim(feature_q_weight, 0) * P", "D"),
         Matrix("phi_k", "B * segment * H * (C + evicted)", "F"),

@@ -105,6 +105,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
     }
     tma = arch == 90 and not wide and head_dim in (64, 128) and chunk_size == 64
     if tma:
+        tiles["unpack"] = KernelTile({"RB": 32}, 4, 1)
         tiles["attend_tma"] = KernelTile({"SLOTS": 256 // head_dim}, 4, 1, blocks=_attend_blocks(head_dim))
     linear_tma = tma and feature_rows in (64, 128)
     if linear_tma:
@@ -134,7 +135,7 @@ def for_many_rows(table: TileTable, arch: int, head_dim: int, feature_rows: int,
 def _attend_blocks(head_dim: int) -> dict[str, tuple[int, int]]:
     """Of attend_tma: 64 queries and what belongs to them, 128 keys."""
     rows = {"query": 64, "gate": 64, "output": 64, "linear": 64}
-    rows |= dict.fromkeys(("key", "value", "salient_key", "salient_value"), 128)
+    rows |= dict.fromkeys(("key", "value", "cached_key", "cached_value"), 128)
     return {name: (count, head_dim) for name, count in rows.items()}
 
 

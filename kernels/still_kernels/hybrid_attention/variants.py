@@ -124,6 +124,7 @@ def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str,
         "score_blocks_per_chunk": config.chunk_size // tiles["score"]["BM"],
         "prefix_every": tiles["scan"]["EVERY"],
         "linear_rows": tiles["linear"]["BM"] * tiles["linear"]["TB"],
+        "unpack_rows": tiles["unpack"]["RB"] if instead and config.cache == "int8" else 0,
         "attend_rows": 128 if "attend" in instead else tiles["attend"]["BM"],
         "value_slices": 0 if tiles["decode"]["LF"] else pow2(config.head_dim) // tiles["decode"]["DS"],
         "window_parts": 2 * config.chunk_size // tiles["decode"]["BL"],
@@ -150,11 +151,11 @@ BY_TMA = {
 
 
 def taken_by_tma(config: HybridAttentionConfig, table: TileTable) -> set[str]:
-    """Those in whose place it does: none where a folding policy has them run chunk by chunk, nor where rows are in 8 bits.
+    """Those in whose place it does: none where a folding policy has them run chunk by chunk.
 
     scan_tma and linear_tma want features of two halves and S of every second chunk.
     """
-    if config.overflow != "error" or config.cache == "int8":
+    if config.overflow != "error":
         return set()
     halves = config.state_features == 2 * config.projection_dim
     second = table.tiles["scan"].constants["EVERY"] == 2
@@ -173,6 +174,7 @@ def build(variant: Variant, arch: int) -> Build:
     absent |= {s.name for s in PLAN.spec.states if s.only and s.only[0] == CACHE.name and s.only[1] != variant.cache}
     instead = taken_by_tma(config, table)
     others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
+    others |= set() if instead and config.cache == "int8" else {"unpack"}
     return Build(
         {name: tile for name, tile in table.kernels().items() if name not in others},
         constants_of(config, wide, False, bool(variant.window_factor)),

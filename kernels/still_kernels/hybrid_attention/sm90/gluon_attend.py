@@ -45,7 +45,7 @@ Barriers = namedtuple("Barriers", "q_full q_empty k_full k_empty v_full v_empty 
 """Of the buffers, whether they are full or empty; `end` of linear parts and gates."""
 Sizes = namedtuple("Sizes", "T H HK HS K N first_tile n_tiles total")
 """Integers of the call."""
-Constants = namedtuple("Constants", "C D SLOTS GATE FACTOR RAGGED PAGES")
+Constants = namedtuple("Constants", "C D SLOTS GATE FACTOR RAGGED PAGES CODES")
 """What a build of the kernel fixes."""
 
 
@@ -97,6 +97,8 @@ def _tile(turn, at, n: Sizes, c: gl.constexpr):
     heads = gl.minimum(HEADS, n.H - group * HEADS)
     i_head = group * HEADS + place % heads
     row, start, length, count = row_of_call(i_batch, *at, n.T, c.RAGGED, c.PAGES != 0)
+    if c.CODES:
+        row = i_batch.to(gl.int64)  # ring and cache are those of the call, unpacked
     c0 = length // c.C + n.first_tile
     first = c0 * c.C + (n_blocks - 1 - place // heads) * (2 * BM)  # the longest first
     end = length + count
@@ -129,7 +131,7 @@ def _rows_in_pages(p_state_row, i_batch, i_select, slot, D: gl.constexpr, PAGES:
 
 @gluon.jit
 def _produce(
-    d_query, d_key, d_value, d_salient_key, d_salient_value, d_linear, d_gate, held, bars, at, n: Sizes, c: gl.constexpr
+    d_query, d_key, d_value, d_cached_key, d_cached_value, d_linear, d_gate, held, bars, at, n: Sizes, c: gl.constexpr
 ):  # fmt: skip
     """The warp that copies: of each tile queries and windows, the cache, then linear parts and gates."""
     entry = 0
@@ -159,8 +161,8 @@ def _produce(
                 values = keys
                 if c.PAGES != 0:
                     keys, values = _rows_in_pages(at[3], i_batch, i_head // (n.H // n.HS), block * BN, c.D, c.PAGES)
-                _send(d_salient_key, keys, 0, held.key, bars.k_full, bars.k_empty, entry, True, c.SLOTS)
-                _send(d_salient_value, values, 0, held.value, bars.v_full, bars.v_empty, entry, True, c.SLOTS)
+                _send(d_cached_key, keys, 0, held.key, bars.k_full, bars.k_empty, entry, True, c.SLOTS)
+                _send(d_cached_value, values, 0, held.value, bars.v_full, bars.v_empty, entry, True, c.SLOTS)
                 entry += 1
             tile = i_batch * n.n_tiles + first // c.C - c0
             for g in gl.static_range(2):
@@ -252,7 +254,7 @@ def _store_rows(
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, d_output, held, bars, p_key, p_value, p_window_factor, p_window_key, p_window_value, at, p_linear_sum, p_output, n,
+    GROUP: gl.constexpr, d_output, held, bars, p_key, p_value, p_window_factor, p_ring_key, p_ring_value, at, p_linear_sum, p_output, n,
     phantom, scale2, epsilon, c: gl.constexpr,
 ):  # fmt: skip
     """Four warps: chunk GROUP of each tile."""
@@ -301,10 +303,10 @@ def _consume(
                     p_old += gl.load(at[3] + i_batch * c.PAGES[1]).to(gl.int64) * (c.PAGES[0] // 2)
                 mbarrier.wait(bars.v_full.index(slot), phase)
                 fill_rows(
-                    held.key.index(slot), p_key + p_new, p_window_key + p_old, begin, length, end, n.HK * c.D, BN, c.D, c.C, c.D
+                    held.key.index(slot), p_key + p_new, p_ring_key + p_old, begin, length, end, n.HK * c.D, BN, c.D, c.C, c.D
                 )  # fmt: skip
                 fill_rows(
-                    held.value.index(slot), p_value + p_new, p_window_value + p_old, begin, length, end, n.HK * c.D, BN, c.D, c.C, c.D
+                    held.value.index(slot), p_value + p_new, p_ring_value + p_old, begin, length, end, n.HK * c.D, BN, c.D, c.C, c.D
                 )  # fmt: skip
                 fence_async_shared()
             b_dot = warpgroup_mma(
@@ -385,16 +387,16 @@ def _consume(
     do_not_specialize_on_alignment=ROWS,
 )
 def attend_tma_kernel(
-    d_query, d_key, d_value, d_salient_key, d_salient_value, d_linear, d_gate, d_output, p_key, p_value, p_window_factor,
-    p_window_key, p_window_value, p_new_tokens, p_past_length, p_query_start, p_state_row, p_linear_sum, p_output,
+    d_query, d_key, d_value, d_cached_key, d_cached_value, d_linear, d_gate, d_output, p_key, p_value, p_window_factor,
+    p_ring_key, p_ring_value, p_new_tokens, p_past_length, p_query_start, p_state_row, p_linear_sum, p_output,
     B, T, H, HK, HS, K, N, first_tile, n_tiles, phantom, scale, epsilon,
     C: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, GATE: gl.constexpr, FACTOR: gl.constexpr, RAGGED: gl.constexpr,
-    PAGES: gl.constexpr,
+    PAGES: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1, B rows, H heads. Any number of programs shares the tiles.
 
-    Descriptors (d_) are of rows of D columns: query, gate, output [tokens, H * D]; key, value [tokens, HK * D]; salient_key and
-    salient_value [rows * HS * N, D], never used where N is 0, or all pages; linear [B * n_tiles * H * C, D].
+    Descriptors (d_) are of rows of D columns: query, gate, output [tokens, H * D]; key, value [tokens, HK * D]; cached_key and
+    cached_value [rows * HS * N, D], never used where N is 0, or all pages; linear [B * n_tiles * H * C, D].
     """
     gl.static_assert(C == BM, "a consumer takes one chunk, and its window one block")
     q_buffer = gl.allocate_shared_memory(d_query.dtype, [2, BM, D], d_query.layout)
@@ -426,14 +428,14 @@ def attend_tma_kernel(
     held = Buffers(q_buffer, k_buffer, v_buffer, linear_buffer, out_buffer)
     bars = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, end_full, end_empty)
     n = Sizes(T, H, HK, HS, K, N, first_tile, n_tiles, total)
-    c: gl.constexpr = Constants(C, D, SLOTS, GATE, FACTOR, RAGGED, PAGES)
+    c: gl.constexpr = Constants(C, D, SLOTS, GATE, FACTOR, RAGGED, PAGES, CODES)
     gl.warp_specialize(  # what may be None stands in no tuple that has a name
         [
-            (_consume, (gl.constexpr(0), d_output, held, bars, p_key, p_value, p_window_factor, p_window_key, p_window_value,
+            (_consume, (gl.constexpr(0), d_output, held, bars, p_key, p_value, p_window_factor, p_ring_key, p_ring_value,
                         (p_new_tokens, p_past_length, p_query_start, p_state_row), p_linear_sum, p_output, n, phantom, scale2, epsilon, c)),
-            (_consume, (gl.constexpr(1), d_output, held, bars, p_key, p_value, p_window_factor, p_window_key, p_window_value,
+            (_consume, (gl.constexpr(1), d_output, held, bars, p_key, p_value, p_window_factor, p_ring_key, p_ring_value,
                         (p_new_tokens, p_past_length, p_query_start, p_state_row), p_linear_sum, p_output, n, phantom, scale2, epsilon, c)),
-            (_produce, (d_query, d_key, d_value, d_salient_key, d_salient_value, d_linear, d_gate, held, bars,
+            (_produce, (d_query, d_key, d_value, d_cached_key, d_cached_value, d_linear, d_gate, held, bars,
                         (p_new_tokens, p_past_length, p_query_start, p_state_row), n, c)),
         ],
         [4, 1],

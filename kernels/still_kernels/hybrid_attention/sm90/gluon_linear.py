@@ -39,7 +39,7 @@ Barriers = namedtuple("Barriers", "w_full q_full q_empty s_full s_empty phi_full
 """Of the buffers, whether they are full or empty."""
 Sizes = namedtuple("Sizes", "T H HK W_HEADS first_tile n_tiles B")
 """Integers of the call."""
-Constants = namedtuple("Constants", "C D P FEATURE RAGGED")
+Constants = namedtuple("Constants", "C D P FEATURE RAGGED CODES")
 """What a build of the kernel fixes."""
 
 
@@ -95,6 +95,8 @@ def _tile(i_batch, group, at, n: Sizes, c: gl.constexpr):
         promoted between its two.
     """
     row, start, length, count = row_of_call(i_batch, *at, n.T, c.RAGGED)
+    if c.CODES:
+        row = i_batch.to(gl.int64)  # rings are those of the call, unpacked
     end = length + count
     chunk = length // c.C + n.first_tile + 2 * group
     live = (count > 0) & (chunk >= 1) & (chunk * c.C < end)
@@ -148,7 +150,7 @@ def _produce(d_query, d_value, d_feature_q_weight, d_phi_k, d_prefix_kv, held, b
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, d_linear, held, out_buffer, bars, p_value, p_window_value, at, p_prefix_z, p_linear_sum, n: Sizes,
+    GROUP: gl.constexpr, d_linear, held, out_buffer, bars, p_value, p_ring_value, at, p_prefix_z, p_linear_sum, n: Sizes,
     c: gl.constexpr,
 ):  # fmt: skip
     """Four warps: chunk GROUP of each tile."""
@@ -229,7 +231,7 @@ def _consume(
                     if first < length:
                         i_kv = i_head // (n.H // n.HK)
                         p_new = p_value + (start * n.HK + i_kv) * c.D
-                        p_ring = p_window_value + (row * n.HK + i_kv) * (2 * c.C) * c.D
+                        p_ring = p_ring_value + (row * n.HK + i_kv) * (2 * c.C) * c.D
                         fill_rows(held.v, p_new, p_ring, first, length, end, n.HK * c.D, c.C, c.D, c.C, c.D)
                         fence_async_shared()
                     b_acc = warpgroup_mma(b_pair, held.v, b_acc, is_async=True)
@@ -253,10 +255,10 @@ def _consume(
     do_not_specialize=["B", "T", "H", "HK", "W_HEADS", "first_tile", "n_tiles"], do_not_specialize_on_alignment=ROWS
 )
 def linear_tma_kernel(
-    d_query, d_value, d_feature_q_weight, d_phi_k, d_prefix_kv, d_linear, p_value, p_window_value, p_new_tokens, p_past_length,
+    d_query, d_value, d_feature_q_weight, d_phi_k, d_prefix_kv, d_linear, p_value, p_ring_value, p_new_tokens, p_past_length,
     p_query_start, p_state_row, p_prefix_z, p_linear_sum,
     B, T, H, HK, W_HEADS, first_tile, n_tiles,
-    C: gl.constexpr, D: gl.constexpr, P: gl.constexpr, FEATURE: gl.constexpr, RAGGED: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, P: gl.constexpr, FEATURE: gl.constexpr, RAGGED: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """phi(q)^T S and phi(q)^T z of chunks c0 + first_tile .. + n_tiles - 1, B rows, H heads. Any number of programs shares the tiles.
 
@@ -294,12 +296,12 @@ def linear_tma_kernel(
     held = Buffers(w_buffer, q_buffer, s_buffer, phi_buffer, v_buffer)
     bars = Barriers(w_full, q_full, q_empty, s_full, s_empty, phi_full, phi_empty, v_full, v_empty)
     n = Sizes(T, H, HK, W_HEADS, first_tile, n_tiles, B)
-    c: gl.constexpr = Constants(C, D, P, FEATURE, RAGGED)
+    c: gl.constexpr = Constants(C, D, P, FEATURE, RAGGED, CODES)
     gl.warp_specialize(  # what may be None stands in no tuple that has a name
         [
-            (_consume, (gl.constexpr(0), d_linear, held, out_buffer, bars, p_value, p_window_value,
+            (_consume, (gl.constexpr(0), d_linear, held, out_buffer, bars, p_value, p_ring_value,
                         (p_new_tokens, p_past_length, p_query_start, p_state_row), p_prefix_z, p_linear_sum, n, c)),
-            (_consume, (gl.constexpr(1), d_linear, held, out_buffer, bars, p_value, p_window_value,
+            (_consume, (gl.constexpr(1), d_linear, held, out_buffer, bars, p_value, p_ring_value,
                         (p_new_tokens, p_past_length, p_query_start, p_state_row), p_prefix_z, p_linear_sum, n, c)),
             (_produce, (d_query, d_value, d_feature_q_weight, d_phi_k, d_prefix_kv, held, bars,
                         (p_new_tokens, p_past_length, p_query_start, p_state_row), n, c)),

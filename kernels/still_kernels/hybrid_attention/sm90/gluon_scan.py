@@ -36,7 +36,7 @@ Barriers = namedtuple("Barriers", "phi_full phi_empty v_full v_empty")
 """Of the slots of features and values, whether they are full or empty."""
 Sizes = namedtuple("Sizes", "T H HK first_tile n_tiles")
 """Integers of the call."""
-Constants = namedtuple("Constants", "C D F SLOTS RAGGED")
+Constants = namedtuple("Constants", "C D F SLOTS RAGGED CODES")
 """What a build of the kernel fixes."""
 
 
@@ -84,7 +84,7 @@ def _produce(d_value, d_phi_k, phi_buffer, v_buffer, bars, at, n: Sizes, c: gl.c
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, d_prefix_kv, phi_buffer, v_buffer, own_buffer, ones, out_buffer, bars, p_value, p_window_value, p_kv_state,
+    GROUP: gl.constexpr, d_prefix_kv, phi_buffer, v_buffer, own_buffer, ones, out_buffer, bars, p_value, p_ring_value, p_kv_state,
     p_z_state, at, p_prefix_z, n: Sizes, c: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 features."""
@@ -111,7 +111,9 @@ def _consume(
         b_mass = gl.load(p_z)
         i_kv = i_head // (n.H // n.HK)
         p_new = p_value + (start * n.HK + i_kv) * c.D + i_column
-        p_ring = p_window_value + (row * n.HK + i_kv) * (2 * c.C) * c.D + i_column
+        if c.CODES:
+            row = i_batch.to(gl.int64)  # rings are those of the call, unpacked
+        p_ring = p_ring_value + (row * n.HK + i_kv) * (2 * c.C) * c.D + i_column
         entry = 0
         for j in range(number):
             chunk = c0 + j
@@ -156,10 +158,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["T", "H", "HK", "first_tile", "n_tiles"], do_not_specialize_on_alignment=ROWS)
 def scan_tma_kernel(
-    d_value, d_phi_k, d_prefix_kv, p_value, p_window_value, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_query_start,
+    d_value, d_phi_k, d_prefix_kv, p_value, p_ring_value, p_kv_state, p_z_state, p_new_tokens, p_past_length, p_query_start,
     p_state_row, p_prefix_z,
     T, H, HK, first_tile, n_tiles,
-    C: gl.constexpr, D: gl.constexpr, F: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr,
+    C: gl.constexpr, D: gl.constexpr, F: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """Fold promoted chunks into S and z in chunk order; leave what each chunk c0 + first_tile + 2 i sees. Grid (F / 128 * D / 64, H, B).
 
@@ -186,12 +188,12 @@ def scan_tma_kernel(
     fence_async_shared()
     bars = Barriers(phi_full, phi_empty, v_full, v_empty)
     n = Sizes(T, H, HK, first_tile, n_tiles)
-    c: gl.constexpr = Constants(C, D, F, SLOTS, RAGGED)
+    c: gl.constexpr = Constants(C, D, F, SLOTS, RAGGED, CODES)
     gl.warp_specialize(  # what may be None stands in no tuple that has a name
         [
-            (_consume, (gl.constexpr(0), d_prefix_kv, phi_buffer, v_buffer, own_buffer, ones, out_buffer, bars, p_value, p_window_value,
+            (_consume, (gl.constexpr(0), d_prefix_kv, phi_buffer, v_buffer, own_buffer, ones, out_buffer, bars, p_value, p_ring_value,
                         p_kv_state, p_z_state, (p_new_tokens, p_past_length, p_query_start, p_state_row), p_prefix_z, n, c)),
-            (_consume, (gl.constexpr(1), d_prefix_kv, phi_buffer, v_buffer, own_buffer, ones, out_buffer, bars, p_value, p_window_value,
+            (_consume, (gl.constexpr(1), d_prefix_kv, phi_buffer, v_buffer, own_buffer, ones, out_buffer, bars, p_value, p_ring_value,
                         p_kv_state, p_z_state, (p_new_tokens, p_past_length, p_query_start, p_state_row), p_prefix_z, n, c)),
             (_produce, (d_value, d_phi_k, phi_buffer, v_buffer, bars,
                         (p_new_tokens, p_past_length, p_query_start, p_state_row), n, c)),
