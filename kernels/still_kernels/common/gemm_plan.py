@@ -58,6 +58,8 @@ class Gemm:
         left, right: The matrices that are copied, the right one of so many `columns`, by default the outputs.
         few: The plan's constant for outputs of a program of few.
         some, many: Its constants for rows and outputs of their programs.
+        programs: Its constant for the programs that share the blocks of many where it copies by TMA; "": each has one.
+        fewest: Blocks of many that are worth their size.
     """
 
     inputs: str
@@ -69,6 +71,8 @@ class Gemm:
     few: str = "few_outputs"
     some: tuple[str, str] = ("some_rows", "some_outputs")
     many: tuple[str, str] = ("row_block", "output_block")
+    programs: str = ""
+    fewest: str = "split_programs"
 
     @property
     def constants(self) -> dict[str, str]:
@@ -94,16 +98,17 @@ class Gemm:
 
     def many_step(self) -> Branch:
         """Of many rows, or of some: so few that blocks made for thousands leave much of the chip idle."""
-        blocks = f"ceil_div(tokens, {self.many[0]}) * ceil_div({self.outputs}, {self.many[1]})"
         some, many = (
-            Branch(
-                "tma",
-                (block_launch(f"{name}{self.suffix}_tma", *block),),
-                (block_launch(f"{name}{self.suffix}", *block),),
-            )
-            for name, block in (("some", (*self.some, self.outputs)), ("many", (*self.many, self.outputs)))
+            f"ceil_div(tokens, {rows}) * ceil_div({self.outputs}, {block})" for rows, block in (self.some, self.many)
         )
-        return Branch(f"tokens <= 256 or {blocks} < split_programs", (some,), (many,))
+        shared = f"min({self.programs}, {many})" if self.programs else many
+
+        def either(kernel: str, copying: str, blocks: str) -> Branch:
+            grids = {f"{kernel}{self.suffix}_tma": copying, f"{kernel}{self.suffix}": blocks}
+            return Branch("tma", *((Launch(name, (grid, "1", "1")),) for name, grid in grids.items()))
+
+        condition = f"tokens <= 256 or {many} < {self.fewest}"
+        return Branch(condition, (either("some", some, some),), (either("many", shared, many),))
 
 
 def span(outputs: str) -> str:

@@ -91,22 +91,39 @@ NORM_APART = 1 << 24
 
 
 FLOAT8 = {
-    "some8": ((64, 32, 4, 6), (64, 64, 4, 6), (64, 64, 4, 6), (64, 128, 4, 4)),
+    "some8": ((64, 32, 4, 6), (64, 64, 4, 6), (64, 128, 4, 6), (64, 128, 4, 4)),
     "many8": ((64, 64, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4), (128, 128, 8, 4)),
 }
-"""Rows, outputs, warps and stages by span of some and of many rows of codes in e4m3, 128 inputs at a time. Not tuned."""
+"""Rows, outputs, warps and stages by span of some and of many rows of codes in e4m3, 128 inputs at a time. Best of 7 of some at 64, 256 and
+512 rows of Llama-3.1-8B's and Qwen2.5-1.5B's linear layers (docs/notebook/quantization.md)."""
+FLOAT8_WIDE = (128, 256, 8, 3)
+"""The same of many rows by TMA from span 1 on. With scales of blocks, which are added to other sums, it would not fit."""
+FLOAT8_SHORT = 2048
+"""Inputs up to which a token is rounded by 4 warps: 8,192 tokens of 1,536 in 20 for 27 us, where of 14,336 they take 211 for 138."""
+FLOAT8_PROGRAMS = 132
+"""That share the blocks of many rows by TMA: one for each multiprocessor of an H100 or H200."""
+FLOAT8_FEWEST = 96
+"""Blocks of many rows that are faster than those of some: 512 rows of 6,144 outputs take 31 for 36 us."""
 
 
-def float8_tiles(gemm: Gemm, span: int, arch: int, tma: bool) -> dict[str, KernelTile]:
-    """Of codes in e4m3; arguments as of `GemmTiles.tiles`. The weight is on the left of a few rows: such instructions take 64 there."""
+def float8_tiles(gemm: Gemm, span: int, arch: int, tma: bool, blocked: bool) -> dict[str, KernelTile]:
+    """Of codes in e4m3; arguments as of `GemmTiles.tiles`. The weight is on the left of a few rows: such instructions take 64 there.
+
+    blocked: An output has several scales.
+    """
     roomy = SHARED_BYTES[arch] >= WIDE_SHARED
     few = KernelTile({"BM": GROUP_ROWS, "BN": 64, "BK": 2 * INNER, "STAGES": 8 if roomy else 6}, 4, 8 if roomy else 6)
-    found = {"round8": KernelTile({"BC": 4096}, 8), "few8": few}
+    found = {"round8_short": KernelTile({"BC": FLOAT8_SHORT}, 4), "round8": KernelTile({"BC": 4096}, 8), "few8": few}
     for kernel, sizes in FLOAT8.items():
-        rows, outputs, warps, stages = sizes[span]
+        many = kernel == "many8" and tma
+        rows, outputs, warps, stages = FLOAT8_WIDE if many and span > 0 and not blocked else sizes[span]
         tile = _block((rows, outputs, warps, stages if roomy else min(stages, 3)), True)
-        tile = replace(tile, constants={**tile.constants, "BK": 2 * INNER})
-        copied = {gemm.left: ("BM", "BK"), gemm.right: ("BN", "BK")}
+        constants = {**tile.constants, "BK": 2 * INNER}
+        copied: dict[str, tuple[int | str, int | str]] = {gemm.left: ("BM", "BK"), gemm.right: ("BN", "BK")}
+        if many:  # half of a wide block at a time leaves shared memory for a residual
+            constants |= {"GROUP": 16, "STORE": min(outputs, 128)}
+            copied["output"] = ("BM", "STORE")
+        tile = replace(tile, constants=constants)
         found |= {f"{kernel}_tma": replace(tile, blocks=copied)} if tma else {kernel: tile}
     return found
 

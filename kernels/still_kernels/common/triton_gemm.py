@@ -69,12 +69,18 @@ def block_of(at, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def added_to(p_residual, b_sum, o_row, o_output, M, N):
+    """b_sum plus p_residual [M, N] where there are such rows and outputs."""
+    place = o_row.to(tl.int64)[:, None] * N + o_output[None, :]
+    m_tile = (o_row < M)[:, None] & (o_output < N)[None, :]
+    return b_sum + tl.load(p_residual + place, mask=m_tile, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def store_sum(p_residual, p_output, b_sum, o_row, o_output, M, N):
     """Rows and outputs that exist, [M, N], plus those of p_residual where there is one."""
     if p_residual is not None:
-        place = o_row.to(tl.int64)[:, None] * N + o_output[None, :]
-        m_tile = (o_row < M)[:, None] & (o_output < N)[None, :]
-        b_sum += tl.load(p_residual + place, mask=m_tile, other=0.0).to(tl.float32)
+        b_sum = added_to(p_residual, b_sum, o_row, o_output, M, N)
     store_block(p_output, b_sum, o_row, o_output, M, N)
 
 

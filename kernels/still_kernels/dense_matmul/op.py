@@ -30,13 +30,19 @@ EIGHT = gemm.Gemm(
     few="few8_outputs",
     some=("some8_rows", "some8_outputs"),
     many=("row8_block", "output8_block"),
+    programs="many8_programs",
+    fewest="many8_fewest",
 )
 """Of codes in e4m3."""
 MOST = 448.0
 """The largest number of e4m3."""
 BLOCK = 128
 """Inputs that share a scale where those of an output have several."""
-ROUND = Launch("round8", ("tokens", "1", "1"))
+ROUND = Branch(
+    f"I <= {blocks.FLOAT8_SHORT}",
+    (Launch("round8_short", ("tokens", "1", "1")),),
+    (Launch("round8", ("tokens", "1", "1")),),
+)
 PARTIAL, ARRIVALS = gemm.split_regions("O")
 NORM = Branch("has(norm_weight)", (gemm.NORM,))
 
@@ -52,7 +58,7 @@ PLAN = Plan(
         float8="has(codes)",
         blocked="IS > 1 if has(codes) else 0",
     ),
-    constants=(*GEMM.constants, *EIGHT.constants, *gemm.HOST, "norm_apart"),
+    constants=(*GEMM.constants, *EIGHT.constants, *gemm.HOST, "norm_apart", "many8_programs", "many8_fewest"),
     checks=(
         Check(
             "has(weight) + has(turned_weight) + has(codes) == 1",
@@ -79,7 +85,12 @@ PLAN = Plan(
     ),
     persistent=(ARRIVALS,),
     aliases=(Alias("rows", "input", "not has(norm_weight)"),),
-    matrices=(*GEMM.matrices, Matrix("rounded", "tokens", "I"), Matrix("codes", "O", "I")),
+    matrices=(
+        *GEMM.matrices,
+        Matrix("rounded", "tokens", "I"),
+        Matrix("codes", "O", "I"),
+        Matrix("output", "tokens", "O"),
+    ),
     arguments={"M": "tokens", "N": "O", "K": "I", "epsilon": "norm_epsilon"},
     steps=(
         Branch(
@@ -194,8 +205,8 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
                 f"sm_{arch} has no matrix instructions for e4m3 (fp8), which sm_{FLOAT8_ARCH} and later have."
             )
         tma = blocks.by_tma(variant.aligned, arch) and bool(variant.whole)
-        tiles = blocks.float8_tiles(EIGHT, variant.span, arch, tma)
-        return TileTable(tiles, {**blocks.host_constants(variant.span, tma), "norm_apart": blocks.NORM_APART})
+        tiles = blocks.float8_tiles(EIGHT, variant.span, arch, tma, bool(variant.blocked))
+        return TileTable(tiles, _host(variant.span, tma))
     aligned, span, turned = variant.aligned, variant.span, variant.turned
     tma = blocks.by_tma(aligned, arch) and not turned
     tiles = blocks.DENSE.tiles(GEMM, span, aligned, arch, tma)
@@ -203,7 +214,16 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
         tiles["norm"] = blocks.NORM
     if not turned:
         tiles["split"] = blocks.split_tile(span, aligned, arch)
-    return TileTable(tiles, {**blocks.host_constants(span, tma), "norm_apart": blocks.NORM_APART})
+    return TileTable(tiles, _host(span, tma))
+
+
+def _host(span: int, tma: bool) -> dict[str, int]:
+    own = {
+        "norm_apart": blocks.NORM_APART,
+        "many8_programs": blocks.FLOAT8_PROGRAMS,
+        "many8_fewest": blocks.FLOAT8_FEWEST,
+    }
+    return {**blocks.host_constants(span, tma), **own}
 
 
 DEFAULTS = [

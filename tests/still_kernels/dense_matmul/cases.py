@@ -20,9 +20,11 @@ SMALL: dict[str, Setting] = {
     "many": {"BM": 32, "BN": 16, "BK": 32, "GROUP": 2},
     "norm": {"BC": 64},
     "round8": {"BC": 64},
+    "round8_short": {"BC": 512},
     "few8": {"BN": 16},
     "some8": {"BM": 16, "BN": 32, "GROUP": 2},
-    "many8": {"BM": 32, "BN": 16, "GROUP": 2},
+    "many8": {"BM": 32, "BN": 16, "GROUP": 2, "many8_fewest": 4, "many8_programs": 3},
+    "many8_tma": {"STORE": 8},
 }
 """Blocks so small that these calls have several of each."""
 
@@ -37,7 +39,8 @@ def small_table(case: Case, aligned: int) -> TileTable:
     variant = Variant(turned=int(case.turned), normed=int(case.normed), aligned=aligned, **float8)
     table = OP.tiles(variant, arch_of(torch.device("cpu")))
     for kernel in table.tiles:
-        table = changed(table, kernel, SMALL[kernel.removesuffix("_tma")])
+        setting = SMALL[kernel.removesuffix("_tma")]
+        table = changed(table, kernel, setting if kernel not in SMALL else {**setting, **SMALL[kernel]})
     return table
 
 
