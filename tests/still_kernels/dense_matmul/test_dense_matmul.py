@@ -168,5 +168,7 @@ def test_machine_code(arch: int, variant: Variant, tmp_path: Path) -> None:
         found = [line.name for line in code]
         assert not {"STL", "LDL"} & {n.split(".")[0] for n in found}, f"{name} spills"
         products = {n for n in found if n.startswith(("HMMA", "HGMMA", "QMMA", "QGMMA"))}
-        assert bool(products) == (name not in ("norm", "round8", "round8_short")) and all(".F32" in n for n in products), products
+        assert bool(products) == (name not in ("norm", "round8", "round8_short")) and all(
+            ".F32" in n for n in products
+        ), products
         assert all((".E4M3" in n) == bool(variant.float8) for n in products), products
