@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +20,10 @@ TINY = float(np.finfo(np.float64).tiny)
 SINGLE = (np.float32, np.float16)
 BLOCK = 1 << 16
 """Numbers that are compared at a time: what is read again lies in a cache."""
+FEW = 8
+"""Blocks that one thread compares."""
+COMPARING = 4
+"""Threads that compare at most: more wait for each other between their steps, and sixteen take longer than one."""
 MOST = 1e15
 """Up to which, and from whose inverse on, products of numbers and their errors are float32."""
 
@@ -214,6 +218,8 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
     if expected.ndim < 2:
         expected, actual = expected[..., None], actual[..., None]
     rows, width = expected.shape[:-1], expected.shape[-1]
+    if are_zeros(expected) and are_zeros(actual):
+        return np.full((2, *rows), np.nan), 0.0
     # The difference of two float32 numbers that are near each other is exact.
     wide: Any = np.float32 if expected.dtype in SINGLE and actual.dtype in SINGLE else np.float64
     sides = [x.reshape(math.prod(rows), width) for x in (expected, actual)]
@@ -242,17 +248,22 @@ def errors_of(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, flo
         found[:, part] = np.where(held, np.nan_to_num([top, along], nan=np.inf, posinf=np.inf), np.nan)
         return float(error.sum(-1).sum(dtype=np.float64))
 
-    starts = range(0, found.shape[1], size)
-    if expected.size <= 8 * BLOCK:
-        return found.reshape(2, *rows), sum(map(measure, starts))
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
-        return found.reshape(2, *rows), sum(pool.map(measure, starts))
+    total = sum(_each_block(measure, range(0, found.shape[1], size)))
+    return found.reshape(2, *rows), total
+
+
+def are_zeros(array: np.ndarray) -> bool:
+    """Whether it is one zero, read everywhere."""
+    return array.size > 0 and not any(array.strides) and not array.flat[0]
 
 
 def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Products of an output with another's, with itself, and of the other's with itself, over what is finite in both."""
-    flat, total = (expected.reshape(-1), actual.reshape(-1)), np.zeros(3)
-    for start in range(0, expected.size, BLOCK):
+    if are_zeros(expected) and are_zeros(actual):
+        return np.zeros(3)
+    flat = expected.reshape(-1), actual.reshape(-1)
+
+    def products(start: int) -> np.ndarray:
         a, b = (x[start : start + BLOCK].astype(np.float64) for x in flat)
         with np.errstate(invalid="ignore", over="ignore"):
             part = np.array([a @ b, a @ a, b @ b])
@@ -260,8 +271,17 @@ def cosine_sums(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
             finite = np.isfinite(a) & np.isfinite(b)
             a, b = a[finite], b[finite]
             part = np.array([a @ b, a @ a, b @ b])
-        total += part
-    return total
+        return part
+
+    return sum(_each_block(products, range(0, expected.size, BLOCK)), np.zeros(3))
+
+
+def _each_block(measure: Callable[[int], Any], starts: range) -> list[Any]:
+    """What is measured of each block, by several threads where there are many."""
+    if len(starts) <= FEW:
+        return [*map(measure, starts)]
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, COMPARING)) as pool:
+        return [*pool.map(measure, starts)]
 
 
 def distance(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from still_export.models.load import Source
 from still_export.models.step import decode_given
 from still_export.models.weights import Weight, narrow_value_of, row_pieces
 from still_export.package.calls import Arrays, given_of
+from still_export.proof.cases import are_zeros
 from still_export.proof.codes import as_numbers
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
@@ -350,12 +351,7 @@ class _Chain:
         """All calls through one layer."""
 
         def given(side: str, arrays: Arrays) -> dict[str, Tensor]:
-            return {
-                name: torch.from_numpy(np.require(arrays[f"{side}_{name}.{index}"], requirements=("C", "W"))).to(
-                    self.device, dtype
-                )
-                for name, dtype in layer.states.items()
-            }
+            return {name: self._state(arrays[f"{side}_{name}.{index}"], kind) for name, kind in layer.states.items()}
 
         states = given("past", self.chain.start)
         follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
@@ -374,6 +370,11 @@ class _Chain:
                     continue
                 self.hidden[i], states = layer(*at, given("past", call.feed))
             self._keep(i, states | layer.seen, index)
+
+    def _state(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
+        if are_zeros(array):  # which need not travel
+            return torch.zeros(array.shape, dtype=dtype, device=self.device)
+        return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self.device, dtype)
 
     def _at(self, follow: np.ndarray, number: int) -> Tensor:
         """What is told of the tokens of a call."""
@@ -464,7 +465,7 @@ def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tenso
 
 def _compact(x: np.ndarray) -> np.ndarray:
     """Not a view, which would keep all that it is a part of; zeros without memory, of which states of short prompts consist."""
-    return np.ascontiguousarray(x) if x.any() else _zeros(x.shape, x.dtype)
+    return np.ascontiguousarray(x) if not are_zeros(x) and x.any() else _zeros(x.shape, x.dtype)
 
 
 def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -473,7 +474,10 @@ def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 def _single(x: Tensor) -> np.ndarray:
-    return np.asarray((x.float() if x.dtype == torch.float64 else x).cpu().numpy())
+    x = x.float() if x.dtype == torch.float64 else x
+    if x.device.type != "cpu" and not x.any():  # zeros need not travel
+        return _zeros(x.shape, torch.empty(0, dtype=x.dtype).numpy().dtype)
+    return np.asarray(x.cpu().numpy())
 
 
 def _named(states: dict[str, Tensor], index: int) -> Arrays:

@@ -245,11 +245,11 @@ def _torch_cases(
         dtype = "float16"
     manifest = package.manifest
     try:
-        wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs)
+        wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
         if dtype == "float32":  # opened once; a configuration says what type its model has
             own = replace(wide, config=deepcopy(wide.config))
         else:
-            own = held_source(_options(package, model, dtype), package.path, manifest, pairs)
+            own = held_source(_options(package, model, dtype), package.path, manifest, pairs, device)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
             f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."

@@ -71,7 +71,7 @@ def quantization_loss_of(
     """
     tokens, size = _tokens(options, manifest, text)
     source = find_source(options)
-    held = with_held_weights(source, folder, manifest)
+    held = with_held_weights(source, folder, manifest, device)
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,9 @@ def quantize(weight: torch.Tensor, bits: int, block_size: int, method: str, zero
         The blocks, scales in float32.
     """
     if zero_points and (bits == 8 or method == "rtn"):
-        return joined((_rtn(slab, bits, block_size) for slab in _slabs(weight, RTN_WEIGHTS)), len(weight))
+        with _one_thread_each() as pool:
+            round_slab = partial(_rtn, bits=bits, block_size=block_size)
+            return joined(pool.map(round_slab, _slabs(weight, RTN_WEIGHTS)), len(weight))
     rounder = _ROUNDERS[method] if zero_points else _positive
     return joined((rounder(slab.float().numpy(), bits, block_size) for slab in _slabs(weight)), len(weight))
 
@@ -86,6 +90,17 @@ def _outputs(weight: torch.Tensor) -> BlockWeight:
 def _slabs(weight: torch.Tensor, size: int = SLAB_WEIGHTS) -> tuple[torch.Tensor, ...]:
     """Rows that are rounded at once."""
     return weight.split(max(1, size // weight.shape[1]))
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as PyTorch has, in which it has one: it would divide each of a slab's small steps, and wait at its end."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, 
 from still_export.graph.quantization.policy import FLOAT8
 from still_export.mixers.experts.module import Stacked
 from still_export.models.ahead import weight_name
-from still_export.models.blocks import BlockWeight, Float8Weight
+from still_export.models.blocks import BlockWeight, Float8Weight, unpack
 from still_export.models.super_blocks import from_tiles
 from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
 from still_export.package.files import HEAD, MODEL
@@ -61,15 +61,17 @@ def held_source(
     folder: Path,
     manifest: dict[str, Any],
     pairs: Mapping[str, tuple[Pair, ...]] = MappingProxyType({}),
+    device: str = "cpu",
 ) -> Source:
     """The source of `held_model`, whose weights are read when they are asked for.
 
     Args:
         pairs: Of an adapter that is added while the package runs, by weight.
+        device: Where quantized weights are read to.
     """
     from still_export.models.source import find_source
 
-    source = with_held_weights(find_source(options), folder, manifest)
+    source = with_held_weights(find_source(options), folder, manifest, device)
     weights: dict[str, Weight] = dict(source.weights)
     for name, own in pairs.items():
         held = weights[name]
@@ -77,15 +79,16 @@ def held_source(
     return replace(source, weights=weights)
 
 
-def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
+def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
     """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with.
 
     Args:
         source: What was exported, in any type.
         folder: A package of it.
         manifest: Its manifest.
+        device: Where quantized weights are read to.
     """
-    return _with_held(source, folder / MODEL, manifest)
+    return _with_held(source, folder / MODEL, manifest, device)
 
 
 def with_held_head(source: Source, folder: Path, manifest: dict[str, Any]) -> Source:
@@ -94,16 +97,16 @@ def with_held_head(source: Source, folder: Path, manifest: dict[str, Any]) -> So
     return _with_held(source.ahead(), folder / HEAD, manifest)
 
 
-def _with_held(source: Source, graph: Path, manifest: dict[str, Any]) -> Source:
+def _with_held(source: Source, graph: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
     if manifest.get("quantization") is None:
         return source
     names = {weight_name(name, graph.name == HEAD): name for name in source.weights}
     sizes = {name: int(source.weights[own].shape[0]) for name, own in names.items() if source.weights[own].shape}
-    held = _held_weights(graph, manifest["quantization"]["block_size"], sizes)
+    held = _held_weights(graph, manifest["quantization"]["block_size"], sizes, device)
     weights: dict[str, Weight] = dict(source.weights)
     for name, read in held.items():
         known = weights[names[name]]
-        rows = partial(_as_type, read, known.shape, known.dtype)
+        rows = partial(_as_type, read, known.shape, known.dtype, device)
         weights[names[name]] = Deferred(known.shape, known.dtype, rows, rows=rows)
     return replace(source, weights=weights)
 
@@ -121,16 +124,20 @@ def held_names(folder: Path, graph: str = MODEL) -> dict[str, np.ndarray | None]
 
 def _with_pairs(held: Weight, pairs: tuple[Pair, ...]) -> Tensor:
     value = value_of(held)
-    total = value.float() + sum(pair.scale * value_of(pair.b).float() @ value_of(pair.a).float() for pair in pairs)
-    return total.to(value.dtype)
+    added = [pair.scale * value_of(pair.b).float() @ value_of(pair.a).float() for pair in pairs]
+    return (value.float() + sum(x.to(value.device) for x in added)).to(value.dtype)
 
 
 def _as_type(
-    read: Callable[[slice], Tensor], shape: torch.Size | tuple[int, ...], dtype: torch.dtype, rows: slice = WHOLE
+    read: Callable[[slice], Tensor],
+    shape: torch.Size | tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    rows: slice = WHOLE,
 ) -> Tensor:
     """Rows of a weight of this shape in `dtype`, read by as many threads as PyTorch has."""
     first, last, _ = rows.indices(shape[0])
-    found = torch.empty((last - first, *shape[1:]), dtype=dtype)
+    found = torch.empty((last - first, *shape[1:]), dtype=dtype, device=device)
     size = max(1, TOGETHER_READ * shape[0] // max(1, math.prod(shape)))
 
     def fill(start: int) -> None:
@@ -143,8 +150,11 @@ def _as_type(
     return found
 
 
-def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict[str, Callable[[slice], Tensor]]:
-    """Readers of rows of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight."""
+def _held_weights(
+    path: Path, block_size: int, sizes: Mapping[str, int], device: str = "cpu"
+) -> dict[str, Callable[[slice], Tensor]]:
+    """Readers of rows of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight. What is
+    nothing but blocks is computed on `device`, from where its codes go."""
     import onnx_ir as ir
 
     parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
@@ -194,8 +204,10 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
             packed = codes.reshape(*scales.shape, -1)
             zero_points = values(names, "zero_points", 0, rows)
             zero_points = None if zero_points is None else zero_points.reshape(len(scales), -1)
-            total = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size).dequantized()
-            total = total.reshape(*whole[:-1], -1)
+            held = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size)
+            if device != "cpu" and not any(f"{names}.{part}" in parts for part in (ORDER, LEAST, "offsets", "outer")):
+                return _dequantized(held, device).reshape(*whole[:-1], -1)
+            total = held.dequantized().reshape(*whole[:-1], -1)
         if (order := values(names, ORDER, 0, slice(None))) is not None:
             assert isinstance(total, np.ndarray)
             total = total[:, np.argsort(order)]
@@ -231,6 +243,19 @@ def _held_weights(path: Path, block_size: int, sizes: Mapping[str, int]) -> dict
                 readers[name] = partial(summed, names, start, sizes[name])
                 start += sizes[name]
     return readers
+
+
+def _dequantized(held: BlockWeight, device: str | torch.device) -> Tensor:
+    """`BlockWeight.dequantized` on a device, bit for bit."""
+    packed, scales = (
+        torch.from_numpy(np.require(x, requirements=("C", "W"))).to(device) for x in (held.packed, held.scales)
+    )
+    values = packed if held.bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    zero: Tensor | int = 1 << (held.bits - 1)
+    if held.zero_points is not None:
+        points = unpack(held.zero_points, held.bits)[:, : packed.shape[1], None]
+        zero = torch.from_numpy(np.ascontiguousarray(points)).to(device)
+    return ((values.float() - zero) * scales[..., None].float()).flatten(1)
 
 
 def round_activations(

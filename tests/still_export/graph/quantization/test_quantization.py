@@ -21,11 +21,18 @@ from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
 from still_export.graph.quantization.policy import GPTQ, METHODS, ONNXRUNTIME, POLICY, Quantization
 from still_export.graph.quantization.quantizers import quantize
-from still_export.graph.quantization.read import eight_bits, held_names, round_activations, with_held_weights
+from still_export.graph.quantization.read import (
+    _dequantized,
+    eight_bits,
+    held_names,
+    round_activations,
+    with_held_weights,
+)
 from still_export.mixers import roles
 from still_export.models.blocks import BlockWeight, pack, unpack
 from still_export.models.roles import weight_roles
 from still_export.models.source import find_source
+from still_export.models.weights import value_of
 from still_export.package.calls import next_feed
 from still_export.package.refusals import RunError
 from still_export.runtime.ort import OrtModel
@@ -165,6 +172,35 @@ def test_package_computes_with_the_weights_that_it_holds(quantized: Any) -> None
     assert errors["rounded"] < 1e-5 < errors["held"]
     if quantized.manifest["quantization"]["scheme"] == "int4":
         assert errors["held"] < 0.5 * errors["original"]
+
+
+@pytest.mark.slow
+def test_another_device_reads_the_same_weights(quantized: Any) -> None:
+    """Bit for bit; "cpu:0" is one, as far as the reader knows."""
+    source = find_source(ExportOptions.from_manifest(quantized.manifest))
+    here, there = (with_held_weights(source, quantized.path, quantized.manifest, d).weights for d in ("cpu", "cpu:0"))
+    for name, weight in here.items():
+        assert torch.equal(value_of(weight), value_of(there[name])), name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero_points", [True, False])
+def test_blocks_are_read_the_same_on_a_device(bits: int, zero_points: bool) -> None:
+    made = quantize(torch.from_numpy(normal(6, 96)), bits, 32, "rtn", zero_points)
+    assert torch.equal(_dequantized(made, "cpu:0"), torch.from_numpy(made.dequantized()))
+
+
+def test_threads_are_as_many_behind_rounding() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        weight = torch.from_numpy(normal(2048, 1024))  # of several slabs
+        together = quantize(weight, 4, 32, "rtn")
+        parts = [quantize(part, 4, 32, "rtn") for part in weight.split(256)]
+        assert torch.get_num_threads() == 3
+        assert np.array_equal(together.packed, np.concatenate([part.packed for part in parts]))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rounded_activations_are_a_grid() -> None:
