@@ -57,6 +57,7 @@ CONSTANTS = {
     "attend_programs": 0,
     "linear_programs": 0,
     "unpack_rows": 0,
+    "decode_clusters": 0,
     "scan_tma": 0,
     "value_slices": 2,
     "decode_programs": 60,

@@ -15,12 +15,14 @@ pytest.importorskip("triton")
 
 from still_kernels import aot
 from still_kernels.hybrid_attention.launch import FUNCTIONS as KERNELS
-from still_kernels.hybrid_attention.tiles import tile_table
+from still_kernels.hybrid_attention.tiles import CLUSTERS, tile_table
 from still_kernels.hybrid_attention.variants import BY_TMA, Variant
 from still_kernels.hybrid_attention.variants import KERNELS as OP
 from still_kernels.plan import Call
 from still_kernels.tile import SHARED_BYTES, TileTable
 
+STEPS = {f"decode_{blocks}" for blocks in CLUSTERS}
+"""Of PyTorch alone."""
 VARIANT = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32, "select_scope": "kv_group_max", "count_dtype": "int32"}
 
 
@@ -43,9 +45,12 @@ def check_index(index: dict, folder: Path) -> None:
     assert index["source_hash"] == aot.source_hash(OP)
     for entry in index["variants"]:
         arch = aot.parse_arch(entry["arch"])
-        assert set(entry["kernels"]) == set(KERNELS) - {
-            name if entry["constants"][constant] else f"{name}_tma" for name, constant in BY_TMA.items()
-        }
+        constants = dict(entry["constants"])
+        unused = {name if constants[constant] else f"{name}_tma" for name, constant in BY_TMA.items()} | STEPS
+        assert constants.pop("decode_clusters") == 0
+        if not constants.pop("unpack_rows"):
+            unused.add("unpack")
+        assert set(entry["kernels"]) == set(KERNELS) - unused
         for name, kernel in entry["kernels"].items():
             assert kernel["symbol"] == f"{name}_kernel" and kernel["threads"] == 32 * kernel["num_warps"]
             assert kernel["shared_bytes"] <= SHARED_BYTES[arch]
@@ -57,7 +62,6 @@ def check_index(index: dict, folder: Path) -> None:
             assert {argument["type"] for argument in kernel["args"]} <= {"ptr", "i32", "f32", "descriptor"}
         counts = {a["name"]: a["element"] for a in entry["kernels"]["decode"]["args"] if a["type"] == "ptr"}
         assert counts["past_length"] == ("i64" if entry["key"]["count_dtype"] == "int64" else "i32")
-        constants = dict(entry["constants"])
         assert {constants.pop(constant) for constant in BY_TMA.values()} <= {0, 1, 132}
         assert all(isinstance(value, int) and value > 0 for value in constants.values())
 
@@ -122,7 +126,7 @@ def test_the_largest_projections_fit(
     monkeypatch.setattr(compiler.CUDABackend, "make_ptx", no_ptx)
     monkeypatch.setattr(compiler.CUDABackend, "make_cubin", lambda *_: b"no code")
     entry, _ = aot.compile_variant("HybridAttention", Variant(**properties), arch)
-    assert {*entry["kernels"], *BY_TMA, *(f"{name}_tma" for name in BY_TMA)} == set(KERNELS)
+    assert {*entry["kernels"], *BY_TMA, *(f"{name}_tma" for name in BY_TMA), *STEPS, "unpack"} == set(KERNELS)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentio
 pytest.importorskip("triton")
 from still_kernels import launcher
 from still_kernels.hybrid_attention import launch
+from still_kernels.hybrid_attention.tiles import CLUSTERS
 from still_kernels.hybrid_attention.variants import BY_TMA
 from still_kernels.registry import kernels_of, op_names
 
@@ -249,5 +250,7 @@ def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Pat
     kernels = {path.stem for path in tmp_path.glob("*/*.cubin")}
     assert {f"{name}_kernel" for name in launch.FUNCTIONS} - kernels == {
         "decode_kernel",  # the case has no single step
+        *(f"decode_{blocks}_kernel" for blocks in CLUSTERS),
+        "unpack_kernel",  # nor rows in 8 bits
         *(f"{name}_tma_kernel" for name in BY_TMA),  # nor a layer that these serve
     }

@@ -1,4 +1,4 @@
-"""Triton's functions of still::HybridAttention, by kernel."""
+"""The functions of still::HybridAttention, by kernel."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from still_kernels.hybrid_attention.prefill.triton_scan import scan_kernel
 from still_kernels.hybrid_attention.prefill.triton_score import score_kernel
 from still_kernels.hybrid_attention.prefill.triton_select import select_kernel
 from still_kernels.hybrid_attention.prefill.triton_unpack import unpack_kernel
+from still_kernels.hybrid_attention.sm90.cuda_decode import decode_cluster_kernel
 from still_kernels.hybrid_attention.sm90.gluon_attend import attend_tma_kernel
 from still_kernels.hybrid_attention.sm90.gluon_linear import linear_tma_kernel
 from still_kernels.hybrid_attention.sm90.gluon_scan import scan_tma_kernel
+from still_kernels.hybrid_attention.tiles import CLUSTERS
 
 FUNCTIONS = {
     "score": score_kernel,
@@ -27,4 +29,5 @@ FUNCTIONS = {
     "attend_tma": attend_tma_kernel,
     "commit": commit_kernel,
     "decode": decode_kernel,
+    **{f"decode_{blocks}": decode_cluster_kernel for blocks in CLUSTERS},
 }

@@ -32,7 +32,8 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
     table = table_of(config, launcher.arch_of(device), wide)
     if described and device.type != "cpu":
         return table
-    return changed(table, "attend", dict.fromkeys(BY_TMA.values(), 0))
+    table = changed(table, "attend", dict.fromkeys(BY_TMA.values(), 0))
+    return table if device.type != "cpu" else changed(table, "decode", {"decode_clusters": 0})
 
 
 def can_be_described(tensors: Iterable[Tensor | None]) -> bool:
@@ -80,6 +81,8 @@ def _prepare(
     """The launches of a kind of call; `call` as of `call_of`, where states lie in pages with their number for the rows of the state."""
     if pages is not None:  # whose kernels know pages
         table = changed(table, "scan", {"scan_tma": 0, "linear_programs": 0})
+    if call[-1] is not None:  # rows side by side
+        table = changed(table, "decode", {"decode_clusters": 0})
     seen = call_of(config, dtype, table, *call)
     constants = constants_of(config, dtype == torch.float32, seen.tokens is not None, factor)
     launches = PLAN.evaluate(seen)

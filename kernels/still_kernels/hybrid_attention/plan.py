@@ -15,6 +15,14 @@ LINEAR = "'float32' if dtype == 'float32' else 'bfloat16'"
 
 PART = {"first_tile": "first", "n_tiles": "count"}  # the chunks of a segment
 
+# Heads of a cluster, and clusters of a step. With two heads a cluster reads long caches of one row no faster than the other kernel does.
+CLUSTERED = "decode_clusters > 0 and (select_scope == 'q_head' or H // HK % 2 == 0 and (B > 1 or N <= 2048))"
+
+
+def _clusters(blocks: int) -> tuple[Launch, ...]:
+    return (Launch(f"decode_{blocks}", (f"heads * {blocks}", "B", "1")),)
+
+
 DECODE_STEPS = (
     Branch(
         "folds",
@@ -24,7 +32,14 @@ DECODE_STEPS = (
             Launch("scan", ("scan_programs", "H", "B"), first_tile="0", n_tiles="1", store_prefix="0"),
         ),
     ),
-    Launch("decode", ("H // HS * (value_slices + window_parts + 1) + splits", "HS", "B")),
+    Branch(
+        CLUSTERED,
+        (
+            Let("heads", "H if select_scope == 'q_head' else H // 2"),
+            Branch("B * heads <= 64", _clusters(8), (Branch("B * heads <= 160", _clusters(2), _clusters(1)),)),
+        ),
+        (Launch("decode", ("H // HS * (value_slices + window_parts + 1) + splits", "HS", "B")),),
+    ),
 )
 LINEAR_TILES = "min(linear_programs, ceil_div(count, 2) * H * B)"
 ATTEND_TILES = "min(attend_programs, ceil_div(count * C, attend_rows) * H * B)"
@@ -85,6 +100,7 @@ PLAN = Plan(
         "attend_programs",  # that share the tiles of attend_rows queries; 0: one program a tile
         "linear_programs",  # the same of linear, with tiles of two chunks
         "unpack_rows",  # of a state in 8 bits, that a program makes numbers of for kernels that copy by TMA; 0: they read it as it is
+        "decode_clusters",  # 1: steps by clusters of blocks; 0: decode
         "value_slices",  # of S in decode
         "window_parts",  # of the ring in decode
         "decode_programs",  # that fill the chip

@@ -35,6 +35,20 @@ SCAN: list[Setting] = [
     {"RB": 32},
     *WARPS,
 ]
+DECODE: list[Setting] = [
+    *one("SN", 2, 3, 4, 6),
+    {"BN": 32, "SN": 3},
+    *one("SG", 2, 3, 4),
+    {"BG": 64, "SG": 2},
+    {"BG": 16, "SG": 6},
+    {"DS": 64, "DW": 128},
+    *one("BL", 32, 64, 128),
+    *one("RB", 16, 32, 64),
+    {"dependent": 0, "PDL": 0},
+    *one("num_warps", 4, 8),
+    *one("max_registers", None, 96, 128, 168),
+    *one("decode_programs", 132, 264, 528),
+]
 MOVES: dict[str, list[Setting]] = {
     "attend": [{"attend_programs": 0, **setting} for setting in ATTEND],
     "linear": [{"linear_programs": 0, **setting} for setting in LINEAR],
@@ -47,23 +61,10 @@ MOVES: dict[str, list[Setting]] = {
         {"scan.EVERY": 1, "linear.EVERY": 1},
         {"scan.EVERY": 2, "linear.EVERY": 2},
     ],
-    "decode": [
-        *one("SN", 2, 3, 4, 6),
-        {"BN": 32, "SN": 3},
-        *one("SG", 2, 3, 4),
-        {"BG": 64, "SG": 2},
-        {"BG": 16, "SG": 6},
-        {"DS": 64, "DW": 128},
-        *one("BL", 32, 64, 128),
-        *one("RB", 16, 32, 64),
-        {"dependent": 0, "PDL": 0},
-        *one("num_warps", 4, 8),
-        *one("max_registers", None, 96, 128, 168),
-        *one("decode_programs", 132, 264, 528),
-    ],
+    "decode": [{"decode_clusters": 0, **setting} for setting in DECODE],
 }
 """What is tried from the current setting and then from better ones, by kernel; "prefill" is a whole call."""
-INSTEAD = {name: f"{name}_tma" for name in ("attend", "linear", "scan")}
+INSTEAD = {**{name: f"{name}_tma" for name in ("attend", "linear", "scan")}, "decode": "decode_8"}
 """What runs in the place of a kernel; a setting says which."""
 SHARES = {"attend": 3, "linear": 2}
 """Of the time, 1 where nothing is said: by what the kernels take and how many settings they have."""

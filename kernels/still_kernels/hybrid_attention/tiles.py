@@ -11,6 +11,8 @@ CHUNK_SIZES = (32, 64, 128, 256)
 MAX_SALIENT_PER_CHUNK = 32
 MAX_FEATURE_ROWS = 256
 MAX_GROUP = 16
+CLUSTERS = (8, 2, 1)
+"""Blocks that share the query heads of a step on sm_90: as many as fill the chip."""
 MANY_HEADS = 2048
 """Query heads of all rows from which on decode's programs are fewer and larger: 64 rows of 32 heads at 1,100 tokens take 150 us for 204,
 32 rows of 65,000 would take 586 for 546 (H200); so many rows have no room for contexts so long."""
@@ -109,6 +111,13 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         tiles["attend_tma"] = KernelTile({"SLOTS": 256 // head_dim}, 4, 1, blocks=_attend_blocks(head_dim))
     linear_tma = tma and feature_rows in (64, 128)
     if linear_tma:
+        for blocks in CLUSTERS:
+            # Three blocks a multiprocessor, so that the next kernel's are there before a step has ended; with S whole two.
+            stages_, least = (4, 3) if blocks > 1 else (6, 2)
+            tiles[f"decode_{blocks}"] = KernelTile(
+                {"CL": blocks, "GR": 1, "NST": stages_, "MINB": least}, 9, 1, None, True
+            )
+    if linear_tma:
         tiles["linear_tma"] = KernelTile({}, 4, 1, blocks=_linear_blocks(head_dim, feature_rows))
         tiles["scan_tma"] = KernelTile(
             {"SLOTS": 4}, 4, 1, blocks=dict.fromkeys(("value", "phi_k", "prefix_kv"), (64, 64))
@@ -120,6 +129,7 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
         "attend_programs": 132 if tma else 0,
         "linear_programs": 132 if linear_tma else 0,
         "scan_tma": int(linear_tma),  # 0: scan
+        "decode_clusters": int(linear_tma),  # 0: decode
         "decode_programs": 264,  # salient splits; with the other roles one wave of four programs a multiprocessor
     }
     return TileTable(tiles, host)

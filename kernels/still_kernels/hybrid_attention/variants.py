@@ -13,6 +13,7 @@ from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import (
     CHUNK_SIZES,
+    CLUSTERS,
     HEAD_DIMS,
     MAX_FEATURE_ROWS,
     MAX_GROUP,
@@ -130,6 +131,7 @@ def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str,
         "window_parts": 2 * config.chunk_size // tiles["decode"]["BL"],
         **table.host,
         **{constant: table.host[constant] * (name in instead) for name, constant in BY_TMA.items()},
+        "decode_clusters": int(by_clusters(config, table)),
         "evicted_rows": pow2(config.salient_per_chunk),
     }
 
@@ -137,6 +139,9 @@ def plan_constants(config: HybridAttentionConfig, table: TileTable) -> dict[str,
 def table_of(config: HybridAttentionConfig, arch: int, wide: bool) -> TileTable:
     """Block sizes for a layer; `arch` and `wide` as of `tile_table`."""
     table = tile_table(arch, config.head_dim, config.chunk_size, config.projection_dim, wide)
+    if config.select_scope != "q_head" and table.host["decode_clusters"]:
+        for blocks in CLUSTERS:  # two heads of a selection read its rows once
+            table = changed(table, f"decode_{blocks}", {"GR": 2, "MINB": 2, "NST": 4 if blocks == 8 else 6})
     if config.overflow != "error":  # select then walks over the cache
         return table
     return changed(table, "select", {"num_warps": 1})  # 67 instead of 133 us for 65,536 tokens
@@ -163,10 +168,16 @@ def taken_by_tma(config: HybridAttentionConfig, table: TileTable) -> set[str]:
     return {name for name, constant in BY_TMA.items() if table.host[constant] > 0 and fit[name]}
 
 
+def by_clusters(config: HybridAttentionConfig, table: TileTable) -> bool:
+    """Whether clusters of blocks take steps: not where rows are in 8 bits, nor for a folding policy, other features or scores."""
+    plain = config.overflow == "error" and config.cache != "int8" and config.saliency == "margin"
+    return table.host["decode_clusters"] > 0 and plain and config.feature_map in ("np_softmax_pm", "softmax_pm")
+
+
 def build(variant: Variant, arch: int) -> Build:
     """What a variant is on an architecture."""
     config, wide = variant.config(), variant.dtype == "float32"
-    table = table_of(config, arch, wide)
+    table = changed(table_of(config, arch, wide), "decode", {"decode_clusters": 0})
     absent = {"gate"} if not variant.gate else set()
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
@@ -174,6 +185,7 @@ def build(variant: Variant, arch: int) -> Build:
     absent |= {s.name for s in PLAN.spec.states if s.only and s.only[0] == CACHE.name and s.only[1] != variant.cache}
     instead = taken_by_tma(config, table)
     others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
+    others |= {f"decode_{blocks}" for blocks in CLUSTERS}  # no archive has run them
     others |= set() if instead and config.cache == "int8" else {"unpack"}
     return Build(
         {name: tile for name, tile in table.kernels().items() if name not in others},
