@@ -90,7 +90,11 @@ def test_gluon_in_threads(name: str) -> None:
         ),
         ("mbarrier.arrive(bars.v_empty.index(slot), count=1)\n\n            # Linear", "# Linear", "waits for"),
         ("_pass_over(entry + 1, bars", "_pass_over(entry, bars", "arrivals|waits for|changed"),
-        ("mbarrier.wait(bars.v_full.index(v_slot), (before // SLOTS) & 1)", "pass", "wrong|error|changed|arrivals|waits"),
+        (
+            "mbarrier.wait(bars.v_full.index(v_slot), (before // SLOTS) & 1)",
+            "pass",
+            "wrong|error|changed|arrivals|waits",
+        ),
         ("number += 1\n        else:", "number += 2\n        else:", "waits for|changed|wrong|error|arrivals"),
     ],
     ids=lambda text: text[:40],
