@@ -152,6 +152,16 @@ def nvrtc() -> tuple[Any, tuple[int, int]]:
     )
 
 
+@cache
+def can_compile() -> bool:
+    """Whether there is one."""
+    try:
+        nvrtc()
+    except ConfigError:
+        return False
+    return True
+
+
 def compile_source(library: Any, source: bytes, name: str, options: list[str]) -> bytes:
     """A cubin; ConfigError with what the compiler says where it refuses."""
     program = ctypes.c_void_p()

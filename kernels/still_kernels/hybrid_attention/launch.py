@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from still_kernels import launcher
+from still_kernels.common.cuda_function import can_compile
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.functions import FUNCTIONS
 from still_kernels.hybrid_attention.inputs import Inputs
@@ -25,15 +26,16 @@ from still_kernels.tile import TileTable, changed
 
 
 def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool, described: bool = True) -> TileTable:
-    """Block sizes for a device; the interpreter on the CPU, which cannot run Gluon, uses those of sm_90.
+    """Block sizes for a device; the interpreter on the CPU, which cannot run Gluon, uses those of sm_90. Steps by clusters need NVRTC.
 
     described: Descriptors can be made of the call's tensors.
     """
     table = table_of(config, launcher.arch_of(device), wide)
+    if device.type == "cpu" or not can_compile():
+        table = changed(table, "decode", {"decode_clusters": 0})
     if described and device.type != "cpu":
         return table
-    table = changed(table, "attend", dict.fromkeys(BY_TMA.values(), 0))
-    return table if device.type != "cpu" else changed(table, "decode", {"decode_clusters": 0})
+    return changed(table, "attend", dict.fromkeys(BY_TMA.values(), 0))
 
 
 def can_be_described(tensors: Iterable[Tensor | None]) -> bool:
