@@ -89,6 +89,9 @@ class Reader(Uniform):
         super().__init__()
         self.tokenizer, self.task, self.wrong = tokenizer, task, wrong
 
+    def complete_all(self, asked: list[tuple[list[int], int]]) -> list[str]:
+        return [self.complete(prompt, tokens) for prompt, tokens in asked]
+
     def complete(self, prompt: list[int], tokens: int) -> str:
         assert len(prompt) + tokens <= LENGTH
         text = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
