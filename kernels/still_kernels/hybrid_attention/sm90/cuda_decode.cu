@@ -166,9 +166,15 @@ __device__ __forceinline__ float most_of_warp(float x)
 }
 
 // Features of one head's direction, which a warp has in P / 32 values a lane; plus and minus of them.
-__device__ __forceinline__ void features_of(float const* direction, float square, int lane, float (&plus)[P / 32], float (&minus)[P / 32])
+__device__ __forceinline__ void features_of(float const* direction, u16 const* row, int lane, float (&plus)[P / 32], float (&minus)[P / 32])
 {
-    float x[P / 32], norm = 0, most = -3e38f, least = 3e38f;
+    float x[P / 32], square = 0, norm = 0, most = -3e38f, least = 3e38f;
+#pragma unroll
+    for (int j = 0; j < D / 32; j++)
+    {
+        float const y = one(row[j * 32 + lane]);
+        square += y * y;
+    }
 #pragma unroll
     for (int i = 0; i < P / 32; i++)
     {
@@ -514,14 +520,8 @@ __device__ __forceinline__ void key_features(Row const& here, int old, u16 const
             }
             meet();
             {
-                float plus[P / 32], minus[P / 32], square = 0;
-#pragma unroll
-                for (int j = 0; j < D / 32; j++)
-                {
-                    float const x = one(keys[warp * D + j * 32 + lane]);
-                    square += x * x;
-                }
-                features_of(s.key_direction[warp], square, lane, plus, minus);
+                float plus[P / 32], minus[P / 32];
+                features_of(s.key_direction[warp], keys + warp * D, lane, plus, minus);
                 bool const folded = !(s.selected[t / 4] >> (t % 4 * 8 + warp) & 1);
 #pragma unroll
                 for (int i = 0; i < P / 32; i++)
@@ -634,14 +634,8 @@ __device__ __forceinline__ void step(PARAMETERS)
         meet();
     if (warp < GR)
     {
-        float plus[P / 32], minus[P / 32], square = 0;
-#pragma unroll
-        for (int j = 0; j < D / 32; j++)
-        {
-            float const x = one(query[warp * D + j * 32 + lane]);
-            square += x * x;
-        }
-        features_of(s.direction[warp], square, lane, plus, minus);
+        float plus[P / 32], minus[P / 32];
+        features_of(s.direction[warp], query + warp * D, lane, plus, minus);
 #pragma unroll
         for (int i = 0; i < P / 32; i++)
         {
