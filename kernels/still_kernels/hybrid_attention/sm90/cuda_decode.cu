@@ -386,6 +386,7 @@ __device__ __forceinline__ void sums(Linear& linear, Row const& here, int n, int
                     *below = make_float2(below->x + c[t][2], below->y + c[t][3]);
                 }
             }
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the next copy into this stage
             meet();
         }
 #pragma unroll
