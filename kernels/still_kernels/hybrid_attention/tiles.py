@@ -13,9 +13,9 @@ MAX_FEATURE_ROWS = 256
 MAX_GROUP = 16
 CLUSTERS = (8, 2, 1)
 """Blocks that share the query heads of a step on sm_90: as many as fill the chip."""
-MANY_HEADS = 2048
-"""Query heads of all rows from which on decode's programs are fewer and larger: 64 rows of 32 heads at 1,100 tokens take 150 us for 204,
-32 rows of 65,000 would take 586 for 546 (H200); so many rows have no room for contexts so long."""
+MANY_HEADS = 1024
+"""Query heads of all rows from which on decode's programs are fewer and larger. 32 rows of 32 heads at 1,100 tokens take 92 us for 119, at
+16,000 270 for 261 (H100), 64 rows at 1,100 150 for 204 (H200)."""
 
 
 @lru_cache
