@@ -25,6 +25,7 @@ constexpr int64_t kPackVersion = 1;
 constexpr int64_t kIndexVersion = 3;
 constexpr int64_t kMaxBox = 256; // the driver's limit
 constexpr int64_t kMaxSwizzle = 3;
+constexpr int64_t kMaxCluster = 8; // blocks of a cluster on every GPU that has clusters
 
 std::string describe(Key const& key)
 {
@@ -120,6 +121,8 @@ Kernel read_kernel(std::string const& name, Json const& json, std::map<std::stri
     kernel.threads = static_cast<unsigned>(integer(json, "threads", 1, 1024, source));
     kernel.shared_bytes = static_cast<unsigned>(integer(json, "shared_bytes", 0, 1 << 20, source));
     kernel.trailing_nulls = static_cast<size_t>(integer(json, "trailing_null_pointers", 0, 64, source));
+    if (json.contains("cluster"))
+        kernel.cluster = static_cast<unsigned>(integer(json, "cluster", 1, kMaxCluster, source));
     for (Json const& argument : items_of(json.at("args")))
         kernel.arguments.push_back(read_argument(argument, source));
     auto const cubin = cubins.find(text_of(json.at("cubin")));

@@ -37,6 +37,7 @@ struct Kernel
     unsigned threads{}; // of a block
     unsigned shared_bytes{};
     size_t trailing_nulls{}; // pointers to scratch memory of size 0
+    unsigned cluster{1};     // blocks, along x, that the cubin says are a cluster
     std::vector<KernelArgument> arguments;
     std::string_view cubin;
 };

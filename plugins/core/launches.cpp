@@ -113,6 +113,9 @@ void add_launch(Launches& launches, std::string const& op, Kernel const& kernel,
             ". Lower the batch or the tokens of a call.");
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0)
         return; // an empty tensor: nothing to compute
+    if (grid[0] % kernel.cluster != 0)
+        fail(op, ": kernel ", kernel.name, " has clusters of ", kernel.cluster, " blocks, of which ", grid[0],
+            " are no multiple. Compile the archive again.");
     Step step;
     step.name = kernel.name;
     step.function = load_function(kernel);

@@ -344,6 +344,29 @@ def test_large_shared_memory_is_asked_for(core: Core, recorder: Recorder, tmp_pa
         op.prepare(inputs(T=1))
 
 
+def test_clusters_are_whole(core: Core, recorder: Recorder, tmp_path: Path) -> None:
+    """The cubin says how many blocks are a cluster; a grid that is no multiple is a mistake of the plan or of the index."""
+    for blocks in (4, 5):
+        core.call("still_clear_archive")
+        entry = variant()
+        entry["kernels"]["decode"]["cluster"] = blocks
+        core.call("still_add_archive", str(write_archive(tmp_path / str(blocks), [entry])).encode())
+        op = core.op("HybridAttention", ATTRIBUTES, absent_mask(ABSENT))
+        if blocks == 4:
+            op.prepare(inputs(T=1))
+            continue
+        with pytest.raises(CoreError, match="kernel decode has clusters of 5 blocks, of which 8 are no multiple"):
+            op.prepare(inputs(T=1))
+
+
+@pytest.mark.parametrize("blocks", [0, 16])
+def test_damaged_clusters_are_refused(blocks: int, core: Core, tmp_path: Path) -> None:
+    entry = variant()
+    entry["kernels"]["decode"]["cluster"] = blocks
+    with pytest.raises(CoreError, match=rf"cluster={blocks} is outside 1\.\.8"):
+        core.call("still_add_archive", str(write_archive(tmp_path, [entry])).encode())
+
+
 def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -> None:
     recorder.fail("cuMemAlloc", 2)
     with pytest.raises(CoreError, match="cuMemAlloc failed with 2 \\(CUDA_ERROR_OUT_OF_MEMORY: stand-in\\)"):
@@ -351,7 +374,8 @@ def test_driver_failures_are_named(core: Core, op: CoreOp, recorder: Recorder) -
     recorder.reset()
     recorder.fail("cuModuleLoadData", 200)
     with pytest.raises(
-        CoreError, match=r"the CUDA driver does not take the kernel decode \(error 200\): .* Update the driver"
+        CoreError,
+        match=r"the CUDA driver does not take the kernel decode \(error 200\): .* Update the driver",
     ):
         op.prepare(inputs(T=1))
     recorder.reset()
