@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
+from still_kernels.common.cuda_function import CudaFunction, nvrtc
 from still_kernels.op_kernels import Build, OpKernels
 from still_kernels.registry import kernels_of, op_names
 from still_kernels.tile import SHARED_BYTES, KernelTile
@@ -93,6 +94,41 @@ def described(argument: str, kind: str, descriptors: Iterator[Mapping[str, Any]]
     return {"name": plain, "type": {"fp32": "f32"}.get(kind, kind)}
 
 
+def compile_cuda(
+    function: CudaFunction, arch: int, signature: Mapping[str, str], values: Mapping[str, Any], num_warps: int
+) -> tuple[bytes, dict[str, Any]]:
+    """The cubin of a kernel in CUDA C++, and what its entry has in the place of Triton's; signature and values as of `signature_of`."""
+    plain = {short: name for name, short in TRITON_TYPES.items()}
+    elements = {name: plain[kind.removeprefix("*")] for name, kind in signature.items() if kind.startswith("*")}
+    found = function.ahead(arch, values, elements, [name for name, value in values.items() if value is None])
+    own = {"symbol": found.symbol, "shared_bytes": found.shared_bytes, "num_warps": num_warps}
+    return found.cubin, {**own, "cluster": values[function.cluster], "trailing_null_pointers": 0}
+
+
+def compile_triton(
+    function: Any, name: str, arch: int, signature: Mapping[str, str], values: Mapping[str, Any], tile: KernelTile
+) -> tuple[bytes, dict[str, Any], Iterator[Mapping[str, Any]]]:
+    """The cubin of one of Triton's kernels, what its entry has of its own, and what the compiler says of its descriptors."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, argument in enumerate(function.arg_names)
+        if signature[argument].startswith("*")
+    }
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    source = kind(fn=function, signature=signature, constexprs=values, attrs=attrs)
+    options = {**tile.options(), "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    meta = compiled.metadata
+    assert meta.global_scratch_size == 0 and meta.profile_scratch_size == 0, f"{name} needs scratch memory"
+    own = {"symbol": meta.name, "shared_bytes": meta.shared, "num_warps": meta.num_warps, "trailing_null_pointers": 2}
+    return compiled.asm["cubin"], own, iter(getattr(meta, "tensordesc_meta", None) or ())
+
+
 def compile_variant(
     op: str, variant: Any, arch: int, only: str = "", build: Build | None = None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -105,9 +141,6 @@ def compile_variant(
         ConfigError: The installed Triton cannot compile for `arch`.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     installed = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if installed < MIN_TRITON.get(arch, (3, 0)):
@@ -123,33 +156,22 @@ def compile_variant(
             continue
         function = functions[name]
         signature, values = signature_of(function, op_kernels, variant, tile, build)
-        attrs = {
-            (i,): [["tt.divisibility", 16]]
-            for i, argument in enumerate(function.arg_names)
-            if signature[argument].startswith("*")
-        }
-        kind = GluonASTSource if function.is_gluon() else ASTSource
-        source = kind(fn=function, signature=signature, constexprs=values, attrs=attrs)
-        options = {**tile.options(), "enable_fp_fusion": True}
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        meta = compiled.metadata
-        assert meta.global_scratch_size == 0 and meta.profile_scratch_size == 0, f"{name} needs scratch memory"
-        if meta.shared > SHARED_BYTES[arch]:
+        descriptors: Iterator[Mapping[str, Any]] = iter(())
+        if isinstance(function, CudaFunction):
+            cubin, own = compile_cuda(function, arch, signature, values, tile.num_warps)
+        else:
+            cubin, own, descriptors = compile_triton(function, name, arch, signature, values, tile)
+        if own["shared_bytes"] > SHARED_BYTES[arch]:
             raise ConfigError(
-                f"{name} of {variant} needs {meta.shared} bytes of shared memory; sm_{arch} has {SHARED_BYTES[arch]}. "
-                "Lower its blocks in tiles.py."
+                f"{name} of {variant} needs {own['shared_bytes']} bytes of shared memory; sm_{arch} has "
+                f"{SHARED_BYTES[arch]}. Lower its blocks in tiles.py."
             )
-        cubin = compiled.asm["cubin"]
-        descriptors = iter(getattr(meta, "tensordesc_meta", None) or ())
         file = hashlib.sha256(cubin).hexdigest()[:24] + ".cubin"
         cubins[file] = cubin
         kernels[name] = {
-            "symbol": meta.name,
+            **own,
             "cubin": file,
-            "num_warps": meta.num_warps,
-            "threads": 32 * meta.num_warps,
-            "shared_bytes": meta.shared,
-            "trailing_null_pointers": 2,
+            "threads": 32 * own["num_warps"],
             "args": [
                 described(argument, kind, descriptors) for argument, kind in signature.items() if kind != "constexpr"
             ],
@@ -159,14 +181,15 @@ def compile_variant(
     return entry, cubins
 
 
-_SOURCES = ("triton_", "gluon_")
+_SOURCES = ("triton_", "gluon_", "cuda_")
 
 
 def source_hash(kernels: OpKernels) -> str:
     """SHA-256 over an op's kernel sources, tile tables and plan, and over what its kernels share with others."""
     digest = hashlib.sha256()
     shared = Path(__file__).with_name("common")
-    own = [p for p in kernels.folder.rglob("*.py") if p.stem in ("op", "tiles", "plan") or p.stem.startswith(_SOURCES)]
+    files = [path for path in kernels.folder.rglob("*") if path.suffix in (".py", ".cu")]
+    own = [p for p in files if p.stem in ("op", "tiles", "plan") or p.stem.startswith(_SOURCES)]
     for path in [*sorted(shared.glob("*_*.py")), *sorted(own)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -208,6 +231,8 @@ def write_archive(
         "plan": kernels.plan.data,
         "variants": entries,
     }
+    if any("cluster" in kernel for entry in entries for kernel in entry["kernels"].values()):
+        index["nvrtc"] = ".".join(map(str, nvrtc()[1]))
     (output / "index.json").write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
     return index
 

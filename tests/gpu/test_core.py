@@ -25,11 +25,15 @@ from tests.plugins import builds
 from tests.plugins.core_abi import Core
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int64: "int64"}
+MANY = "bfloat16, 128"
 CASES: dict[str, dict[str, Any]] = {
-    "bfloat16, 128": {"dtype": "bfloat16", "head_dim": 128},
+    MANY: {"dtype": "bfloat16", "head_dim": 128},
     "float16, 64, group": {"dtype": "float16", "head_dim": 64, "select_scope": "kv_group_max"},
 }
-CALLS = ([300, 129], [64, 700], [1, 1], [2, 0])
+CALLS = ([300, 129], [64, 700], [1, 1], [2, 0], [17, 2], [1, 1], [1, 0])
+"""Tokens of two rows; the last step but one promotes in both."""
+RUNS = [*((name, 2, in_place) for name in CASES for in_place in (False, True)), *((MANY, n, True) for n in (12, 24))]
+"""Cases, rows and whether states are in place; as many rows as take clusters of 8, 2 and 1 blocks on sm_90."""
 
 
 def variant_of(case: dict[str, Any]) -> Variant:
@@ -52,7 +56,7 @@ def tensors_of(config: HybridAttentionConfig, counts: list[int], dtype: torch.dt
     return found | {"new_tokens": torch.tensor(counts, device="cuda")}
 
 
-def check(core: Core, name: str, in_place: bool) -> str:
+def check(core: Core, name: str, rows: int, in_place: bool) -> str:
     """Run the calls of a case both ways; returns what differs, or nothing."""
     torch.manual_seed(0)
     case = CASES[name]
@@ -62,12 +66,13 @@ def check(core: Core, name: str, in_place: bool) -> str:
     )
     shape = (config.num_heads, config.projection_dim, config.head_dim)
     weights = {f"feature_{x}_weight": (torch.randn(shape, device="cuda") * shape[2] ** -0.5).to(dtype) for x in "qk"}
-    states = [HybridAttentionState.empty(config, 2, dtype, "cuda") for _ in "pc"]
+    states = [HybridAttentionState.empty(config, rows, dtype, "cuda") for _ in "pc"]
     absent = sum(
         1 << i for i, n in enumerate(HYBRID_ATTENTION.input_names()) if n in ("window_factor", "past_salient_score")
     )
     op = core.op("HybridAttention", config.attributes(), absent)
-    for counts in CALLS:
+    for pair in CALLS:
+        counts = pair * (rows // 2)
         given = tensors_of(config, counts, dtype) | weights
         inputs = Inputs(**{f.name: given.get(f.name) for f in dataclasses.fields(Inputs)})
         output = torch.full_like(given["query"], float("nan"))
@@ -93,7 +98,7 @@ def check(core: Core, name: str, in_place: bool) -> str:
                 states[1].tensors()[n].copy_(present[f"past_{n}"])
                 wrong += [] if torch.equal(tensor, present[f"past_{n}"]) else [n]
         if output.isnan().any() or wrong:
-            return f"{counts}: {', '.join(wrong) or 'NaN'}"
+            return f"{pair}: {', '.join(wrong) or 'NaN'}"
         for state in states:
             state.length.add_(torch.tensor(counts, device="cuda"))
     return ""
@@ -112,12 +117,12 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Core:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_place", [False, True], ids=["states apart", "in place"])
-@pytest.mark.parametrize("name", CASES)
-def test_core(name: str, in_place: bool, core: Core, proof: Proof) -> None:
-    proof.subject |= {"op": "HybridAttention", "case": name, "states": "in place" if in_place else "apart"}
+@pytest.mark.parametrize(("name", "rows", "in_place"), RUNS)
+def test_core(name: str, rows: int, in_place: bool, core: Core, proof: Proof) -> None:
+    states = "in place" if in_place else "apart"
+    proof.subject |= {"op": "HybridAttention", "case": name, "rows": rows, "states": states}
     proof.rooms = ("plugins", "still_kernels")
-    assert check(core, name, in_place) == ""
+    assert check(core, name, rows, in_place) == ""
 
 
 def test_cases_have_kernels() -> None:
@@ -125,3 +130,5 @@ def test_cases_have_kernels() -> None:
     for case in CASES.values():
         assert variant_of(case).config().chunk_size
     assert max(map(sum, zip(*CALLS, strict=True))) < 2048
+    *before, step, _ = CALLS
+    assert step == [1, 1] and [sum(tokens) % 64 for tokens in zip(*before, strict=True)] == [0, 0]

@@ -11,6 +11,7 @@ from tests.plugins.core_abi import Core, CoreError, Recorder, shapes_of
 from tests.plugins.test_core import ABSENT, HYBRID, absent_mask
 
 aot = pytest.importorskip("still_kernels.aot")
+cuda_function = pytest.importorskip("still_kernels.common.cuda_function")
 variants = pytest.importorskip("still_kernels.hybrid_attention.variants")
 SIZES = {"B": 2, "T": 300, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 64, "F": 128, "C": 64, "N": 40}
 
@@ -24,11 +25,14 @@ def test_the_core_loads_what_was_compiled(core: Core, recorder: Recorder, tmp_pa
     op = core.op("HybridAttention", {}, absent_mask(ABSENT))
     for entry, architecture in zip(index["variants"], (87, 90), strict=True):
         recorder.reset(architecture)
-        for tokens in (300, 1):
-            op.prepare(shapes_of(HYBRID, {**SIZES, "T": tokens}, "float16", "int32", ABSENT))
+        for rows, tokens in ((2, 300), (2, 1), (12, 1), (32, 1)):  # as many rows as take clusters of 8, 2 and 1
+            op.prepare(shapes_of(HYBRID, {**SIZES, "B": rows, "T": tokens}, "float16", "int32", ABSENT))
         loaded = [line.split()[1] for line in recorder.log("cuModuleGetFunction")]
-        assert sorted(loaded) == sorted(k["symbol"] for k in entry["kernels"].values())
-        large = {k["symbol"] for k in entry["kernels"].values() if k["shared_bytes"] > 48 << 10}
+        clusters = entry["constants"]["decode_clusters"]
+        assert clusters == (architecture == 90 and cuda_function.can_compile())
+        used = [kernel for name, kernel in entry["kernels"].items() if not clusters or name != "decode"]
+        assert sorted(loaded) == sorted(kernel["symbol"] for kernel in used)
+        large = {kernel["symbol"] for kernel in used if kernel["shared_bytes"] > 48 << 10}
         assert {line.split()[1] for line in recorder.log("cuFuncSetAttribute")} == large
     recorder.reset(80)
     with pytest.raises(CoreError, match="the archive has sm_87, sm_90, the GPU is sm_80"):

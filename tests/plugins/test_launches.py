@@ -19,6 +19,8 @@ from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import HYBRID_ATTENTION, OpSpec
 from still_graphs.ops.spec import CACHE
 from still_kernels import aot, launcher
+from still_kernels.common import cuda_function
+from still_kernels.common.cuda_function import CudaFunction
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, variants
 from still_kernels.hybrid_attention.variants import Variant
 from still_kernels.plan import ELEMENTS
@@ -34,6 +36,11 @@ CASES = [
     (1, 1, 4096, "q_head", "error", "channel", torch.float16, "float"),
     (3, 1, 65536, "kv_group_max", "error", "none", torch.bfloat16, "float"),
     (8, 1, 65536, "q_head", "error", "channel", torch.float16, "float"),
+    (12, 1, 65536, "q_head", "error", "none", torch.bfloat16, "float"),  # clusters of two blocks
+    (32, 1, 4096, "q_head", "error", "channel", torch.bfloat16, "float"),  # of one
+    (1, 1, 4096, "kv_group_max", "error", "channel", torch.float16, "float"),
+    (1, 1, 65536, "kv_group_mean", "error", "channel", torch.bfloat16, "float"),  # no clusters
+    (2, 1, 4096, "q_head", "error", "channel", torch.float32, "float"),
     (2, 1, 640, "q_head", "fold_min_score", "channel", torch.float16, "float"),
     (2, 2, 4096, "q_head", "error", "channel", torch.float16, "float"),
     (2, 300, 4096, "kv_group_mean", "error", "channel", torch.float16, "float"),
@@ -53,7 +60,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def fake_compiler() -> Any:
-    """triton.compile that returns a text in the place of a cubin: the index is real, the code is not."""
+    """Compilers that return a text in the place of a cubin: the index is real, the code is not."""
     import triton
 
     counter = itertools.count()
@@ -73,14 +80,22 @@ def fake_compiler() -> Any:
         )
         return types.SimpleNamespace(metadata=metadata, asm={"cubin": f"cubin {next(counter):06} ".ljust(64).encode()})
 
+    def no_cuda(function: Any, arch: int, macros: tuple[tuple[str, int], ...], absent: tuple[str, ...]) -> Any:
+        shared = function.shared_bytes(dict(macros))
+        return cuda_function.Compiled(f"cubin {next(counter):06} ".ljust(64).encode(), function.symbol, shared)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "compile", compile_nothing)
+        patch.setattr(cuda_function, "_compiled", no_cuda)
+        patch.setattr(aot, "nvrtc", lambda: (None, (0, 0)))
+        for module in (launch, variants):
+            patch.setattr(module, "can_compile", lambda: True)
         yield
 
 
 def config_of(scope: str, overflow: str, gate: str, capacity: int, cache: str) -> HybridAttentionConfig:
     return HybridAttentionConfig(
-        num_heads=6,
+        num_heads=8,
         num_kv_heads=2,
         head_dim=64,
         chunk_size=64,
@@ -102,11 +117,11 @@ def call_tensors(case: Any, config: HybridAttentionConfig) -> dict[str, torch.Te
     lead, count = (batch, tokens), torch.int32
     state = HybridAttentionState.empty(config, batch, dtype, "meta")
     tensors = {
-        "query": torch.empty(*lead, 6, 64, dtype=dtype, device="meta"),
+        "query": torch.empty(*lead, 8, 64, dtype=dtype, device="meta"),
         "key": torch.empty(*lead, 2, 64, dtype=dtype, device="meta"),
         "value": torch.empty(*lead, 2, 64, dtype=dtype, device="meta"),
-        "feature_q_weight": torch.empty(6, 64, 64, dtype=dtype, device="meta"),
-        "feature_k_weight": torch.empty(6, 64, 64, dtype=dtype, device="meta"),
+        "feature_q_weight": torch.empty(8, 64, 64, dtype=dtype, device="meta"),
+        "feature_k_weight": torch.empty(8, 64, 64, dtype=dtype, device="meta"),
         **{f"past_{name}": tensor for name, tensor in state.tensors().items()},
         "past_length": torch.empty(state.length.shape, dtype=count, device="meta"),
     }
@@ -178,7 +193,7 @@ def compare(
     known = {id(tensor): at[name] for name, tensor in tensors.items()}
     words = {storage(tensor): at[name] for name, tensor in tensors.items()}  # of which codes are views
     workspace, used = 0x70000000, [0]
-    expected: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+    expected: list[tuple[launcher.PreparedLaunch, dict[str, Any]]] = []
 
     def allocate(like: torch.Tensor, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(shape, dtype=kind, device="meta")
@@ -188,7 +203,7 @@ def compare(
         return buffer
 
     def record(self: Any, one: launcher.PreparedLaunch, values: list[Any], variant: object) -> None:
-        expected.append((one.name, one.grid, dict(zip(one.function.arg_names, values, strict=True))))
+        expected.append((one, dict(zip(one.function.arg_names, values, strict=True))))
 
     counters = torch.empty(4096, dtype=torch.int32, device="meta")
     known |= {id(tensor): at[name] for name, tensor in made.items()} | {id(counters): -1}
@@ -218,9 +233,16 @@ def compare(
 
     launches = recorder.launches()
     assert expected
-    assert [name for name, _ in launches] == [kernels[name]["symbol"] for name, _, _ in expected]
-    for (name, grid, values), (_, fields) in zip(expected, launches, strict=True):
-        assert fields["grid"] == ",".join(map(str, grid)), name
+    assert [name for name, _ in launches] == [kernels[one.name]["symbol"] for one, _ in expected]
+    for (one, values), (_, fields) in zip(expected, launches, strict=True):
+        name, kernel = one.name, kernels[one.name]
+        assert fields["grid"] == ",".join(map(str, one.grid)) and one.grid[0] % kernel.get("cluster", 1) == 0, name
+        assert fields["block"] == f"{kernel['threads']},1,1" and fields["shared"] == str(kernel["shared_bytes"]), name
+        if isinstance(one.function, CudaFunction):
+            constants = one.tile.constants
+            assert (kernel["cluster"], kernel["threads"]) == (constants["CL"], 32 * one.tile.num_warps)
+            assert kernel["shared_bytes"] == one.function.shared_bytes(values)
+            assert one.grid[0] == values["H"] // constants["GR"] * constants["CL"]
         labels = [label for argument in kernels[name]["args"] for label in labels_of(argument)]
         got = dict(zip(labels, fields["args"].split(","), strict=False))
         for argument in kernels[name]["args"]:
@@ -244,10 +266,7 @@ def compare(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_the_core_mirrors_the_python_launcher(
-    case: Any, mirror: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(variants, "by_clusters", lambda *_: False)  # PyTorch alone has them
+def test_the_core_mirrors_the_python_launcher(case: Any, mirror: Callable[..., None]) -> None:
     _, _, capacity, scope, overflow, gate, dtype, cache = case
     config = config_of(scope, overflow, gate, capacity, cache)
     tensors = call_tensors(case, config)

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels import aot
+from still_kernels.common import cuda_function
 from still_kernels.hybrid_attention.launch import FUNCTIONS as KERNELS
 from still_kernels.hybrid_attention.tiles import CLUSTERS, tile_table
 from still_kernels.hybrid_attention.variants import BY_TMA, Variant
@@ -22,7 +23,7 @@ from still_kernels.plan import Call
 from still_kernels.tile import SHARED_BYTES, TileTable
 
 STEPS = {f"decode_{blocks}" for blocks in CLUSTERS}
-"""Of PyTorch alone."""
+"""Of sm_90 alone, where there is NVRTC."""
 VARIANT = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32, "select_scope": "kv_group_max", "count_dtype": "int32"}
 
 
@@ -46,15 +47,22 @@ def check_index(index: dict, folder: Path) -> None:
     for entry in index["variants"]:
         arch = aot.parse_arch(entry["arch"])
         constants = dict(entry["constants"])
-        unused = {name if constants[constant] else f"{name}_tma" for name, constant in BY_TMA.items()} | STEPS
-        assert constants.pop("decode_clusters") == 0
+        unused = {name if constants[constant] else f"{name}_tma" for name, constant in BY_TMA.items()}
+        key = entry["key"]
+        plain = key["chunk_size"] == 64 and key["overflow"] == "error" and key["dtype"] != "float32"
+        clusters = constants.pop("decode_clusters")
+        assert clusters == (arch == 90 and plain and cuda_function.can_compile())
+        assert ("nvrtc" in index) or not clusters
+        unused |= set() if clusters else STEPS
         if not constants.pop("unpack_rows"):
             unused.add("unpack")
         assert set(entry["kernels"]) == set(KERNELS) - unused
         for name, kernel in entry["kernels"].items():
-            assert kernel["symbol"] == f"{name}_kernel" and kernel["threads"] == 32 * kernel["num_warps"]
+            symbol = "decode_cluster_kernel" if name in STEPS else f"{name}_kernel"
+            assert kernel["symbol"] == symbol and kernel["threads"] == 32 * kernel["num_warps"]
             assert kernel["shared_bytes"] <= SHARED_BYTES[arch]
-            assert kernel["trailing_null_pointers"] == 2
+            assert kernel["trailing_null_pointers"] == (0 if name in STEPS else 2)
+            assert kernel.get("cluster", 0) == (int(name.removeprefix("decode_")) if name in STEPS else 0)
             cubin = (folder / kernel["cubin"]).read_bytes()
             assert cubin[:4] == b"\x7fELF" and kernel["symbol"].encode() in cubin
             names = [(argument["type"] == "descriptor", argument["name"]) for argument in kernel["args"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from still_graphs.errors import ConfigError
+from still_kernels import aot
 from still_kernels.common import cuda_function
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, variants
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.sm90.cuda_decode import decode_cluster_kernel
-from still_kernels.hybrid_attention.variants import table_of
+from still_kernels.hybrid_attention.variants import KERNELS, Variant, table_of
 
 LAYERS = [
     ("q_head", 128, 1, 8, 2),
@@ -92,6 +94,61 @@ def test_which_calls_they_take(kernels: set[str], batch: int, changes: dict) -> 
     assert kernel_of(batch, **changes) == kernels
 
 
+VARIANTS = [
+    {"count_dtype": "int32"},
+    {"dtype": "float16", "head_dim": 64, "feature_rows": 64, "select_scope": "kv_group_max", "gate": 0},
+    {"window_factor": 1},
+]
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_what_an_archive_says_of_them(fields: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of the source in order, of the types that the plan's tensors have; what the variant lacks is no argument."""
+    made: list[tuple] = []
+
+    def keep(function: object, arch: int, macros: tuple, absent: tuple) -> cuda_function.Compiled:
+        made.append((dict(macros), absent))
+        return cuda_function.Compiled(
+            b"cubin", "decode_cluster_kernel", decode_cluster_kernel.shared_bytes(made[-1][0])
+        )
+
+    monkeypatch.setattr(cuda_function, "_compiled", keep)
+    monkeypatch.setattr(variants, "can_compile", lambda: True)
+    variant = Variant(**fields)
+    half = {"float16": "fp16", "bfloat16": "bf16"}[variant.dtype]
+    count = {"int32": "i32", "int64": "i64"}[variant.count_dtype]
+    types = {"u16": half, "float": "fp32", "Count": count, "int": "i32"}
+    absent = {"p_present_length"}  # hosts advance lengths themselves
+    absent |= set() if variant.gate else {"p_gate"}
+    absent |= set() if variant.window_factor else {"p_window_factor"}
+    for blocks in (8, 2, 1):
+        entry, _ = aot.compile_variant("HybridAttention", variant, 90, f"decode_{blocks}")
+        kernel = entry["kernels"][f"decode_{blocks}"]
+        got = [(a["name"], a["type"], a.get("element")) for a in kernel["args"]]
+        assert got == [
+            (name.removeprefix("p_"), "ptr", types[kind.removesuffix("*").removesuffix(" const")])
+            if kind.endswith("*")
+            else (name, {"int": "i32", "float": "f32"}[kind], None)
+            for name, kind in decode_cluster_kernel.arguments.items()
+            if name not in absent
+        ]
+        macros, without = made.pop()
+        assert set(without) == absent and macros["CL"] == kernel["cluster"] == blocks
+        assert (macros["T16"], macros["LONG"]) == (variant.dtype == "bfloat16", variant.count_dtype == "int64")
+        assert (kernel["threads"], kernel["trailing_null_pointers"]) == (288, 0)
+        assert kernel["shared_bytes"] == decode_cluster_kernel.shared_bytes(macros)
+
+
+def test_archives_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps are decode's."""
+    for there in (False, True):
+        monkeypatch.setattr(variants, "can_compile", lambda there=there: there)
+        build = KERNELS.build(Variant(), 90)
+        names = {name for name in build.tiles if name.startswith("decode")}
+        assert build.plan_constants["decode_clusters"] == there
+        assert names == ({"decode", "decode_8", "decode_2", "decode_1"} if there else {"decode"})
+
+
 def arguments(**constants: int) -> dict:
     """Of a launch, as far as compiling asks."""
     kinds = {"p_query": torch.empty(1, dtype=torch.float16), "p_past_length": torch.empty(1, dtype=torch.int32)}
@@ -118,6 +175,31 @@ def test_it_compiles(constants: dict, tmp_path: Path, monkeypatch: pytest.Monkey
     cuda_function._compiled.cache_clear()  # and what was compiled is found
     monkeypatch.setattr(cuda_function, "compile_source", None)
     assert decode_cluster_kernel.compiled(90, arguments(**constants)) == made
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_it_compiles_for_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the pointers that an archive's calls lack: they are null in the source."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cuda_function._compiled.cache_clear()
+    entry, cubins = aot.compile_variant("HybridAttention", Variant(gate=0), 90, "decode_8")
+    (cubin,) = cubins.values()
+    assert cubin[:4] == b"\x7fELF" and b"decode_cluster_kernel" in cubin
+    sizes = [4 if a["type"] in ("i32", "f32") else 8 for a in entry["kernels"]["decode_8"]["args"]]
+    assert parameter_sizes(cubin) == sizes
+
+
+def parameter_sizes(cubin: bytes) -> list[int]:
+    """Bytes of each parameter, in order, as the section .nv.info of the kernel says: EIATTR_KPARAM_INFO, the size in its last word."""
+    (at,), (count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3C)
+    sections = [
+        struct.unpack_from("<II4Q", cubin, at + 64 * i) for i in range(count)
+    ]  # name, type, flags, address, place, size
+    start = sections[names][4]
+    (info,) = (s for s in sections if cubin[start + s[0] :].startswith(b".nv.info.decode_cluster_kernel\0"))
+    words = [struct.unpack_from("<I", cubin, place)[0] for place in range(info[4], info[4] + info[5], 4)]
+    found = {words[i + 2] & 0xFFFF: words[i + 3] >> 18 for i in range(len(words) - 3) if words[i] == 12 << 16 | 0x1704}
+    return [found[i] for i in range(len(found))]
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import hashlib
+import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ class CudaFunction:
         constants: Macros that a tile or a variant gives.
         types: Macros that follow from the element of a pointer: name of the pointer and number of each element.
         shared_bytes: From the constants to the shared memory of a block.
+        cluster: The constant that says how many blocks are a cluster.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class CudaFunction:
         constants: tuple[str, ...],
         types: Mapping[str, tuple[str, Mapping[str, int]]],
         shared_bytes: Callable[[Mapping[str, Any]], int],
+        cluster: str,
     ) -> None:
         self.source, self.symbol, self.types, self.shared_bytes = source, symbol, types, shared_bytes
-        self.arguments, self.constants = dict(arguments), constants
+        self.arguments, self.constants, self.cluster = dict(arguments), constants, cluster
         self.arg_names = [*arguments, *constants]
         self.params = [Parameter(name, name in constants) for name in self.arg_names]
 
@@ -71,15 +74,26 @@ class CudaFunction:
         return False
 
     def compiled(self, arch: int, arguments: Mapping[str, Any]) -> Compiled:
-        """What sm_<arch> runs for the arguments of a launch, by name; compiled once.
+        """What sm_<arch> runs for the arguments of a launch, by name; compiled once. Raises as `ahead`."""
+        elements = {name: str(arguments[name].dtype).removeprefix("torch.") for name, _ in self.types.values()}
+        return self.ahead(arch, arguments, elements)
+
+    def ahead(
+        self, arch: int, constants: Mapping[str, Any], elements: Mapping[str, str], absent: Collection[str] = ()
+    ) -> Compiled:
+        """What sm_<arch> runs, compiled once.
+
+        Args:
+            constants: Among them those of the function.
+            elements: Of the pointers that `types` names, such as "float16".
+            absent: Pointers that no launch has: they are null in the source, and no arguments.
 
         Raises:
             ConfigError: There is no NVRTC, or it refuses the source.
         """
-        macros = {name: int(arguments[name]) for name in self.constants}
-        for macro, (pointer, numbers) in self.types.items():
-            macros[macro] = numbers[str(arguments[pointer].dtype).removeprefix("torch.")]
-        return _compiled(self, arch, tuple(sorted(macros.items())))
+        macros = {name: int(constants[name]) for name in self.constants}
+        macros |= {macro: numbers[elements[pointer]] for macro, (pointer, numbers) in self.types.items()}
+        return _compiled(self, arch, tuple(sorted(macros.items())), tuple(sorted(absent)))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
         """What compiles and launches, with all arguments by name; it returns the kernel, whose [grid] takes all in order."""
@@ -99,16 +113,20 @@ class CudaFunction:
 
 
 @cache
-def _compiled(function: CudaFunction, arch: int, macros: tuple[tuple[str, int], ...]) -> Compiled:
+def _compiled(
+    function: CudaFunction, arch: int, macros: tuple[tuple[str, int], ...], absent: tuple[str, ...]
+) -> Compiled:
     from triton.runtime.cache import get_cache_manager
 
     text = function.source.read_bytes()
     shared = function.shared_bytes(dict(macros))
+    taken = {name: kind for name, kind in function.arguments.items() if name not in absent}
     defined = {
         **dict(macros),
+        **{name: f"(({function.arguments[name]})0)" for name in absent},
         "SHARED_BYTES": shared,
-        "PARAMETERS": ",".join(f"{kind} {name}" for name, kind in function.arguments.items()),
-        "ARGUMENTS": ",".join(function.arguments),
+        "PARAMETERS": ",".join(f"{kind} {name}" for name, kind in taken.items()),
+        "ARGUMENTS": ",".join(taken),
     }
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in defined.items())]
     library, version = nvrtc()
@@ -154,10 +172,11 @@ def nvrtc() -> tuple[Any, tuple[int, int]]:
 
 @cache
 def can_compile() -> bool:
-    """Whether there is one."""
+    """Whether there is one; where there is none it is said, once."""
     try:
         nvrtc()
-    except ConfigError:
+    except ConfigError as error:
+        logging.getLogger(__name__).warning("kernels in CUDA C++ are left out, slower ones run: %s", error)
         return False
     return True
 

@@ -31,7 +31,7 @@ def device_table(config: HybridAttentionConfig, device: torch.device, wide: bool
     described: Descriptors can be made of the call's tensors.
     """
     table = table_of(config, launcher.arch_of(device), wide)
-    if device.type == "cpu" or not can_compile():
+    if table.host["decode_clusters"] and (device.type == "cpu" or not can_compile()):
         table = changed(table, "decode", {"decode_clusters": 0})
     if described and device.type != "cpu":
         return table

@@ -9,6 +9,7 @@ from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_graphs.ops.spec import CACHE
+from still_kernels.common.cuda_function import can_compile
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.plan import PLAN
 from still_kernels.hybrid_attention.tiles import (
@@ -175,9 +176,11 @@ def by_clusters(config: HybridAttentionConfig, table: TileTable) -> bool:
 
 
 def build(variant: Variant, arch: int) -> Build:
-    """What a variant is on an architecture."""
+    """What a variant is on an architecture; without NVRTC, which compiles the clusters' kernels, steps are decode's."""
     config, wide = variant.config(), variant.dtype == "float32"
-    table = changed(table_of(config, arch, wide), "decode", {"decode_clusters": 0})
+    table = table_of(config, arch, wide)
+    clusters = by_clusters(config, table) and can_compile()
+    table = changed(table, "decode", {"decode_clusters": int(clusters)})
     absent = {"gate"} if not variant.gate else set()
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
@@ -185,7 +188,7 @@ def build(variant: Variant, arch: int) -> Build:
     absent |= {s.name for s in PLAN.spec.states if s.only and s.only[0] == CACHE.name and s.only[1] != variant.cache}
     instead = taken_by_tma(config, table)
     others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
-    others |= {f"decode_{blocks}" for blocks in CLUSTERS}  # no archive has run them
+    others |= set() if clusters else {f"decode_{blocks}" for blocks in CLUSTERS}
     others |= set() if instead and config.cache == "int8" else {"unpack"}
     return Build(
         {name: tile for name, tile in table.kernels().items() if name not in others},

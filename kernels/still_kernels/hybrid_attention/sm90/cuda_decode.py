@@ -50,4 +50,5 @@ decode_cluster_kernel = CudaFunction(
     CONSTANTS,
     {"T16": ("p_query", {"float16": 0, "bfloat16": 1}), "LONG": ("p_past_length", {"int32": 0, "int64": 1})},
     shared_bytes,
+    "CL",
 )
