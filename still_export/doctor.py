@@ -18,7 +18,9 @@ from still_export.runtime.cuda_driver import CudaError, Driver
 from still_export.targets.ort.library import find_library
 from still_export.targets.registry import packaged_target
 from still_export.targets.trt.plugins import SOURCE, PluginBuildError, find_tensorrt_headers
+from still_graphs.errors import ConfigError
 from still_graphs.states import StateTable
+from still_kernels.common.cuda_function import nvrtc
 
 if TYPE_CHECKING:
     from still_export.package.folder import Package
@@ -138,7 +140,7 @@ def _tensorrt_export() -> Finding:
     triton = version("triton")
     if triton is None:
         return Finding(what, False, "without triton, which compiles the kernels", f"pip install '{DISTRIBUTION}[gpu]'")
-    found.append(f"triton {triton}")
+    found += [f"triton {triton}", _cuda_compiler()]
     try:
         headers = find_tensorrt_headers()
     except PluginBuildError as error:
@@ -147,6 +149,15 @@ def _tensorrt_export() -> Finding:
         todo = "install TensorRT's headers, or name their folder with --tensorrt-include"
         return Finding(what, False, "without TensorRT's headers", todo)
     return Finding(what, True, ", ".join([*found, *map(str, headers)]))
+
+
+def _cuda_compiler() -> str:
+    """NVRTC, or what is slower without it."""
+    try:
+        _, found = nvrtc()
+    except ConfigError:
+        return "no NVRTC (slower steps on sm_90; pip install nvidia-cuda-nvrtc-cu12)"
+    return f"NVRTC {found[0]}.{found[1]}"
 
 
 def _engines(gpu: str | None) -> Finding:
