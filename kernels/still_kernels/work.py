@@ -91,7 +91,7 @@ class OpWork:
     sizes: Of a layer by name, with their defaults: those of Llama-3.1-8B.
     layers: Kinds of layers by name; the first is what tune takes.
     layer: From sizes, a kind and tokens that the layer has room for, to what the functions below call layer.
-    kinds: Calls to be measured, from context and sequences of a step; prefill first, then steps of one token.
+    kinds: Calls to be measured, from context and sequences of a step; prefill first, then steps of one token, or a step alone.
     work: From layer, kind, dtype and device.
     table: Block sizes, from layer, device and "float32 activations".
     moves: What tune tries, by kernel, or by a name of its own for settings of a whole call.
@@ -117,8 +117,8 @@ class OpWork:
 
     def kind_of(self, kernel: str, context: int) -> Kind:
         """The call in which a kernel is timed."""
-        prefill, step, *_ = self.kinds(context, (1,))
-        return step if kernel in self.decode else prefill
+        first, *steps = self.kinds(context, (1,))
+        return steps[0] if steps and kernel in self.decode else first
 
 
 STEP_BYTES = 256 << 20

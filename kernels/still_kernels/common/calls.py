@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from still_kernels.common.launches import outputs_of
 from still_kernels.plan import Call
 from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
-from still_kernels.work import Held, Kind, OpWork, Work
+from still_kernels.work import Held, Kind, OpWork, Work, kinds
 
 if TYPE_CHECKING:
     from still_kernels.common.stateless import Calls, StatelessOp
@@ -91,6 +91,11 @@ class Draw:
         return made
 
 
+def one_token(context: int, batches: Sequence[int]) -> list[Kind]:
+    """A step of one sequence."""
+    return [Kind("decode", 1, 1, context - 1)]
+
+
 Layer = tuple[Mapping[str, int], str]
 """Sizes of a model, and the kind of layer."""
 
@@ -160,6 +165,7 @@ def work_of_calls(op: StatelessOp, calls: Calls) -> OpWork:
         moves=calls.moves,
         decode=calls.decode,
         instead=calls.instead,
+        kinds=one_token if calls.one_token else kinds,
         dtypes=tuple(dtype for dtype in OpWork.dtypes if dtype in op.kernels.variant.DTYPES),
     )
 

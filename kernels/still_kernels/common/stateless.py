@@ -88,6 +88,7 @@ class Calls:
         beside: What `plain` takes in the place of inputs, made once for each state.
         unread: Bytes of the inputs that a call need not read.
         others: The libraries that are there, each with what makes, of inputs, a call of its own operators.
+        one_token: Whether calls have no more.
     """
 
     draw: Callable[[Mapping[str, int], str, Draw], Any]
@@ -102,6 +103,7 @@ class Calls:
     beside: Callable[[Any], Any] = lambda inputs: inputs
     unread: Callable[[Any], int] = lambda inputs: 0
     others: Callable[[], Mapping[str, Callable[[Any], Callable[[], Any]]]] = dict
+    one_token: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
