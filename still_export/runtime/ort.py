@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, HEAD, MODEL, Hashing, check_hash
+from still_export.package.files import FOLD, HEAD, MODEL, STEP, Hashing, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
@@ -292,6 +292,8 @@ class OrtModel(Runner):
         self.speculation = Speculation(self.guesses) if self.guesses else None
         # Opened here, not in the midst of an answer.
         self._fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
+        stepping = able and watched is None and STEP in self.manifest["files"]
+        self._step: Any = self._open_beside(STEP, self.replays) if stepping else self.session
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
@@ -393,7 +395,7 @@ class OrtModel(Runner):
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
-            session = self._fold if wanted == FOLDED else self.session
+            session = self._fold if wanted == FOLDED else self._session(sequences, tokens)
             shapes: dict[str, tuple[int, ...]]
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             if wanted == AHEAD and self.head:
@@ -481,14 +483,18 @@ class OrtModel(Runner):
             self._brought = input_ids, values[LAST_HIDDEN].numpy()
         return self._floats(values[NEXT_TOKEN if greedy and self.says_token else "logits"])
 
-    def _open_beside(self, graph: str) -> Any:
+    def _open_beside(self, graph: str, replay: bool = False) -> Any:
         """Session of another graph over the model's weights, whose hashes were compared."""
         names = weight_files(self.folder, self.manifest, graph)
         assert set(names) <= set(self.manifest["files"])
         options = self._session_options()
         if graph == FOLD:
             options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
-        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=graph)
+        return open_session(self.folder, self.manifest, options, self.device, self.native, replay, graph)
+
+    def _session(self, sequences: int, tokens: int) -> Any:
+        """Of calls of so many tokens of so many sequences."""
+        return self._step if sequences == tokens == 1 else self.session
 
     def run_apart(self, session: Any, binding: Any) -> None:
         """Run a call that no CUDA graph replays.
@@ -559,7 +565,7 @@ class OrtModel(Runner):
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
-        self.run_apart(self.session, binding)
+        self.run_apart(self._session(len(counts), tokens), binding)
         before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
         others = binding.get_outputs()[before:]
         if count := len(self._watched):
@@ -614,12 +620,13 @@ class OrtModel(Runner):
         return options
 
     def _capture(self, tokens: int) -> Any:
-        """Binding, values and run options of calls of so many tokens from a CUDA graph, captured for the present buffers.
+        """Session, binding, values and run options of calls of so many tokens from a CUDA graph, captured for the present buffers.
 
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
         if (tokens, self._turn) not in self._captured:
-            binding = self.session.io_binding()
+            session = self._session(self.batch, tokens)
+            binding = session.io_binding()
             values = {
                 name: self._value.ortvalue_from_numpy(np.zeros(shape, np.int64), self.device, 0)
                 for name, shape in (
@@ -648,9 +655,9 @@ class OrtModel(Runner):
                     binding.bind_ortvalue_output(state.present, self._past[state.name])
             self._graphs += 1
             options = self._options(self._graphs)
-            self.session.run_with_iobinding(binding, options)
+            session.run_with_iobinding(binding, options)
             values["new_tokens"].update_inplace(np.ones(self.batch, np.int64))
-            self._captured[tokens, self._turn] = binding, values, options
+            self._captured[tokens, self._turn] = session, binding, values, options
         return self._captured[tokens, self._turn]
 
     def _logit_type(self) -> str:
@@ -679,12 +686,12 @@ class OrtModel(Runner):
         """
         self.guessed = None
         self.reserve(1 if counts is None else counts)
-        binding, values, options = self._capture(input_ids.shape[1])
+        session, binding, values, options = self._capture(input_ids.shape[1])
         values["input_ids"].update_inplace(np.ascontiguousarray(input_ids, np.int64))
         values["past_length"].update_inplace(np.ascontiguousarray(self.length))
         if counts is not None:
             values["new_tokens"].update_inplace(np.ascontiguousarray(counts))
-        self.session.run_with_iobinding(binding, options)
+        session.run_with_iobinding(binding, options)
         found: dict[str, Any] = values
         return found
 
