@@ -94,23 +94,24 @@ def in_one_launch(layer: Layer, attention: Tensor, x: Tensor) -> tuple[Tensor, T
     return x, following, gate
 
 
-FORMS = {"cuBLAS": by_cublas, "our GEMMs": by_our_gemms, "one launch": in_one_launch}
+Form = Callable[[Layer, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+FORMS: dict[str, Form] = {"cuBLAS": by_cublas, "our GEMMs": by_our_gemms, "one launch": in_one_launch}
 
 
-def chain(
-    layers: list[Layer], form: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None, attends: bool
-) -> Tensor:
-    """Through all layers; without a `form` attention alone, without attention a layer's queries in its place."""
-    start = torch.Generator("cuda").manual_seed(2)
-    given = [torch.randn(1, 1, n, device="cuda", generator=start).half() for n in (WIDTH, WIDTH, KEYS, KEYS, WIDTH)]
-    attention, x, key, value, gate = given
+def first_inputs() -> list[Tensor]:
+    """Attention and numbers of a token, key, value and gate; cosine and sine; one token."""
     angle = torch.linspace(0, 3, DIM // 2, device="cuda").repeat(1, 1, 2)
-    one = torch.ones(1, dtype=torch.int64, device="cuda")
+    numbers = [drawn(1, 1, n) for n in (WIDTH, WIDTH, KEYS, KEYS, WIDTH)]
+    return [*numbers, angle.cos().half(), angle.sin().half(), torch.ones(1, dtype=torch.int64, device="cuda")]
+
+
+def chain(layers: list[Layer], form: Form | None, attends: bool, given: list[Tensor]) -> Tensor:
+    """Through all layers; without a `form` attention alone, without attention a layer's queries in its place."""
+    attention, x, key, value, gate, cos, sin, one = given
     for layer in layers:
         if form is not None:
             x, whole, beside = form(layer, attention, x)
-            sizes = WIDTH, KEYS, KEYS, WIDTH
-            turned = rotary_qkv.Inputs(whole, angle.cos().half(), angle.sin().half(), *sizes, layer.bias, beside)
+            turned = rotary_qkv.Inputs(whole, cos, sin, WIDTH, KEYS, KEYS, WIDTH, layer.bias, beside)
             attention, key, value, gate = rotary_qkv.OP(turned)
         if attends:
             query, *others = (each.view(1, 1, -1, DIM) for each in (attention, key, value, gate))
@@ -129,18 +130,19 @@ def main() -> int:
     options = parser.parse_args()
     torch.manual_seed(0)
     layers = [layer_of(options.length) for _ in range(options.layers)]
+    given = first_inputs()
     print(torch.cuda.get_device_name())
     expected: dict[bool, Tensor] = {}
-    for name, form in {"attention alone": None, **FORMS}.items():
+    for name, form in [("attention alone", None), *FORMS.items()]:
         for attends in (True, False) if form else (True,):
-            found = chain(layers, form, attends)
+            found = chain(layers, form, attends, given)
             if form and relative_error(found, expected.setdefault(attends, found)) > 5e-2:
                 print(f"{name}: not the result of the first form")
                 continue
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                chain(layers, form, attends)
+                chain(layers, form, attends, given)
             us = 1e6 * median_s(graph.replay) / options.layers
             print(f"{us:7.2f} us a layer  {name}{'' if attends else ', without attention'}")
     return 0
