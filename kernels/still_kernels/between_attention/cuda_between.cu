@@ -2,7 +2,7 @@
 // shared memory at once, so that memory is busy from the first moment on, and then wait for the numbers that they multiply.
 //
 // Numbers between the GEMMs go from block to block as words of 32 bits: the number, and above it 1, which says that it is there. Who reads
-// one asks again until it is: no barrier, no fence. ATTENDED block waits only for blocks of smaller numbers, which a GPU starts earlier, so that
+// one asks again until it is: no barrier, no fence. A block waits only for blocks of smaller numbers, which a GPU starts earlier, so that
 // it may hold any number of them at a time. Words are zero before a launch and after it: blocks of the last GEMM find all words of the
 // third there, so that nobody reads those before any more, and the last of them clears the third's.
 //
@@ -16,7 +16,8 @@ constexpr int WARPS = THREADS / 32;
 constexpr int FRONT = WIDTH / 16, GATED = MIDDLE / 16, NEXT = (OUTPUTS + GATE) / 16; // blocks of a GEMM
 constexpr int MOST = MIDDLE > WIDTH ? (MIDDLE > ATTENDED ? MIDDLE : ATTENDED) : (WIDTH > ATTENDED ? WIDTH : ATTENDED);
 constexpr int WEIGHTS = SHARED_BYTES / 2 - MOST - 2 * (17 * WARPS + 4);
-static_assert(WIDTH % 16 == 0 && ATTENDED % 16 == 0 && MIDDLE % 16 == 0 && OUTPUTS % 16 == 0 && GATE % 16 == 0 && WIDTH <= 4 * THREADS && WARPS % 2 == 0, "");
+static_assert(WIDTH % 16 == 0 && ATTENDED % 16 == 0 && MIDDLE % 16 == 0 && OUTPUTS % 16 == 0 && GATE % 16 == 0, "");
+static_assert(WIDTH <= 4 * THREADS && WARPS % 2 == 0, "");
 
 __device__ __forceinline__ float one(u16 x)
 {
@@ -188,9 +189,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) between_kernel(PARAMETERS)
         __syncthreads();
         if (thread < 16)
         {
-            int const output = 16 * block + thread; // all of the first GEMM are there
+            int const output = 16 * block + thread;
             u32 word;
-            asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(attended + output) : "memory");
+            do
+                asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(attended + output) : "memory");
+            while (word >> 16 == 0);
             u16 const found = half_of(one((u16)word) + total(sums + thread, 0, 1));
             put(layer + output, found);
             p_output[output] = found;
