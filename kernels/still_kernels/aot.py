@@ -101,8 +101,14 @@ def compile_cuda(
     plain = {short: name for name, short in TRITON_TYPES.items()}
     elements = {name: plain[kind.removeprefix("*")] for name, kind in signature.items() if kind.startswith("*")}
     found = function.ahead(arch, values, elements, [name for name, value in values.items() if value is None])
-    own = {"symbol": found.symbol, "shared_bytes": found.shared_bytes, "num_warps": num_warps}
-    return found.cubin, {**own, "cluster": values[function.cluster], "trailing_null_pointers": 0}
+    own = {
+        "symbol": found.symbol,
+        "shared_bytes": found.shared_bytes,
+        "num_warps": num_warps,
+        "trailing_null_pointers": 0,
+    }
+    clusters = {"cluster": values[function.cluster]} if function.cluster else {}
+    return found.cubin, {**own, **clusters}
 
 
 def compile_triton(
@@ -231,7 +237,8 @@ def write_archive(
         "plan": kernels.plan.data,
         "variants": entries,
     }
-    if any("cluster" in kernel for entry in entries for kernel in entry["kernels"].values()):
+    functions = kernels.functions()
+    if any(isinstance(functions[name], CudaFunction) for entry in entries for name in entry["kernels"]):
         index["nvrtc"] = ".".join(map(str, nvrtc()[1]))
     (output / "index.json").write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
     return index

@@ -51,7 +51,7 @@ class CudaFunction:
         constants: Macros that a tile or a variant gives.
         types: Macros that follow from the element of a pointer: name of the pointer and number of each element.
         shared_bytes: From the constants to the shared memory of a block.
-        cluster: The constant that says how many blocks are a cluster.
+        cluster: The constant that says how many blocks are a cluster; empty: none are.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CudaFunction:
         constants: tuple[str, ...],
         types: Mapping[str, tuple[str, Mapping[str, int]]],
         shared_bytes: Callable[[Mapping[str, Any]], int],
-        cluster: str,
+        cluster: str = "",
     ) -> None:
         self.source, self.symbol, self.types, self.shared_bytes = source, symbol, types, shared_bytes
         self.arguments, self.constants, self.cluster = dict(arguments), constants, cluster
