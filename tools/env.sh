@@ -1,4 +1,5 @@
 # Sourced by demo.sh and test.sh: make .venv with this package and the extras in $1, at the versions of constraints.txt, and enter it.
+# The words after $1 are a command that needs the packages of $beside alone: it runs beside the rest of the installation.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 python=${PYTHON:-python3}
@@ -15,6 +16,11 @@ stamp=.venv/.installed
 wanted="$1 $(cat pyproject.toml constraints.txt | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
     echo "installing still-export[$1] into .venv ..." >&2
+    if [ $# -gt 1 ]; then
+        # shellcheck disable=SC2086
+        $install $beside
+        nice -n 5 "${@:2}" > /dev/null 2>&1 &
+    fi
     # torch alone and first: packages that depend on it must find it, not choose a build of their own
     $install torch
     $install -e ".[$1]"

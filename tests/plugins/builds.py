@@ -1,6 +1,7 @@
 """What the tests compile of plugins/: two folders of build/, which git ignores, one optimized and one under the sanitizers.
 
-Every test of one kind configures the same targets, so that each source is compiled once per checkout whoever comes first.
+Every test of one kind configures the same targets, so that each source is compiled once per checkout whoever comes first. As a program:
+compile what every run of the tests needs, with no package but pytest and nlohmann-json, while the others are installed.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from still_export.targets.ort.headers import find_onnxruntime_headers
+from still_export.targets.ort.headers import CACHE_VARIABLE, fetch_headers, find_onnxruntime_headers
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, SOURCE, PluginBuildError, run_cmake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,3 +85,20 @@ def sanitized(target: str) -> Path:
     }
     with locked("plugins-sanitized") as folder:
         return run_cmake(SOURCE, folder, options, target)
+
+
+def main() -> None:
+    """The largest first; ONNX Runtime's headers are fetched to where tools/test.sh looks for them."""
+    os.environ[CACHE_VARIABLE] = str(ROOT / "build")
+    try:
+        find_onnxruntime_headers()
+    except PluginBuildError:
+        fetch_headers()
+    with tempfile.TemporaryDirectory() as folder:
+        optimized("still_onnxruntime", "onnxruntime/*.so", Path(folder))
+        optimized("still_core", "libstill_core.so", Path(folder))
+    sanitized("read_manifest")
+
+
+if __name__ == "__main__":
+    main()
