@@ -1,6 +1,7 @@
 """torch's exporters without what they do again and again: models that differ in the values of their weights alone are traced and
-translated once a process, the library of translations is read once, and a rule that rewrites nodes is tried on those of its own kind:
-onnxscript looks for all other nodes of each rule of several before it looks at the one that it begins with.
+translated once a process, the library of translations is read once, and so are the signatures made that each of its functions has, and a
+rule that rewrites nodes is tried on those of its own kind: onnxscript looks for all other nodes of each rule of several before it looks at
+the one that it begins with.
 
 What is traced for the first time is traced as ever, and all that this project does with a graph is done each time. Two models are alike if
 nothing tells them apart that a trace can see: classes, attributes and shapes of all modules, ties, values of buffers, the configuration,
@@ -68,7 +69,20 @@ def install() -> None:
 
     _registration.onnxscript_apis.get_torchlib_ops = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
     torch.export.export, torch.onnx.export = traced_once, translated_once
+    _registration.ONNXRegistry.from_torchlib = classmethod(_registry(_registration.ONNXRegistry.from_torchlib))
     _begin_with_the_kind()
+
+
+def _registry(read: Any) -> Any:
+    """A registry with the lists of one that was read once: an export adds its own to it."""
+    known = functools.cache(read)
+
+    def registry(kind: Any, *version: int, **named: int) -> Any:
+        found = copy.copy(known(*version, **named))
+        found.functions = {target: list(each) for target, each in found.functions.items()}
+        return found
+
+    return registry
 
 
 def _begin_with_the_kind() -> None:
