@@ -3,9 +3,9 @@
 At each call of a jitted function it looks through all of triton.language for what it has to replace, which inside of a kernel is
 replaced already; it makes a table of types for each type that it looks up; it computes sums and products of integers twice, to
 assert that none overflows, and then does not assert it, as that is for a debugging mode; of each value and of each type of blocks it
-makes anew what depends on the shape alone; of each sum or comparison it finds out anew what becomes of such operands, and makes the same
-blocks of a number again and again; and it folds values that a kernel reduces by a function of its own one after the other, where
-hardware takes halves.
+makes anew what depends on the shape alone; of each sum, choice, conversion or load it finds out anew what becomes of such operands,
+and makes the same blocks of a number again and again; and it folds values that a kernel reduces by a function of its own one after the
+other, where hardware takes halves.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def install() -> None:
     interpreter.ReduceOps.generic_reduce = _reduce
     _take_as_they_are()
     _learn_operations()
+    _learn_moves()
 
 
 def _take_as_they_are() -> None:
@@ -156,12 +157,33 @@ class Recipe:
             first = first.astype(self.left)
         if second.dtype is not self.right:
             second = second.astype(self.right)
+        return self.made_of(self.compute(first, second))
+
+    def made_of(self, data: Any) -> Any:
+        """A tensor like the result."""
         handle = _new(interpreter.TensorHandle)
-        handle.data, handle.dtype, handle.attr = self.compute(first, second), self.dtype, {}
+        handle.data, handle.dtype, handle.attr = data, self.dtype, {}
         found = _new(tl.tensor)
         found.handle, found.type, found.dtype = handle, self.type, self.dtype
         found.shape, found.numel = self.shape, self.numel
         return found
+
+
+class Move(Recipe):
+    """What becomes of blocks that no arithmetic is done with: `compute` makes the values of theirs."""
+
+    def __init__(self, blocks: tuple[Any, ...], compute: Any, result: Any) -> None:
+        self.kept = [(x.dtype, x.shape) for x in blocks]
+        self.given = tuple(x.handle.data.dtype for x in blocks)
+        self.compute = compute
+        self.type, self.dtype, self.shape, self.numel = result.type, result.dtype, result.shape, result.numel
+        again, wanted = compute(*(x.handle.data for x in blocks)), result.handle.data
+        assert again.dtype == wanted.dtype and again.shape == wanted.shape, (again, wanted)
+        assert np.array_equal(again, wanted, equal_nan=again.dtype.kind == "f"), (again, wanted)
+
+    def takes_all(self, *blocks: Any) -> bool:
+        """As of `takes`."""
+        return all([x.handle.data.dtype is kind for x, kind in zip(blocks, self.given, strict=True)])
 
 
 def offset_by(width: int) -> Any:
@@ -224,6 +246,113 @@ def _learn_operations() -> None:
         setattr(TritonSemantic, name, learnt(name))
 
 
+def _says_what_it_is(x: Any) -> bool:
+    """Whether `x` is a block in an exact type, by its type and by its values."""
+    if type(x) is not tl.tensor or not x.type.is_block() or x.dtype.name not in EXACT:
+        return False
+    data = x.handle.data
+    return data.dtype == interpreter._get_np_dtype(x.dtype) and data.shape == tuple(x.type.shape.values)
+
+
+def _learn_moves() -> None:
+    """As of operations, of loads, choices, conversions and new dimensions."""
+    load, choose, convert = TritonSemantic._load_legacy, TritonSemantic.where, TritonSemantic.cast
+    expand, memory, missing = tl.tensor.__getitem__, interpreter._interpreter, object()
+    loads: dict[Any, Move | None] = {}
+    choices: dict[Any, Move | None] = {}
+    casts: dict[Any, Move | None] = {}
+    indices: dict[Any, Move | None] = {}
+
+    def loaded(self: Any, pointer: Any, mask: Any, other: Any, *more: Any) -> Any:
+        """Of blocks with a mask of their shape and a number, which is always the same tensor (`to_tensor`)."""
+        if mask is None or other is None:
+            return load(self, pointer, mask, other, *more)
+        key = id(pointer.dtype), id(pointer.shape), id(mask.dtype), id(mask.shape), id(other)
+        move = loads.get(key, missing)
+        if move is missing:
+            result, move = load(self, pointer, mask, other, *more), None
+            masked = _says_what_it_is(mask) and mask.dtype.name == "int1" and mask.shape is pointer.shape
+            if masked and not other.type.is_block() and other.dtype.name in EXACT and _says_what_it_is(result):
+                kind = result.handle.data.dtype
+                if pointer.dtype.element_ty == result.dtype and kind.kind != "b":
+                    rest = np.full(result.handle.data.shape, other.handle.data, dtype=kind)
+                    move = Move((pointer, mask), lambda at, which: memory.load(at, which, rest, kind), result)
+                    move.kept.append(other)
+            loads[key] = move
+            return result
+        if move is None or mask.handle.data.dtype is not move.given[1]:
+            return load(self, pointer, mask, other, *more)
+        return move.made_of(move.compute(pointer.handle.data, mask.handle.data))
+
+    def chosen(self: Any, condition: Any, x: Any, y: Any) -> Any:
+        """Of blocks of one shape and type, or one and a number."""
+        if type(x) is not tl.tensor:
+            return choose(self, condition, x, y)
+        other = (id(y.dtype), id(y.shape)) if type(y) is tl.tensor else (type(y), y)
+        key = id(condition.dtype), id(condition.shape), id(x.dtype), id(x.shape), other
+        move = choices.get(key, missing)
+        if move is missing:
+            result, move = choose(self, condition, x, y), None
+            plain = all(map(_says_what_it_is, (condition, x, result)))
+            if plain and condition.dtype.name == "int1" and x.dtype is result.dtype:
+                if type(y) is not tl.tensor:
+                    number = np.array([y], dtype=result.handle.data.dtype)
+                    if number[0] == y:
+                        move = Move((condition, x), lambda which, this: np.where(which, this, number), result)
+                elif _says_what_it_is(y) and y.dtype is result.dtype:
+                    move = Move((condition, x, y), np.where, result)
+            choices[key] = move
+            return result
+        if move is None or not move.takes_all(condition, x, *((y,) if type(y) is tl.tensor else ())):
+            return choose(self, condition, x, y)
+        if type(y) is tl.tensor:
+            return move.made_of(np.where(condition.handle.data, x.handle.data, y.handle.data))
+        return move.made_of(move.compute(condition.handle.data, x.handle.data))
+
+    def converted(self: Any, x: Any, kind: Any, *more: Any) -> Any:
+        """To its own type, or from a number's type to another's."""
+        if x.dtype is kind:
+            return x
+        if more:
+            return convert(self, x, kind, *more)
+        key = id(x.dtype), id(x.shape), id(kind)
+        move = casts.get(key, missing)
+        if move is missing:
+            result, move = convert(self, x, kind), None
+            if result is not x and _says_what_it_is(x) and _says_what_it_is(result) and result.dtype.name != "int1":
+                into = result.handle.data.dtype
+                move = Move((x,), lambda data: data.astype(into), result)
+                move.kept.append(kind)
+            casts[key] = move
+            return result
+        if move is None or not move.takes_all(x):
+            return convert(self, x, kind)
+        return move.made_of(move.compute(x.handle.data))
+
+    def indexed(self: Any, at: Any, **named: Any) -> Any:
+        """Whole, with dimensions of one between; numpy writes it alike."""
+        plain = type(at) is tuple and all(part is None or part == WHOLE for part in at)
+        key = (id(self.dtype), id(self.shape), tuple([part is None for part in at])) if plain else None
+        move = indices.get(key, missing) if plain else None
+        if move is missing:
+            result, move = expand(self, at, _semantic=interpreter.interpreter_semantic), None
+            if _says_what_it_is(self) and _says_what_it_is(result):
+                move = Move((self,), lambda data: data[at], result)
+            indices[key] = move
+            return result
+        if move is None or not move.takes_all(self):
+            return expand(self, at, _semantic=interpreter.interpreter_semantic)
+        return move.made_of(self.handle.data[at])
+
+    TritonSemantic._load_legacy, TritonSemantic.where, TritonSemantic.cast = loaded, chosen, converted
+    _replacements["__getitem__"] = indexed
+
+
+WHOLE = slice(None)
+_replacements: dict[str, Any] = {}
+"""Members of tensors that need no look at what they are given."""
+
+
 @functools.cache
 def _block(shape: tuple[int, ...]) -> tuple[Any, int]:
     """`shape` and `numel` of a type, which nothing changes."""
@@ -262,6 +391,9 @@ def _operator(name: str) -> Any:
 def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     if package is tl.tensor and name in MEMBERS:
         scope.set_attr(package, name, _operator(MEMBERS[name]))
+        return
+    if package is tl.tensor and name in _replacements:
+        scope.set_attr(package, name, _replacements[name])
         return
     inner = (
         member.__wrapped__ if member.__code__ is _BUILTIN else member
