@@ -428,6 +428,10 @@ def main() -> None:
     dtype = (
         "float32" if (kernel, device) == ("triton", "cpu") else None
     )  # Triton's interpreter computes with the bits of bfloat16
+    if dtype:
+        from tests.still_kernels import quick_interpreter
+
+        quick_interpreter.install()
     results = {}
     for name in names or CASES:
         found = run_case(name, kernel, device, dtype, repeats)

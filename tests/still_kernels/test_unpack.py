@@ -163,4 +163,7 @@ def test_on_a_gpu(name: str) -> None:
 
 
 if __name__ == "__main__":
+    from tests.still_kernels import quick_interpreter
+
+    quick_interpreter.install()
     print(json.dumps({name: run_case("cpu", **CASES[name]) for name in sys.argv[1:] or CASES}))
