@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,12 +106,13 @@ def attended(
     """Outputs [T, H, D] of one sequence by the definition, in float64."""
     group, size = layer.heads // layer.kv_heads, layer.choice["block_size"]
     output = torch.zeros(query.shape, dtype=torch.float64)
+    query, key, value = query.double() / layer.dim**0.5, key.double(), value.double()
     for p in range(len(query)):
-        for head in range(layer.heads):
-            own = head // group
-            seen = [s for b in blocks[p][own] for s in range(b * size, b * size + size) if s <= p]
-            weights = (key[seen, own].double() @ query[p, head].double() / layer.dim**0.5).softmax(0)
-            output[p, head] = weights @ value[seen, own].double()
+        for own in range(layer.kv_heads):
+            heads = slice(own * group, own * group + group)
+            seen = torch.tensor([s for b in blocks[p][own] for s in range(b * size, min(b * size + size, p + 1))])
+            weights = (query[p, heads] @ key[seen, own].T).softmax(-1)  # [G, seen]
+            output[p, heads] = weights @ value[seen, own]
     return output
 
 
@@ -128,21 +130,20 @@ class Call:
     output: Tensor
 
 
+_defined: dict[str, tuple[Any, ...]] = {}
+"""By what a layer and its sequences are made of: the same are asked for in place and apart."""
+
+
 def calls(
     layer: Layer, splits: Sequence[Split], dtype: torch.dtype = torch.float32, batch: int = 2, seed: int = 0
 ) -> Iterator[Call]:
     """The calls that `splits` (tokens of all sequences, or of each) cut random sequences into."""
     counts = torch.tensor([s if isinstance(s, list) else [s] * batch for s in splits])  # [calls, B]
-    generator = torch.Generator().manual_seed(seed)
     longest = int(counts.sum(0).max())
-
-    def normal(heads: int) -> Tensor:
-        return torch.randn(batch, longest, heads, layer.dim, generator=generator).to(dtype)
-
-    whole = {"query": 2 * normal(layer.heads), "key": normal(layer.kv_heads), "value": normal(layer.kv_heads)}
-    made = [chosen(layer, whole["query"][b], whole["key"][b]) for b in range(batch)]
-    query, key, value = whole.values()
-    outputs = [attended(layer, query[b], key[b], value[b], made[b][0]) for b in range(batch)]
+    asked = layer, longest, dtype, batch, seed
+    if repr(asked) not in _defined:
+        _defined[repr(asked)] = _define(*asked)
+    whole, made, outputs = _defined[repr(asked)]
     slots, past = layer.attributes["block_slots"], torch.zeros(batch, dtype=torch.int64)
     for new in counts:
         tokens = max(int(new.max()), 1)
@@ -161,3 +162,18 @@ def calls(
             output[row, :count] = outputs[row][start : start + count]
         yield Call({**feeds, "new_tokens": new, "past_length": past}, blocks, gaps, output)
         past = past + new
+
+
+def _define(
+    layer: Layer, longest: int, dtype: torch.dtype, batch: int, seed: int
+) -> tuple[dict[str, Tensor], list[tuple[list[list[list[int]]], Tensor]], list[Tensor]]:
+    """Random sequences, their blocks and their outputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(batch, longest, heads, layer.dim, generator=generator).to(dtype)
+
+    whole = {"query": 2 * normal(layer.heads), "key": normal(layer.kv_heads), "value": normal(layer.kv_heads)}
+    made = [chosen(layer, whole["query"][b], whole["key"][b]) for b in range(batch)]
+    query, key, value = whole.values()
+    return whole, made, [attended(layer, query[b], key[b], value[b], made[b][0]) for b in range(batch)]
