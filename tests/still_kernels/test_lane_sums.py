@@ -75,11 +75,9 @@ SMALL: dict[str, Any] = {"head_dim": 64, "feature_rows": 64, "chunk_size": 32}
 
 @pytest.mark.parametrize(
     ("size", "scope"),
-    [(SMALL, "q_head")]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in ((SMALL, "kv_group_max"), (LLAMA, "q_head"), (LLAMA, "kv_group_max"))
-    ],
+    [(SMALL, "q_head"), pytest.param(LLAMA, "kv_group_max", marks=pytest.mark.slow)]
+    # Each has its size and its scope in common with one of those.
+    + [pytest.param(*case, marks=pytest.mark.long) for case in ((SMALL, "kv_group_max"), (LLAMA, "q_head"))],
 )
 def test_lanes_of_decode_agree(
     size: dict[str, Any], scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
