@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ def exported(theirs: Published, folder: Path, **options: Any) -> Path:
     theirs.save(folder / "model")
     asked = ExportOptions(str(folder / "model"), **{"speculate": GUESSES, **options})
     return export(asked, folder / "package", options=OrtOptions(native=False)).path
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package that several tests read."""
+    return exported(published("qwen3_5_text"), tmp_path_factory.mktemp("qwen"))
 
 
 def opened(package: Path, always: bool = True) -> OrtModel:
@@ -106,12 +113,11 @@ def test_a_head_that_is_right_is_accepted(tmp_path: Path) -> None:
         assert held == guessed > 0 if sampling.temperature == 0 else 0 <= held < guessed
 
 
-def test_answers_and_states_are_kept_with_it(tmp_path: Path) -> None:
+def test_answers_and_states_are_kept_with_it(qwen: Path, tmp_path: Path) -> None:
     """A snapshot, a prefix and another sequence leave the head where it was."""
-    package = exported(published("qwen3_5_text"), tmp_path)
-    plain, guessing = still_export.load(package, threads=1, guess="none"), still_export.load(package, threads=1)
+    plain, guessing = still_export.load(qwen, threads=1, guess="none"), still_export.load(qwen, threads=1)
     assert guessing.runner.speculation is not None and plain.runner.speculation is None
-    guessing.runner.speculation = opened(package).speculation
+    guessing.runner.speculation = opened(qwen).speculation
     head = guessing.runner.head  # type: ignore[attr-defined]
     guessing.runner.speculation.guesser = lambda tokens, sequence: Ahead(head, tokens, sequence)  # type: ignore[union-attr]
     for model in (plain, guessing):
@@ -156,15 +162,16 @@ def spoil(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_verify_asks_the_head(control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        if control == "exchanged":
+def test_verify_asks_the_head(control: str, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = qwen
+    if control == "exchanged":
+        with monkeypatch.context() as patched:
             spoil(control, patched)
-        package = exported(published("qwen3_5_text"), tmp_path)
-    if control != "exchanged":
-        options = VerifyOptions(lengths=(5,), decode_steps=3)
-        report = verify(package, options, tmp_path).report
-        assert report.passed and sum(output.case == "head, guessed" for output in report.outputs) == 5
+            package = exported(published("qwen3_5_text"), tmp_path)
+    else:
+        if control == "early":  # as it is without either fault
+            report = verify(package, VerifyOptions(lengths=(5,), decode_steps=3), tmp_path).report
+            assert report.passed and sum(output.case == "head, guessed" for output in report.outputs) == 5
         spoil(control, monkeypatch)
     report = verify(package, VerifyOptions(lengths=(5,), decode_steps=3), tmp_path).report
     failed = {output.output for output in report.outputs if not output.passed}
@@ -245,8 +252,8 @@ def test_damaged_heads_are_refused(change: Callable[[dict[str, Tensor]], Any], m
     assert not (tmp_path / "package").exists()
 
 
-def test_a_damaged_package_is_refused(tmp_path: Path) -> None:
-    package = exported(published("qwen3_5_text"), tmp_path)
+def test_a_damaged_package_is_refused(qwen: Path, tmp_path: Path) -> None:
+    package = Path(shutil.copytree(qwen, tmp_path / "package"))
     (package / HEAD).write_bytes(b"?" * 9)
     with pytest.raises(RunError, match=r"mtp\.onnx is not the file that was exported"):
         OrtModel(package)
