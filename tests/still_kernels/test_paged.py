@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from still_graphs.errors import CapacityError, ShapeError
+from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import (
     HybridAttentionConfig,
     HybridAttentionState,
@@ -20,8 +21,10 @@ from still_kernels.hybrid_attention import (
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.tiles import MANY_HEADS, for_many_rows, tile_table
-from still_kernels.hybrid_attention.variants import plan_constants
+from still_kernels.hybrid_attention.variants import BY_TMA, plan_constants
 from still_kernels.packing import Packing, PagedStates
+from still_kernels.tile import changed
+from tests.tolerances import NARROW_NORM
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "chunk_size": 8, "salient_per_chunk": 2}
 
@@ -33,8 +36,8 @@ def some_pages(config: HybridAttentionConfig, rows: int = 8, linear: torch.dtype
     for name, shape, dtype, offset in found.states:
         if name in paged.LINEAR:
             shape = (3, *shape[1:])
-        elif name in ("salient_key", "salient_value"):
-            shape = (shape[0], rows, shape[2])
+        elif name in paged.GROWING:
+            shape = (shape[0], rows, *shape[2:])
         states.append((name, shape, dtype, offset))
     return dataclasses.replace(found, heads=3, rows=rows, states=tuple(states))
 
@@ -47,14 +50,24 @@ def memory_of(pages: Pages, count: int) -> torch.Tensor:
 def random_inputs(config: HybridAttentionConfig, tokens: int) -> dict[str, torch.Tensor]:
     query, gate = (torch.randn(tokens, config.num_heads, config.head_dim) for _ in "qg")
     key, value = (torch.randn(tokens, config.num_kv_heads, config.head_dim) for _ in "kv")
+    if config.cache == "int8":
+        key, value = rounded(key), rounded(value)
     return {"query": query, "key": key, "value": value, "gate": gate.sigmoid()}
 
 
+CACHES = pytest.mark.parametrize("cache", [None, "int8"])
+
+
+@CACHES
 @pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_min_score", 32), ("fold_oldest", 32)])
 @pytest.mark.parametrize("scope", ["q_head", "kv_group_max"])
-def test_requests_that_share_pages_equal_each_alone(overflow: str, capacity: int, scope: str) -> None:
+def test_requests_that_share_pages_equal_each_alone(
+    overflow: str, capacity: int, scope: str, cache: str | None
+) -> None:
     torch.manual_seed(0)
-    config = HybridAttentionConfig(**SIZES, capacity_tokens=capacity, overflow=overflow, select_scope=scope)
+    config = HybridAttentionConfig(
+        **SIZES, capacity_tokens=capacity, overflow=overflow, select_scope=scope, cache=cache
+    )
     weights = [torch.randn(4, 8, 8) * 8**-0.5 for _ in "qk"]
     pages = some_pages(config)
     memory = memory_of(pages, 3 * pages.columns + 1)
@@ -104,12 +117,15 @@ def test_requests_that_share_pages_equal_each_alone(overflow: str, capacity: int
     assert step == 39 and seen and most > 3 * pages.after(1)
 
 
+@CACHES
 @pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_min_score", 32)])
 @pytest.mark.parametrize("linear", [torch.float32, torch.bfloat16])
-def test_a_kept_prefix_is_gone_on_from_again_and_again(overflow: str, capacity: int, linear: torch.dtype) -> None:
+def test_a_kept_prefix_is_gone_on_from_again_and_again(
+    overflow: str, capacity: int, linear: torch.dtype, cache: str | None
+) -> None:
     """Copies of the pages that change, the others shared: whoever goes on from them gets what it gets alone, and nobody changes them."""
     torch.manual_seed(0)
-    config = HybridAttentionConfig(**SIZES, capacity_tokens=capacity, overflow=overflow)
+    config = HybridAttentionConfig(**SIZES, capacity_tokens=capacity, overflow=overflow, cache=cache)
     weights = [torch.randn(4, 8, 8) * 8**-0.5 for _ in "qk"]
     pages = some_pages(config, linear=linear)
     for tokens in (1, 15, 16, 64, 71, 96):
@@ -174,13 +190,16 @@ def test_more_tokens_than_the_capacity_are_an_error() -> None:
         )
 
 
-def test_kernels_get_contiguous_heads_and_states_in_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+@CACHES
+def test_kernels_get_contiguous_heads_and_states_in_their_pages(
+    cache: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads are slices of one projection; memory that is not what the kernels compute addresses by is refused, not read."""
     launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch, "launch_hybrid_attention", lambda *given: seen.append(given))
     monkeypatch.setattr(paged, "demand_kernel", lambda *_: None)
-    config = HybridAttentionConfig(**SIZES, capacity_tokens=64, gate="none")
+    config = HybridAttentionConfig(**SIZES, capacity_tokens=64, gate="none", cache=cache)
     heads = torch.randn(5, 8 * 8).to("meta").split([32, 16, 16], dim=-1)
     weight = torch.zeros(1, 8, 8, device="meta")
     inputs = Inputs(*(x.unflatten(-1, (-1, 8)) for x in heads), None, weight, weight)
@@ -204,16 +223,20 @@ def test_kernels_get_contiguous_heads_and_states_in_their_pages(monkeypatch: pyt
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
-@pytest.mark.parametrize(
+SHAPES = pytest.mark.parametrize(
     "sizes", [LLAMA, {**LLAMA, "select_scope": "kv_group_max"}, {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}]
 )
-def test_pages_grow_with_the_context_and_waste_little(sizes: dict[str, Any]) -> None:
-    config = HybridAttentionConfig(**sizes, capacity_tokens=65536)
+
+
+@CACHES
+@SHAPES
+def test_pages_grow_with_the_context_and_waste_little(sizes: dict[str, Any], cache: str | None) -> None:
+    config = HybridAttentionConfig(**sizes, capacity_tokens=65536, cache=cache)
     pages = Pages.of(config, config.capacity_slots, torch.bfloat16)
     state = HybridAttentionState.empty(config, 1, torch.bfloat16, "meta")
     exact = sum(x.numel() * x.itemsize for name, x in state.tensors().items() if name != "length")
     assert exact <= pages.after(65536) * pages.size_bytes < 1.1 * exact
-    fixed = exact - 2 * state.salient_key.numel() * 2
+    fixed = exact - sum(state.tensors()[name].nbytes for name in paged.GROWING if name in state.tensors())
     assert fixed <= pages.after(1) * pages.size_bytes < 1.7 * fixed
     counts = [pages.after(tokens) for tokens in range(1, 65537, 64)]
     assert counts == sorted(counts) and counts[0] == pages.first and counts[-1] <= pages.columns
@@ -224,6 +247,24 @@ def test_pages_grow_with_the_context_and_waste_little(sizes: dict[str, Any]) -> 
     assert pages.rows % 128 == 0 and pages.size_bytes % 64 == 0
 
 
+@SHAPES
+@pytest.mark.parametrize("linear", [torch.float32, torch.bfloat16])
+def test_rows_in_8_bits_take_half_of_the_pages(sizes: dict[str, Any], linear: torch.dtype) -> None:
+    sixteen, codes = (
+        Pages.of(config, config.capacity_slots, torch.bfloat16, linear)
+        for config in (HybridAttentionConfig(**sizes, capacity_tokens=65536, cache=cache) for cache in (None, "int8"))
+    )
+
+    def grown(pages: Pages) -> int:
+        return (pages.after(65536) - pages.first) * pages.size_bytes
+
+    assert 0.49 < grown(codes) / grown(sixteen) < 0.58  # 0.52 of rows with their scales, and what pages waste
+    assert codes.first * codes.size_bytes < 1.05 * sixteen.first * sixteen.size_bytes
+    ends = {name: (offset, offset + math.prod(shape) * dtype.itemsize) for name, shape, dtype, offset in codes.states}
+    for name in ("salient_key", "salient_value"):
+        assert ends[name][0] == 0 and ends[name][1] == ends[f"{name}_scale"][0], "scales lie behind the rows"
+
+
 def test_pages_that_an_engine_makes_larger_hold_whole_rows() -> None:
     config = HybridAttentionConfig(**LLAMA)
     pages = Pages.of(config, 100, torch.bfloat16)
@@ -231,6 +272,58 @@ def test_pages_that_an_engine_makes_larger_hold_whole_rows() -> None:
     for size in (pages.size_bytes + 64, pages.size_bytes - 256):
         with pytest.raises(ShapeError, match=f"pages of {size} bytes"):
             pages.padded(size)
+
+
+def codes_in_pages_and_without(sizes: dict[str, Any], rows: int, dtype: torch.dtype, device: str) -> None:
+    """The kernels of calls whose rows in 8 bits lie in pages, beside the same kernels without pages; fails where these differ."""
+    launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
+    chunk = sizes["chunk_size"]
+    config = HybridAttentionConfig(**sizes, capacity_tokens=34 * chunk, cache="int8")
+    pages = Pages.of(config, config.capacity_slots, dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    memory = memory_of(pages, rows * pages.columns).to(device)
+    table = torch.randperm(rows * pages.columns, device=device, generator=generator).int().view(rows, -1)
+    state = HybridAttentionState.empty(config, rows, dtype, device)
+    blocks = launch.device_table(config, torch.device(device), dtype == torch.float32)
+    heads = rows * config.num_heads
+    blocks = for_many_rows(blocks, 90, config.head_dim, config.projection_dim, heads if device != "cpu" else MANY_HEADS)
+    blocks = changed(blocks, "scan", dict.fromkeys((*BY_TMA.values(), "decode_clusters"), 0))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    weights = [draw(config.num_heads, config.head_dim, config.head_dim) * config.head_dim**-0.5 for _ in "qk"]
+    start = torch.arange(rows + 1, device=device, dtype=torch.int32)
+    for tokens in (16 * chunk - 3, *[1] * 5, 16 * chunk, 1):  # 33 chunks: salient rows of several pages
+        query, gate = (draw(rows, tokens, config.num_heads, config.head_dim) for _ in "qg")
+        key, value = (rounded(draw(rows, tokens, config.num_kv_heads, config.head_dim)) for _ in "kv")
+        new = torch.full((rows,), tokens, device=device)
+        expected = torch.full_like(query, float("nan"))
+        given = Inputs(query, key, value, gate.sigmoid(), *weights, new)
+        launch.launch_hybrid_attention(given, config, state, expected, None, blocks)
+        output = torch.full_like(query.flatten(0, 1), float("nan"))
+        packed = Inputs(*(x.flatten(0, 1) for x in (query, key, value, gate.sigmoid())), *weights)
+        views = HybridAttentionState(**pages.views(memory), length=state.length)
+        packing = Packing(tokens * start, table, tokens, pages)
+        launch.launch_hybrid_attention(packed, config, views, output, packing, blocks if device == "cpu" else None)
+        assert bool(output.isfinite().all())
+        distance = (output.double() - expected.flatten(0, 1).double()).norm() / expected.double().norm()
+        assert float(distance) < (NARROW_NORM if dtype != torch.float32 else 1e-6), f"{tokens} tokens"
+        state.length.add_(new)
+    for name, view in pages.views(memory).items():
+        if name.startswith(("window_key", "window_value", "salient_key", "salient_value")):
+            wanted = getattr(state, name)
+            found = paged._gathered(name, view, table.long(), pages, pages.slots)[:, :, : wanted.shape[2]]
+            filled = config.slots_for(int(state.length[0])) if name in paged.GROWING else wanted.shape[2]
+            assert torch.equal(found[:, :, :filled], wanted[:, :, :filled]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["q_head", "kv_group_max"])
+@pytest.mark.parametrize("rows", [2, 33])
+def test_int8_kernels_in_pages_are_those_without(rows: int, scope: str) -> None:
+    sizes = {**LLAMA, "chunk_size": 64, "salient_per_chunk": 8, "select_scope": scope}
+    codes_in_pages_and_without(sizes, rows, torch.bfloat16, "cuda")
 
 
 def test_steps_of_many_rows_have_fewer_programs() -> None:

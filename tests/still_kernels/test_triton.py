@@ -244,7 +244,9 @@ def test_low_precision_without_a_choice(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["promoting", "many parts, group", "packed, folding", "many features", *SIZES])
+@pytest.mark.parametrize(
+    "name", ["promoting", "many parts, group", "packed, folding", "codes, paged", "many features", *SIZES]
+)
 def test_low_precision_with_a_choice(name: str) -> None:
     """Scores are fp32 sums of exact products: in these cases, as the interpreter shows, no choice is near a tie."""
     errors = triton_cases.run_case(name, "cuda", torch.bfloat16)

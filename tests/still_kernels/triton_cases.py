@@ -21,7 +21,7 @@ import torch
 from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
 from still_kernels.hybrid_attention.narrow import narrowed, widened
-from still_kernels.hybrid_attention.paged import LINEAR
+from still_kernels.hybrid_attention.paged import GROWING, LINEAR
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.tiles import HEAD_DIMS, tile_table
@@ -203,6 +203,33 @@ CASES = {
     "codes, wide heads": Case(
         {"cache": "int8", "head_dim": 72, "num_heads": 2, "num_kv_heads": 1}, ((66, [66, 35]), STEP), wide=True
     ),
+    "codes, paged": Case(
+        {"cache": "int8", "salient_per_chunk": 15, "capacity_tokens": 384},
+        # a step's rows in two pages
+        (STEP, (61, [61, 60]), *[STEP] * 3, (225, [225, 129]), STEP, (30, [29, 30]), STEP, STEP),
+        paged=True,
+    ),
+    "codes, paged, many rows": Case(
+        {"cache": "int8", "num_heads": 6},
+        ((62, [62, 1]), *[STEP] * 3, (66, [33, 62]), STEP, (1, [0, 1])),
+        paged=True,
+        tiles={"decode": {"LF": 16, "WG": 1}},
+    ),
+    "codes, paged pages of a group": Case(
+        {"cache": "int8", "salient_per_chunk": 31, "capacity_tokens": 384, "select_scope": "kv_group_max"},
+        ((318, [318, 226]), STEP, STEP, STEP),
+        paged=True,
+    ),
+    "codes, paged, folding min": Case(
+        {"cache": "int8", "overflow": "fold_min_score", "capacity_tokens": 128},
+        (STEP, (64, [62, 64]), STEP, STEP, (98, [98, 95])),
+        paged=True,
+    ),
+    "codes, paged, folding oldest": Case(
+        {"cache": "int8", "overflow": "fold_oldest", "capacity_tokens": 96, "select_scope": "kv_group_mean"},
+        ((63, [63, 62]), STEP, STEP, (64, [40, 64])),
+        paged=True,
+    ),
     "many chunks": Case({"capacity_tokens": 512}, ((30, [30, 5]), (390, [390, 161]), STEP)),
 }
 
@@ -221,6 +248,13 @@ WITH_REST = {
         ((63, [63, 62]), STEP, STEP, (64, [40, 64])),
         paged=True,
         rest=True,
+    ),
+    "codes beside a rest": Case(
+        {"cache": "int8"},
+        ((62, [62, 1]), *[STEP] * 3, (66, [66, 62]), *[STEP] * 2, (2, [0, 2])),
+        paged=True,
+        rest=True,
+        tiles={"decode": {"LF": 16, "WG": 1}},
     ),
     "rounds": Case(
         {"chunk_size": 64, "capacity_tokens": 832, "feature_map": "relu"},
@@ -443,9 +477,9 @@ def _places(pages: Pages, pids: list[int], views: dict[str, torch.Tensor], name:
     if name in LINEAR:
         for head in range(count):
             yield head, view[pids[1 + head // pages.heads], head % pages.heads]
-    elif name in ("salient_key", "salient_value"):
+    elif name in GROWING:
         for slot in range(count):
-            page = pids[pages.first + 2 * (slot // pages.rows) + (name == "salient_value")]
+            page = pids[pages.first + 2 * (slot // pages.rows) + name.startswith("salient_value")]
             yield (slice(None), slot), view[page, :, slot % pages.rows]
     else:
         yield slice(None), view[pids[0]]
@@ -509,7 +543,7 @@ def _launch_packed(
     wide = {n: torch.cat([t[1:], torch.full_like(t[:1], 5), t[:1]]) for n, t in state.tensors().items()}
     pages = None
     if case.paged:
-        pages = _pages(config, state.slots, state.salient_key.dtype, case.rest)
+        pages = _pages(config, state.slots, inputs.query.dtype, case.rest)
         if case.rest:
             wide["kv_state"], wide["kv_rest"] = narrowed(wide["kv_state"])
         length = wide.pop("length")

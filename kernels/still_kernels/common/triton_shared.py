@@ -115,14 +115,14 @@ def as_numbers(b_rows, p_scale, o_row, m_row, KIND: tl.constexpr, CODES: tl.cons
 
 
 @triton.jit
-def store_rows(p_rows, p_scale, o_row, b_rows, m_row, o_dim, D: tl.constexpr, CODES: tl.constexpr):
-    """Rows of D numbers, zeros beyond, to rows o_row of a state."""
+def store_rows(p_rows, p_scale, o_row, b_rows, m_row, o_dim, D: tl.constexpr, CODES: tl.constexpr, o_scale=None):
+    """Rows of D numbers, zeros beyond, to rows o_row of a state; their scales to o_scale where these lie otherwise."""
     mask = m_row[:, None] & (o_dim < D)[None, :]
     p_to = p_rows + o_row[:, None] * D + o_dim[None, :]
     if CODES:
         b_codes, b_scale = to_codes(b_rows)
         tl.store(p_to, b_codes, mask=mask)
-        tl.store(p_scale + o_row, b_scale, mask=m_row)
+        tl.store(p_scale + (o_row if o_scale is None else o_scale), b_scale, mask=m_row)
     else:
         tl.store(p_to, b_rows, mask=mask)
 

@@ -83,6 +83,8 @@ def _prepare(
     """The launches of a kind of call; `call` as of `call_of`, where states lie in pages with their number for the rows of the state."""
     if pages is not None:  # whose kernels know pages
         table = changed(table, "scan", {"scan_tma": 0, "linear_programs": 0})
+        if config.cache == "int8":  # of which numbers for a copy by TMA would take more memory than requests save
+            table = changed(table, "attend", {"attend_programs": 0})
     if call[-1] is not None:  # rows side by side
         table = changed(table, "decode", {"decode_clusters": 0})
     seen = call_of(config, dtype, table, *call)

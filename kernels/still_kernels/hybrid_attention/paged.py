@@ -12,13 +12,13 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.dispatch import demand_kernel, with_contiguous_heads, with_weights_of_tokens
 from still_kernels.hybrid_attention.inputs import Inputs
 from still_kernels.hybrid_attention.narrow import narrowed, widened
-from still_kernels.hybrid_attention.pages import Pages
+from still_kernels.hybrid_attention.pages import SALIENT, Pages
 from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.packing import PagedStates
 
-SALIENT = ("salient_key", "salient_value")
 LINEAR = ("kv_state", "kv_rest")
+GROWING = (*SALIENT, *(f"{name}_scale" for name in SALIENT))
 
 
 def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged: PagedStates, output: Tensor) -> None:
@@ -113,8 +113,8 @@ def _columns(name: str, pages: Pages, slots: int) -> slice:
     """Of the table: where the pages of a state lie that holds `slots` slots."""
     if name in LINEAR:
         return slice(1, pages.first)
-    if name in SALIENT:
-        return slice(pages.first + (name == "salient_value"), pages.count(slots), 2)
+    if name in GROWING:
+        return slice(pages.first + name.startswith("salient_value"), pages.count(slots), 2)
     return slice(0, 1)
 
 
@@ -123,7 +123,7 @@ def _gathered(name: str, view: Tensor, table: Tensor, pages: Pages, slots: int) 
     parts = view[table[:, _columns(name, pages, slots)]]  # [B, pages, ...]
     if name in LINEAR:
         return parts.flatten(1, 2)[:, : pages.config.num_heads]
-    return parts.transpose(1, 2).flatten(2, 3) if name in SALIENT else parts[:, 0]
+    return parts.transpose(1, 2).flatten(2, 3) if name in GROWING else parts[:, 0]
 
 
 def _scatter(name: str, tensor: Tensor, view: Tensor, table: Tensor, pages: Pages, after: Tensor) -> None:
@@ -133,7 +133,7 @@ def _scatter(name: str, tensor: Tensor, view: Tensor, table: Tensor, pages: Page
         for i in range(chosen.shape[1]):
             heads = tensor[:, i * pages.heads : (i + 1) * pages.heads]
             view[chosen[:, i], : heads.shape[1]] = heads
-    elif name in SALIENT:
+    elif name in GROWING:
         for i in range(chosen.shape[1]):
             first = i * pages.rows
             owners = after > first  # behind its own pages a row has others' in its table

@@ -15,14 +15,19 @@ from still_kernels.hybrid_attention.state import state_names, state_shape
 
 ROWS = 128
 """Salient rows of a select head that lie side by side, of which pages hold multiples: what attend_tma copies at a time."""
+SALIENT = ("salient_key", "salient_value")
+"""States that grow, and with their scales lie in pages of their own."""
 ALIGNMENT = 64
 """Bytes that pages, and states within them, are multiples of: kernels read rows in wide pieces. Pages hold whole salient rows too."""
+
+_State = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 @dataclass(frozen=True)
 class Pages:
     """The pages of a request, in the order of its table: one with all states but S and the salient cache; those of S, query head by query
-    head; then by turns pages of salient keys and of salient values. S in bfloat16 has a rest (`narrow`), kv_rest, behind it in its pages.
+    head; then by turns pages of salient keys and of salient values. S in bfloat16 has a rest (`narrow`), kv_rest, behind it in its pages;
+    salient rows in 8 bits have their scales behind them in theirs.
 
     Args:
         config: The layer, without what differs from layer to layer.
@@ -38,7 +43,7 @@ class Pages:
     heads: int
     rows: int
     slots: int
-    states: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
+    states: tuple[_State, ...]
 
     @classmethod
     def of(
@@ -50,30 +55,45 @@ class Pages:
             dtype: Of activations.
             linear: Of S: float32 or bfloat16.
         """
+        codes = config.cache == "int8"
+        row_type = torch.int32 if codes else dtype  # a word is four codes
         kinds = {
-            name: dtype if name.startswith(("window_k", "window_v")) else torch.float32 for name in state_names(config)
+            name: row_type if name in ("window_key", "window_value") else torch.float32 for name in state_names(config)
         }
-        salient = {"salient_key", "salient_value"}
+        salient = {name for name in kinds if name.startswith(SALIENT)}
         offset, states = 0, []
         for name in state_names(config):
             if name not in salient | {"kv_state"}:
                 shape = state_shape(config, name, 1, slots)[1:]
                 states.append((name, shape, kinds[name], offset))
                 offset += _aligned(math.prod(shape) * kinds[name].itemsize)
-        whole = math.lcm(ALIGNMENT, config.head_dim * dtype.itemsize)
+        row_shape = state_shape(config, "salient_key", 1, 1)[-1:]
+        vector_bytes = row_shape[0] * row_type.itemsize
+        whole = math.lcm(ALIGNMENT, vector_bytes)
         numbers = config.state_features * config.head_dim
         narrow = linear != torch.float32
-        row_bytes = config.select_heads * config.head_dim * dtype.itemsize
+        row_bytes = config.select_heads * (vector_bytes + 4 * codes)
         least = max(offset, ROWS * row_bytes)
         found: list[Pages] = []
         for count in range(1, config.num_heads + 1):
             rest = _aligned(count * numbers * linear.itemsize)
             size = _aligned(max(rest + narrow * count * numbers, least if count == config.num_heads else 0), whole)
-            if size >= least:
+            sizes = [size]
+            if codes:  # rows of which, scales and all, seldom fill what S does: or as much more as they take
+                sizes.append(_aligned(_aligned(size, ROWS * row_bytes), whole))
+            for size in (x for x in sizes if x >= least):
                 rows = size // (ROWS * row_bytes) * ROWS
                 shape = (count, config.state_features, config.head_dim)
-                shapes = [("kv_state", shape, linear, 0), *[("kv_rest", shape, torch.int8, rest)] * narrow]
-                shapes += [(name, (config.select_heads, rows, config.head_dim), dtype, 0) for name in sorted(salient)]
+                shapes: list[_State] = [
+                    ("kv_state", shape, linear, 0),
+                    *[("kv_rest", shape, torch.int8, rest)] * narrow,
+                ]
+                held = (config.select_heads, rows)
+                for name in sorted(salient):
+                    if name in SALIENT:
+                        shapes.append((name, held + row_shape, row_type, 0))
+                    else:
+                        shapes.append((name, held, torch.float32, math.prod(held) * vector_bytes))
                 alike = replace(config, window_factor=None)
                 found.append(cls(alike, size, count, rows, slots, (*states, *shapes)))
         return min(found, key=lambda pages: pages.count(slots) * pages.size_bytes)
@@ -135,7 +155,8 @@ class Pages:
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """Each state as pages hold it, [pages, *shape] by name, of int8 [pages, bytes], whose rows lie `size_bytes` apart.
 
-        Of kv_state and kv_rest the shape is [heads, F, D], of salient keys and values [HS, rows, D].
+        Of kv_state and kv_rest the shape is [heads, F, D], of salient keys and values [HS, rows, D], or [HS, rows, D / 4] of words and
+        [HS, rows] of their scales.
         """
         return {
             name: memory[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)

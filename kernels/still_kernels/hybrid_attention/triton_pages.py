@@ -3,6 +3,7 @@
 PAGES is 0, or `pages.Pages.kernel`: (bytes of a page, columns of the table, columns ahead of the salient rows, heads of S in a page,
 salient rows in a page, bytes from the beginning of a page of S to its rest or 0). p_state_row is then the table [B, columns] of the call's
 rows: the page of all states but S and the salient cache, the pages of S, then by turns pages of salient keys and of salient values.
+Scales of rows in 8 bits lie in the same pages, as rows of one number, D = 1.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -51,6 +52,26 @@ def slots_of(p_cached, p_state_row, i_batch, slot, VALUE: tl.constexpr, D: tl.co
         found = (page * PER_PAGE + slot % PAGES[4]) * D
     else:
         found = slot * D
+    return found
+
+
+@triton.jit
+def scales_of(p_scale, row, i_select, HS, N, CODES: tl.constexpr, PAGES: tl.constexpr):
+    """Where the scales of a select head's cache begin, as of `cache_of`; rows that are numbers have none."""
+    if CODES:
+        found = cache_of(p_scale, row, i_select, HS, N, 1, PAGES)
+    else:
+        found = 0  # as in `scales_at`
+    return found
+
+
+@triton.jit
+def scale_slots_of(p_scale, p_state_row, i_batch, slot, VALUE: tl.constexpr, CODES: tl.constexpr, PAGES: tl.constexpr):
+    """Elements from what `scales_of` found to the scale of a slot, as of `slots_of`."""
+    if CODES:
+        found = slots_of(p_scale, p_state_row, i_batch, slot, VALUE, 1, PAGES)
+    else:
+        found = 0
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_shared import LOG2E, prefetch, rounded, scales_at, store_rows
+from still_kernels.common.triton_shared import LOG2E, prefetch, rounded, store_rows
 from still_kernels.hybrid_attention.decode.triton_decode_linear import linear_slice, linear_whole
 from still_kernels.hybrid_attention.decode.triton_decode_roles import (
     FAR,
@@ -24,7 +24,7 @@ from still_kernels.hybrid_attention.decode.triton_decode_roles import (
     window_part,
 )
 from still_kernels.hybrid_attention.decode.triton_decode_types import Constants, Heads, Parts, Room, Row, States
-from still_kernels.hybrid_attention.triton_pages import cache_of, in_page
+from still_kernels.hybrid_attention.triton_pages import cache_of, in_page, scales_of
 
 
 @triton.jit
@@ -227,6 +227,9 @@ def decode_kernel(
         p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
         p_window_score = in_page(p_window_score, p_state_row, i_batch, 0, PAGES)
         p_z_state = in_page(p_z_state, p_state_row, i_batch, 0, PAGES)
+        if CODES:
+            p_window_key_scale = in_page(p_window_key_scale, p_state_row, i_batch, 0, PAGES)
+            p_window_value_scale = in_page(p_window_value_scale, p_state_row, i_batch, 0, PAGES)
         p_past_length += i_batch  # lengths are those of the call's rows
     at = Row(i_batch, row, p_new_tokens, p_past_length, p_state_row)
     states = States(
@@ -286,8 +289,8 @@ def decode_kernel(
         i_part = (i_first + i_split) * GR
         p_k = cache_of(p_salient_key, row, i_select, HS, N, D, PAGES)
         p_v = cache_of(p_salient_value, row, i_select, HS, N, D, PAGES)
-        p_ks = scales_at(p_salient_key_scale, (row * HS + i_select) * N, CODES)
-        p_vs = scales_at(p_salient_value_scale, (row * HS + i_select) * N, CODES)
+        p_ks = scales_of(p_salient_key_scale, row, i_select, HS, N, CODES, PAGES)
+        p_vs = scales_of(p_salient_value_scale, row, i_select, HS, N, CODES, PAGES)
         p_q = p_query + i_out * D
         p_acc = parts.acc + i_part * D
         p_ml = parts.ml + i_part * 2

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.common.triton_shared import as_numbers, prefetch, rounded, store_rows, wide
 from still_kernels.hybrid_attention.triton_common import RELEASED_EPSILON, select_chunk, selected_offsets
-from still_kernels.hybrid_attention.triton_pages import rows_of, slots_of
+from still_kernels.hybrid_attention.triton_pages import rows_of, scale_slots_of, slots_of
 
 FAR = tl.constexpr(-1.0e30)  # below every logit, and finite: differences stay numbers
 
@@ -41,13 +41,15 @@ def _load_rows(at, p_key, p_value, low, high, o_row, o_dim, c: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(p_key_scale, p_value_scale, low, high, o_row, c: tl.constexpr):
+def _load_scales(at, p_key_scale, p_value_scale, low, high, o_row, c: tl.constexpr):
     """Those of such rows; zeros where rows are numbers, which nothing reads."""
     b_key = tl.zeros([o_row.shape[0]], tl.float32)
     b_value = b_key
     if c.CODES:
-        b_key = tl.load(p_key_scale + low + o_row, mask=low + o_row < high, other=0.0)
-        b_value = tl.load(p_value_scale + low + o_row, mask=low + o_row < high, other=0.0)
+        o_key = scale_slots_of(p_key_scale, at.p_state_row, at.i_batch, low, 0, c.CODES, c.PAGES)
+        o_value = scale_slots_of(p_value_scale, at.p_state_row, at.i_batch, low, 1, c.CODES, c.PAGES)
+        b_key = tl.load(p_key_scale + o_key + o_row, mask=low + o_row < high, other=0.0)
+        b_value = tl.load(p_value_scale + o_value + o_row, mask=low + o_row < high, other=0.0)
     return b_key, b_value
 
 
@@ -93,7 +95,7 @@ def salient_one(at, p_key, p_value, p_ks, p_vs, p_q, i_split, room, scale2, p_ac
     step = room.NS * c.BN
     first = i_split * c.BN
     b_first_k, b_first_v = _load_rows(at, p_key, p_value, first, room.N, o_row, o_dim, c)
-    b_first_ks, b_first_vs = _load_scales(p_ks, p_vs, first, room.N, o_row, c)
+    b_first_ks, b_first_vs = _load_scales(at, p_ks, p_vs, first, room.N, o_row, c)
     seen = slots_in_use(at, room, c)
     b_q = tl.load(p_q + o_dim, mask=o_dim < c.D, other=0.0).to(tl.float32) * scale2
     b_max = tl.full([c.BN], FAR, tl.float32)
@@ -101,7 +103,7 @@ def salient_one(at, p_key, p_value, p_ks, p_vs, p_q, i_split, room, scale2, p_ac
     b_acc = tl.zeros([c.BN, c.DP], tl.float32)
     for s in tl.range(first + step, seen, step, num_stages=c.SN):
         b_k, b_v = _load_rows(at, p_key, p_value, s, seen, o_row, o_dim, c)
-        b_ks, b_vs = _load_scales(p_ks, p_vs, s, seen, o_row, c)
+        b_ks, b_vs = _load_scales(at, p_ks, p_vs, s, seen, o_row, c)
         b_max, b_sum, b_acc = _absorb(b_k, b_v, b_ks, b_vs, s, seen, o_row, b_q, b_max, b_sum, b_acc, c)
     m_first = first + o_row < seen
     b_first_v = tl.where(m_first[:, None], b_first_v, tl.zeros_like(b_first_v))
@@ -139,8 +141,10 @@ def salient_group(at, p_key, p_value, p_ks, p_vs, p_q, GR, i_split, room, scale2
     b_acc = tl.zeros([c.GP, c.DP], tl.float32)
     for s in tl.range(i_split * c.BG, seen, room.NS * c.BG, num_stages=c.SG):
         b_k, b_v = _load_rows(at, p_key, p_value, s, seen, o_row, o_dim, c)
-        b_k = as_numbers(b_k, p_ks, s + o_row, s + o_row < seen, p_q.dtype.element_ty, c.CODES)
-        b_v = as_numbers(b_v, p_vs, s + o_row, s + o_row < seen, p_q.dtype.element_ty, c.CODES)
+        o_scale = scale_slots_of(p_ks, at.p_state_row, at.i_batch, s, 0, c.CODES, c.PAGES) + o_row
+        b_k = as_numbers(b_k, p_ks, o_scale, s + o_row < seen, p_q.dtype.element_ty, c.CODES)
+        o_scale = scale_slots_of(p_vs, at.p_state_row, at.i_batch, s, 1, c.CODES, c.PAGES) + o_row
+        b_v = as_numbers(b_v, p_vs, o_scale, s + o_row < seen, p_q.dtype.element_ty, c.CODES)
         m_row = s + o_row < seen
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision=c.DOT) * scale2
         b_logit = tl.where(m_row[None, :], b_logit, FAR)
@@ -163,6 +167,22 @@ def pair_sum(a_plus, a_minus, b_plus, b_minus):
 @triton.jit
 def _pair_max(a_one, a_two, b_one, b_two):
     return tl.maximum(a_one, b_one), tl.maximum(a_two, b_two)
+
+
+@triton.jit
+def _store_own(states, ring, length, b_own_k, b_own_v, o_dim, c: tl.constexpr):
+    """The token's own key and value to their slot of the ring."""
+    if c.CODES:
+        o_one = tl.arange(0, 1)
+        o_own = ring + (length & (2 * c.C - 1)) + o_one
+        b_one = b_own_k[None, :]
+        store_rows(states.window_key, states.window_key_scale, o_own, b_one, o_one == 0, o_dim, c.D, c.CODES)
+        b_one = b_own_v[None, :]
+        store_rows(states.window_value, states.window_value_scale, o_own, b_one, o_one == 0, o_dim, c.D, c.CODES)
+    else:
+        o_to = (ring + (length & (2 * c.C - 1))) * c.D + o_dim
+        tl.store(states.window_key + o_to, b_own_k, mask=o_dim < c.D)
+        tl.store(states.window_value + o_to, b_own_v, mask=o_dim < c.D)
 
 
 @triton.jit
@@ -220,17 +240,7 @@ def window_part(
             tl.store(p_window + 3, _released_score(b_q, own, length, ring, states, p_k.dtype.element_ty, c))
     if live & (promoting == 0) & (i_part == 0) & (i_head % heads.G == 0):
         # Nothing reads the token's slot, unless its old chunk is being promoted: then the last program writes it.
-        if c.CODES:
-            o_one = tl.arange(0, 1)
-            o_own = ring + (length & (2 * c.C - 1)) + o_one
-            b_one = b_own_k[None, :]
-            store_rows(states.window_key, states.window_key_scale, o_own, b_one, o_one == 0, o_dim, c.D, c.CODES)
-            b_one = b_own_v[None, :]
-            store_rows(states.window_value, states.window_value_scale, o_own, b_one, o_one == 0, o_dim, c.D, c.CODES)
-        else:
-            o_to = (ring + (length & (2 * c.C - 1))) * c.D + o_dim
-            tl.store(states.window_key + o_to, b_own_k, mask=m_dim)
-            tl.store(states.window_value + o_to, b_own_v, mask=m_dim)
+        _store_own(states, ring, length, b_own_k, b_own_v, o_dim, c)
 
 
 @triton.jit
@@ -241,7 +251,6 @@ def window_group(
 
     p_q: The first of these heads; their partial results lie PARTS apart, what the score needs 4 WP.
     """
-    tl.static_assert(c.CODES == 0, "chosen where states are in pages, which hold numbers")
     o_dim = tl.arange(0, c.DP)
     m_dim = o_dim < c.D
     o_head = tl.arange(0, c.GP)
@@ -252,6 +261,8 @@ def window_group(
     o_row = (ring + o_slot)[:, None] * c.D + o_dim[None, :]
     b_k = tl.load(states.window_key + o_row, mask=m_dim[None, :], other=0.0)
     b_v = tl.load(states.window_value + o_row, mask=m_dim[None, :], other=0.0)
+    b_k = as_numbers(b_k, states.window_key_scale, ring + o_slot, o_slot >= 0, p_k.dtype.element_ty, c.CODES)
+    b_v = as_numbers(b_v, states.window_value_scale, ring + o_slot, o_slot >= 0, p_k.dtype.element_ty, c.CODES)
     b_q = tl.load(p_q + o_head[:, None] * c.D + o_dim[None, :], mask=m_tile, other=0.0)
     b_own_k = tl.load(p_k + o_dim, mask=m_dim, other=0.0)
     b_own_v = tl.load(p_v + o_dim, mask=m_dim, other=0.0)
@@ -290,9 +301,7 @@ def window_group(
     tl.store(p_window + 1, b_others_sum, mask=m_head)
     tl.store(p_window + 2, b_own, mask=m_head)
     if live & (promoting == 0) & (i_part == 0):
-        o_to = (ring + (length & (2 * c.C - 1))) * c.D + o_dim
-        tl.store(states.window_key + o_to, b_own_k, mask=m_dim)
-        tl.store(states.window_value + o_to, b_own_v, mask=m_dim)
+        _store_own(states, ring, length, b_own_k, b_own_v, o_dim, c)
 
 
 @triton.jit
@@ -372,6 +381,13 @@ def fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c: tl
             tl.store(states.salient_key + (b_key[:, None] * c.D + o_dim[None, :]), b_k, mask=mask)
             tl.store(states.salient_value + (b_value[:, None] * c.D + o_dim[None, :]), b_v, mask=mask)
             if c.CODES:
+                b_key = rows_of(
+                    states.salient_key_scale, at.p_state_row, at.i_batch, base, heads.i_select, old * room.K, o_rank, m_rank, 0, 1, c.PAGES
+                )  # fmt: skip
+                b_value = rows_of(
+                    states.salient_value_scale, at.p_state_row, at.i_batch, base, heads.i_select, old * room.K, o_rank, m_rank, 1, 1,
+                    c.PAGES,
+                )  # fmt: skip
                 b_scale = tl.load(states.window_key_scale + o_from, mask=m_rank, other=0.0)
                 tl.store(states.salient_key_scale + b_key, b_scale, mask=m_rank)
                 b_scale = tl.load(states.window_value_scale + o_from, mask=m_rank, other=0.0)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from still_kernels.common.triton_shared import LOG2E, ROWS, absorb, as_numbers, row_of, scales_at, store_rows
 from still_kernels.hybrid_attention.triton_common import load_tokens
-from still_kernels.hybrid_attention.triton_pages import cache_of, in_page, slots_of
+from still_kernels.hybrid_attention.triton_pages import cache_of, in_page, scale_slots_of, scales_of, slots_of
 
 
 @triton.jit
@@ -45,6 +45,9 @@ def attend_kernel(
     )
     p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
     p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    if CODES:
+        p_window_key_scale = in_page(p_window_key_scale, p_state_row, i_batch, 0, PAGES)
+        p_window_value_scale = in_page(p_window_value_scale, p_state_row, i_batch, 0, PAGES)
     end = length + count
     span = count if RAGGED else T
     c0 = length // C + first_tile
@@ -119,16 +122,18 @@ def attend_kernel(
     i_select = i_head // (H // HS)
     p_cached_key = cache_of(p_salient_key, row, i_select, HS, N, D, PAGES)
     p_cached_value = cache_of(p_salient_value, row, i_select, HS, N, D, PAGES)
-    p_key_scale = scales_at(p_salient_key_scale, (row * HS + i_select) * N, CODES)
-    p_value_scale = scales_at(p_salient_value_scale, (row * HS + i_select) * N, CODES)
+    p_key_scale = scales_of(p_salient_key_scale, row, i_select, HS, N, CODES, PAGES)
+    p_value_scale = scales_of(p_salient_value_scale, row, i_select, HS, N, CODES, PAGES)
     for s in tl.range(0, whole, BN, num_stages=STAGES):
         o_keys = slots_of(p_cached_key, p_state_row, i_batch, s, 0, D, PAGES)
         o_values = slots_of(p_cached_value, p_state_row, i_batch, s, 1, D, PAGES)
         b_key = tl.load(p_cached_key + o_keys + o_tile, mask=m_dim[None, :], other=0.0)
-        b_key = as_numbers(b_key, p_key_scale, s + o_slot, o_slot >= 0, b_q.dtype, CODES)
+        o_scale = scale_slots_of(p_key_scale, p_state_row, i_batch, s, 0, CODES, PAGES) + o_slot
+        b_key = as_numbers(b_key, p_key_scale, o_scale, o_slot >= 0, b_q.dtype, CODES)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_value = tl.load(p_cached_value + o_values + o_tile, mask=m_dim[None, :], other=0.0)
-        b_value = as_numbers(b_value, p_value_scale, s + o_slot, o_slot >= 0, b_q.dtype, CODES)
+        o_scale = scale_slots_of(p_value_scale, p_state_row, i_batch, s, 1, CODES, PAGES) + o_slot
+        b_value = as_numbers(b_value, p_value_scale, o_scale, o_slot >= 0, b_q.dtype, CODES)
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
     for s in tl.range(whole, seen, BN, num_stages=1):
         m_slot = ((s + o_slot) < seen)[:, None] & m_dim[None, :]
@@ -136,8 +141,10 @@ def attend_kernel(
         o_values = slots_of(p_cached_value, p_state_row, i_batch, s, 1, D, PAGES)
         b_key = tl.load(p_cached_key + o_keys + o_tile, mask=m_slot, other=0.0)
         b_value = tl.load(p_cached_value + o_values + o_tile, mask=m_slot, other=0.0)
-        b_key = as_numbers(b_key, p_key_scale, s + o_slot, s + o_slot < seen, b_q.dtype, CODES)
-        b_value = as_numbers(b_value, p_value_scale, s + o_slot, s + o_slot < seen, b_q.dtype, CODES)
+        o_scale = scale_slots_of(p_key_scale, p_state_row, i_batch, s, 0, CODES, PAGES) + o_slot
+        b_key = as_numbers(b_key, p_key_scale, o_scale, s + o_slot < seen, b_q.dtype, CODES)
+        o_scale = scale_slots_of(p_value_scale, p_state_row, i_batch, s, 1, CODES, PAGES) + o_slot
+        b_value = as_numbers(b_value, p_value_scale, o_scale, s + o_slot < seen, b_q.dtype, CODES)
         b_dot = tl.dot(b_q, tl.trans(b_key), input_precision=DOT)
         b_dot = tl.where((s + o_slot)[None, :] < b_seen[:, None], b_dot, float("-inf"))
         b_acc, b_max, b_sum = absorb(b_acc, b_max, b_sum, b_dot, b_value, scale2, SETTLE, DOT)
@@ -180,6 +187,9 @@ def commit_kernel(
     )
     p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
     p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    if CODES:
+        p_window_key_scale = in_page(p_window_key_scale, p_state_row, i_batch, 0, PAGES)
+        p_window_value_scale = in_page(p_window_value_scale, p_state_row, i_batch, 0, PAGES)
     p_window_score = in_page(p_window_score, p_state_row, i_batch, 0, PAGES)
     if count == 0:
         return

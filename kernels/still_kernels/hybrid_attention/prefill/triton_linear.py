@@ -48,6 +48,8 @@ def linear_kernel(
         i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
     p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    if CODES:
+        p_window_value_scale = in_page(p_window_value_scale, p_state_row, i_batch, 0, PAGES)
     end = length + count
     c0 = length // C + first_tile
     first_block = tl.program_id(0) * TB

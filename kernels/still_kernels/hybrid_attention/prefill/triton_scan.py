@@ -40,6 +40,8 @@ def scan_kernel(
         i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
     p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    if CODES:
+        p_window_value_scale = in_page(p_window_value_scale, p_state_row, i_batch, 0, PAGES)
     p_kv_state, i_own = head_in_page(p_kv_state, p_state_row, i_batch, i_head, PAGES)
     p_z_state = in_page(p_z_state, p_state_row, i_batch, 0, PAGES)
     end = length + count

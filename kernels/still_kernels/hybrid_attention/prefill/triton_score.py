@@ -54,6 +54,8 @@ def score_kernel(
         i_batch, p_new_tokens, p_past_length, p_query_start, p_state_row, T, RAGGED, PAGES != 0
     )
     p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
+    if CODES:
+        p_window_key_scale = in_page(p_window_key_scale, p_state_row, i_batch, 0, PAGES)
     end = length + count
     chunk = length // C + i_tile
     first = chunk * C + (tl.program_id(0) % SUB) * BM

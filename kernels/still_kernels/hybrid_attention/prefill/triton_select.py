@@ -41,13 +41,16 @@ def _copy_row(
         to = rows_of(
             p_cache, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, D, PAGES
         )
+        scale = rows_of(
+            p_cache_scale, p_state_row, i_batch, (row * HS + i_select) * N, i_select, 0, slot, slot < N, VALUE, 1, PAGES
+        )
         o_one = tl.arange(0, 1)
         ring = (row * HK + i_kv) * (2 * C)
         b_rows = load_tokens(
             p_new + (start * HK + i_kv) * D, p_ring + ring * D, p_ring_scale + ring, position + o_one, length, position + 1, HK * D,
             o_dim, D, C, CODES,
         )  # fmt: skip
-        store_rows(p_cache, p_cache_scale, to + o_one, b_rows, slot + o_one < N, o_dim, D, CODES)
+        store_rows(p_cache, p_cache_scale, to + o_one, b_rows, slot + o_one < N, o_dim, D, CODES, scale + o_one)
     else:
         p_from = p_ring + ((row * HK + i_kv) * (2 * C) + (position & (2 * C - 1))) * D
         if position >= length:
@@ -84,6 +87,9 @@ def select_kernel(
     )
     p_window_key = in_page(p_window_key, p_state_row, i_batch, 0, PAGES)
     p_window_value = in_page(p_window_value, p_state_row, i_batch, 0, PAGES)
+    if CODES:
+        p_window_key_scale = in_page(p_window_key_scale, p_state_row, i_batch, 0, PAGES)
+        p_window_value_scale = in_page(p_window_value_scale, p_state_row, i_batch, 0, PAGES)
     p_window_score = in_page(p_window_score, p_state_row, i_batch, 0, PAGES)
     if OVERFLOW == 1:
         p_salient_score = in_page(p_salient_score, p_state_row, i_batch, 0, PAGES)
@@ -186,11 +192,19 @@ def select_kernel(
         p_to = (i_group * KP + o_rank)[:, None] * D + o_dim[None, :]
         p_out = p_evicted_key + p_to
         b_old = tl.load(p_salient_key + o_key, mask=m_old, other=0.0)
-        b_old = as_numbers(b_old, p_salient_key_scale, b_key, m_evicted, p_key.dtype.element_ty, CODES)
+        if CODES:
+            b_scale = rows_of(
+                p_salient_key_scale, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 0, 1, PAGES
+            )
+            b_old = as_numbers(b_old, p_salient_key_scale, b_scale, m_evicted, p_key.dtype.element_ty, CODES)
         tl.store(p_out, b_old, mask=m_dim)
         p_out = p_evicted_value + p_to
         b_old = tl.load(p_salient_value + o_value, mask=m_old, other=0.0)
-        b_old = as_numbers(b_old, p_salient_value_scale, b_value, m_evicted, p_key.dtype.element_ty, CODES)
+        if CODES:
+            b_scale = rows_of(
+                p_salient_value_scale, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 1, 1, PAGES
+            )
+            b_old = as_numbers(b_old, p_salient_value_scale, b_scale, m_evicted, p_key.dtype.element_ty, CODES)
         tl.store(p_out, b_old, mask=m_dim)
         tl.debug_barrier()  # every row has left before its slot is written again
         b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 0, D, PAGES)
@@ -202,7 +216,8 @@ def select_kernel(
         p_scale = scales_at(p_window_key_scale, (row * HK + i_kv) * (2 * C), CODES)
         b_new = load_tokens(p_new, p_ring, p_scale, o_token, length, end, HK * D, o_dim, D, C, CODES)
         if CODES:
-            store_rows(p_salient_key, p_salient_key_scale, b_key, b_new, b_kept, o_dim, D, CODES)
+            b_scale = rows_of(p_salient_key_scale, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 0, 1, PAGES)
+            store_rows(p_salient_key, p_salient_key_scale, b_key, b_new, b_kept, o_dim, D, CODES, b_scale)
         else:
             tl.store(p_to, b_new, mask=m_to)
         b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 1, D, PAGES)
@@ -212,7 +227,10 @@ def select_kernel(
         p_scale = scales_at(p_window_value_scale, (row * HK + i_kv) * (2 * C), CODES)
         b_new = load_tokens(p_new, p_ring, p_scale, o_token, length, end, HK * D, o_dim, D, C, CODES)
         if CODES:
-            store_rows(p_salient_value, p_salient_value_scale, b_value, b_new, b_kept, o_dim, D, CODES)
+            b_scale = rows_of(
+                p_salient_value_scale, p_state_row, i_batch, base, i_select, 0, b_slot, b_kept, 1, 1, PAGES
+            )
+            store_rows(p_salient_value, p_salient_value_scale, b_value, b_new, b_kept, o_dim, D, CODES, b_scale)
         else:
             tl.store(p_to, b_new, mask=m_to)
         if OVERFLOW == 1:
