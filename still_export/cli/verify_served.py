@@ -52,7 +52,7 @@ def verify_served(
     from still_export.models.description import describe_model
     from still_export.models.load import load_model, source_dtype
     from still_export.package.staging import staged_files
-    from still_export.proof.served import ANSWER_TOKENS, CONTEXT_TOKENS, ServedVerifier, loads_of
+    from still_export.proof.served import ANSWER_TOKENS, CONTEXT_TOKENS, ServedVerifier, loads_of, own_type
     from still_export.serving.vllm.engine import VllmEngine
 
     demand("vllm")
@@ -62,7 +62,8 @@ def verify_served(
         )
     kind = dtype or str(source_dtype(folder)).removeprefix("torch.")
     model = load_model(folder, dtype="float32")
-    half = None if kind == "float32" else load_model(folder, dtype=kind)
+    own = own_type(model, kind)
+    half = None if own is None else load_model(folder, dtype=own)
     still = model.config.still
     context = (
         min(CONTEXT_TOKENS, still.deployment.capacity(model.config)) if still.deployment.bounded else CONTEXT_TOKENS

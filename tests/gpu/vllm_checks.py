@@ -152,11 +152,12 @@ def proven(
     before. On a GPU the loads' engines run beside each other: most of their time is their start."""
     from still_export.models.description import describe_model
     from still_export.models.load import load_model
-    from still_export.proof.served import ANSWER_TOKENS, ServedVerifier
+    from still_export.proof.served import ANSWER_TOKENS, ServedVerifier, own_type
     from still_export.serving.vllm.engine import VllmEngine
 
     model = load_model(meant or folder, dtype="float32")
-    half = None if dtype == "float32" else load_model(meant or folder, dtype=dtype)
+    own = own_type(model, dtype)
+    half = None if own is None else load_model(meant or folder, dtype=own)
     change(half)
     log = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"vllm-{folder.name}-{dtype}.log"
     log.write_text("")

@@ -21,7 +21,7 @@ from still_export.mixers.layers import FULL
 from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
-from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of
+from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of, own_type
 from still_export.serving.vllm.config import (
     PAGES_SHARE,
     ServedConfig,
@@ -321,6 +321,14 @@ def test_half_precision_is_held_to_pytorchs_own(model: Any) -> None:
         verifier = ServedVerifier(describe_model(model), model, half, TorchEngine(half, change))
         (report,) = verifier.run([LOAD], 8, 6)
         assert report.passed == (not change) and 0 < report.bound < 0.2 and not report.explained
+
+
+def test_what_codes_turn_is_held_to_half_precision(model: Any) -> None:
+    """In float32 too, where a last bit may decide between two codes."""
+    codes = still_model("qwen2", torch.float32, layer_types=MIXED, cache="int8")
+    assert [own_type(x, kind) for x in (model, codes) for kind in ("float32", "bfloat16")] == [
+        None, "bfloat16", "float16", "bfloat16",
+    ]  # fmt: skip
 
 
 def test_requests_end_around_chunks_and_anywhere_within_the_context(model: Any) -> None:
