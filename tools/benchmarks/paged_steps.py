@@ -1,19 +1,21 @@
 """Hybrid attention in an engine's pages, S in float32 beside S in bfloat16 with a rest: what a step takes, and how far sums are off.
 
   python -m tools.benchmarks.paged_steps [--record FOLDER] steps --rows 64,32 --tokens 1100,65000 [--blocks LF=64,LS=2] [--form bfloat16]
+      [--cache int8]
   python -m tools.benchmarks.paged_steps [--record FOLDER] drift --tokens 131072
 
 One layer of Llama-3.1-8B's geometry in bfloat16, C 64, k 4. `steps`: microseconds a layer in a CUDA graph of several layers, whose states
 the L2 does not hold: no row promotes, one does, all do; beside it a copy of as many bytes as a plain step must read. --blocks: other
-settings of the decode kernel. `drift`: calls of 64 tokens whose values have a mean; after each doubling S and the outputs of a step
-against those of pages with float32, by Frobenius norm, with the rest and where it is dropped after each call. --small: tiny sizes, for a
-CPU, where nothing is timed.
+settings of the decode kernel. --cache int8: keys and values in 8 bits. `drift`: calls of 64 tokens whose values have a mean; after each
+doubling S and the outputs of a step against those of pages with float32, by Frobenius norm, with the rest and where it is dropped after
+each call. --small: tiny sizes, for a CPU, where nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +102,7 @@ def timed(call: Callable[[], object], count: int) -> float | None:
 
 def of_steps(options: argparse.Namespace, sizes: dict[str, int], findings: Findings) -> None:
     for rows, tokens in zip(numbers(options.rows), numbers(options.tokens), strict=True):
-        config = layer(sizes, "q_head", tokens + 64)
+        config = replace(layer(sizes, "q_head", tokens + 64), cache=options.cache)
         inputs, output = random_tokens(config, rows)
         chunk = config.chunk_size
         plain = torch.full((rows,), tokens, device=DEVICE, dtype=torch.int32)
@@ -110,9 +112,19 @@ def of_steps(options: argparse.Namespace, sizes: dict[str, int], findings: Findi
         for form in options.form.split(","):
             wide = decode_cost(config, tokens, rows)[0]
             saved = 0 if form == "float32" else 2 * rows * config.num_heads * config.state_features * config.head_dim
+            if options.cache:
+                kept = config.slots_for(tokens) * config.select_heads + config.num_kv_heads * 2 * chunk
+                saved += rows * 2 * kept * (config.head_dim - 4)  # a byte and no more of each number, but for its scale
             count = 1 + int(L2_BYTES // wide) if CUDA else 1
             layers = [Layer(config, FORMS[form], rows, tokens + 64) for _ in range(count)]
-            row = {"rows": rows, "tokens": tokens, "S": form, "MB": round((wide - saved) / 1e6, 1), "layers": count}
+            row = {
+                "rows": rows,
+                "tokens": tokens,
+                "S": form,
+                "cache": options.cache,
+                "MB": round((wide - saved) / 1e6, 1),
+                "layers": count,
+            }
             half = int(wide - saved) // 2
             pairs = [torch.zeros(2, half, dtype=torch.int8, device=DEVICE) for _ in range(count)]
             row["copy_us"] = timed(lambda: [pair[0].copy_(pair[1]) for pair in pairs], count)  # noqa: B023
@@ -195,6 +207,7 @@ def main() -> None:
     steps.add_argument("--rows", default="64,32")
     steps.add_argument("--tokens", default="1100,65000")
     steps.add_argument("--form", default=",".join(FORMS))
+    steps.add_argument("--cache", choices=["int8"])
     steps.add_argument("--blocks", type=blocks_of, action="append", default=[], help="repeatable")
     drift.add_argument("--tokens", default="131072")
     for verb in (steps, drift):
