@@ -364,6 +364,9 @@ class PagedLayer(Protocol):
     linear_states: tuple[torch.dtype, ...] = (torch.float32,)
     """Types that the linear state may be kept in."""
 
+    codes: bool = False
+    """Its pages hold keys and values in 8 bits where the model's cache is int8."""
+
     window: int = 0
     """Tokens, its own among them, that a softmax attention of the engine's own looks at beside; 0: there is none."""
 

@@ -39,8 +39,8 @@ CHECKS: list[tuple[str, ...]] = [
     *(("verify", model, SHARP) for model in MODELS),
     *(("verify", str(SMALL), kind) for kind in TYPES),
     *(("family", name, SHARP if name == EXPERTS else TYPES[0]) for name in (*FAMILIES, *VARIANTS)),  # mixed: no float32
-    *(("prefixes", model, TYPES[0]) for model in (str(SMALL), "llama")),
-    ("sums", "llama", TYPES[0]),
+    *(("prefixes", model, TYPES[0]) for model in (str(SMALL), "llama", "an int8 cache")),
+    *(("sums", model, TYPES[0]) for model in ("llama", "an int8 cache")),
     *(("quantized", form, "float16" if GPU else "bfloat16") for form in FORMS if GPU or "fp8" not in form),
     ("quantized", "gptq" if GPU else "compressed-tensors int8", "float16" if GPU else "bfloat16", EXPERTS),
     ("refusals",),

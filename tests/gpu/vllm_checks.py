@@ -40,6 +40,8 @@ SMALL = ROOT / "assets" / "small"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "qwen3_moe")
 VARIANTS: dict[str, dict[str, Any]] = {
     "a selection a group": {"select_scope": "kv_group_max"},
+    "an int8 cache": {"cache": "int8"},
+    "an int8 cache that folds": {"cache": "int8", "overflow": "fold_min_score", "capacity_tokens": 160},
     "a cache that folds": {"overflow": "fold_min_score", "capacity_tokens": 160},
     "one feature map, no gate": {"shared_feature_map": True, "gate": "none"},
     "window factors": {"window_factors": [[0.5, 1.0, 2.0, 4.0]] * 3},
@@ -192,25 +194,27 @@ def verify(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1
     return proven(options, Path(folder), dtype, loads_of(CONTEXT_TOKENS), ranks)
 
 
+def random_folder(name: str) -> Path:
+    """Of a random model of a family, or of a variant."""
+    place = Path(tempfile.mkdtemp()) / name.replace(" ", "-").replace(",", "")
+    return random_model(place, name if name in FAMILIES else "llama", **VARIANTS.get(name, {}))
+
+
 def family(options: argparse.Namespace, name: str, dtype: str, ranks: str = "1") -> str:
     """A random model of a family, or of a variant, with prompts in pieces of 64 tokens, everything thrown out now and then."""
     from still_export.proof.served import Load
 
-    still = VARIANTS.get(name, {})
-    folder = random_model(
-        Path(tempfile.mkdtemp()) / name.replace(" ", "-").replace(",", ""),
-        name if name in FAMILIES else "llama",
-        **still,
+    return proven(
+        options, random_folder(name), dtype, [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)], ranks
     )
-    return proven(options, folder, dtype, [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)], ranks)
 
 
 def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1", **settings: Any) -> str:
     """Prompts that begin alike, states kept after every 64 tokens: with room for all; with so little that kept states and requests are
-    thrown out for want of it; and with everything thrown out now and then. A folder, or a family of random models."""
+    thrown out for want of it; and with everything thrown out now and then. A folder, or a random model's name."""
     from still_export.proof.served import Load
 
-    place = random_model(Path(tempfile.mkdtemp()) / folder, folder) if folder in FAMILIES else Path(folder)
+    place = random_folder(folder) if folder in (*FAMILIES, *VARIANTS) else Path(folder)
     loads = [
         Load("room for all", 512, 8, CONTEXT, prefix_tokens=64, eager=True),
         Load("want of room", 100, 6, CONTEXT, tight=2, prefix_tokens=64, eager=True),

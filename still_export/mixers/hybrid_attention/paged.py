@@ -10,6 +10,7 @@ from torch import Tensor
 
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import PagedLayer, PagedProjection, PagedTokens, heads_of_rank
+from still_export.mixers.kept import rounded
 from still_graphs.ops.hybrid_attention import SLOTS
 from still_graphs.states import rows_after
 from still_kernels.hybrid_attention import HybridAttentionConfig, Inputs
@@ -33,6 +34,7 @@ class PagedHybridAttention(PagedLayer):
     """
 
     linear_states = (torch.float32, torch.bfloat16)
+    codes = True
 
     def __init__(
         self, config: HybridAttentionConfig, gate_bias: bool, shared_feature_map: bool, ranks: int, rank: int
@@ -56,7 +58,8 @@ class PagedHybridAttention(PagedLayer):
     def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
         query, key, value = given.heads
         query, key = given.turn(query, key)
-        made = {"query": query, "key": key, "value": value}
+        cache = self.config.cache
+        made = {"query": query, "key": rounded(key, cache), "value": rounded(value, cache)}
         if "g_proj" in given.projected:
             made["gate"] = torch.sigmoid(given.projected["g_proj"]).view(query.shape)
         return made

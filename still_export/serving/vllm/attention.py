@@ -23,6 +23,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from still_export.mixers.base import PagedLayer, PagedTokens
+from still_export.mixers.kept import rounded
 from still_export.mixers.projections import rotate
 from still_export.mixers.registry import mixer_of
 from still_export.serving.vllm import OP
@@ -84,6 +85,7 @@ class ServedAttention(nn.Module):
         self.rotary_emb = None
         if base.use_rope:
             self.rotary_emb = get_rope(dim, max_position_embeddings, rope_parameters=config.rope_parameters)
+        self.cache = config.still.deployment.cache
         self.layer = layer = mixer_of(config, index).paged(config, index, ranks, rank)
 
         def softmax(name: str, window: int | None = None) -> Attention:
@@ -149,6 +151,7 @@ class ServedAttention(nn.Module):
 
         if self.layer is None:
             query, key = turn(query, key)
+            key, value = rounded(key, self.cache), rounded(value, self.cache)  # which vLLM keeps as numbers
             mixed = self.attn(*(x.reshape(len(x), -1) for x in (query, key, value)))
         else:
             assert isinstance(self.attn, PagedMixer)

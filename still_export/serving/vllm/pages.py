@@ -17,18 +17,18 @@ def paged_layers(config: Any, ranks: int = 1, rank: int = 0) -> list[PagedLayer 
     """Each layer of a model with the STILL family configuration `config` on one of `ranks`; None where vLLM's own attention computes it.
 
     Raises:
-        UnsupportedModelError: All are softmax, one is not served so, or keys and values are to be kept in 8 bits.
+        UnsupportedModelError: All are softmax, one is not served so, or one's pages cannot hold keys and values in 8 bits, as they should.
     """
-    if config.still.deployment.cache == "int8":
-        raise UnsupportedModelError(
-            "cache='int8' in config.json is not for vLLM, whose pages hold numbers here. Leave it out, or serve the exported package with "
-            "still-export serve."
-        )
     layers = [mixer_of(config, i).paged(config, i, ranks, rank) for i in range(config.num_hidden_layers)]
     if not any(layers):
         raise UnsupportedModelError(
             "no layer of this STILL model is linearized: still_config.layer_types in config.json says softmax for each. Serve the "
             "base model, which vLLM has itself."
+        )
+    if config.still.deployment.cache == "int8" and not all(layer.codes for layer in layers if layer is not None):
+        raise UnsupportedModelError(
+            "cache='int8' in config.json is for layers of STILL's hybrid attention; this model has others, which keep nothing in 8 bits in "
+            "vLLM. Leave it out, or serve the exported package with still-export serve."
         )
     return layers
 

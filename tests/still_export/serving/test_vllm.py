@@ -14,6 +14,7 @@ import torch
 
 from still_export.cli.verify_served import check_flags
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
+from still_export.mixers.base import PagedTokens
 from still_export.mixers.cache import empty_states
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.paged import part_of
@@ -35,7 +36,9 @@ from still_export.serving.vllm.config import (
 from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
 from still_export.serving.vllm.prefixes import Prefixes
+from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.paged import GROWING
 from tests.still_export.linear_models import linear_config
 from tests.still_export.tiny import CHUNK, MIXED, still_model
 
@@ -47,8 +50,10 @@ def model() -> Any:
     return still_model("llama", torch.float32, layer_types=MIXED)
 
 
-def test_pages_hold_what_a_cache_of_one_row_does(model: Any) -> None:
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_pages_hold_what_a_cache_of_one_row_does(cache: str | None) -> None:
     """In the shapes and types of the model's own states, but for heads of S and salient rows, of which there are as many as pages."""
+    model = still_model("qwen2", torch.float32, layer_types=MIXED, cache=cache)
     pages = paged_layers(model.config)[0].pages(TOKENS, 256, torch.bfloat16)
     wanted = {
         name: (tuple(x.shape[1:]), x.dtype)
@@ -57,7 +62,7 @@ def test_pages_hold_what_a_cache_of_one_row_does(model: Any) -> None:
     found = {name: (shape, dtype) for name, shape, dtype, _ in pages.states}
     assert found.keys() == wanted.keys()
     for name, (shape, dtype) in wanted.items():
-        changing = {"kv_state": 0, "salient_key": 1, "salient_value": 1}.get(name)
+        changing = {"kv_state": 0, **dict.fromkeys(GROWING, 1)}.get(name)
         assert found[name][1] == dtype
         assert [n for i, n in enumerate(found[name][0]) if i != changing] == [
             n for i, n in enumerate(shape) if i != changing
@@ -134,10 +139,20 @@ def test_what_is_no_still_model_is_refused() -> None:
         paged_layers(softmax.config)
     with pytest.raises(UnsupportedModelError, match="vLLM has the family itself"):
         paged_layers(still_family_config(LINEAR_FAMILIES["lfm2"], linear_config("lfm2").to_dict(), StillConfig()))
-    for types in (MIXED, (FULL, "linearized_gdn", "linearized_gdn")):
-        codes = still_model("qwen2", torch.float32, layer_types=types, cache="int8")
-        with pytest.raises(UnsupportedModelError, match="cache='int8' in "):
-            paged_layers(codes.config)
+
+
+def test_keys_and_values_in_8_bits_are_for_hybrid_attention() -> None:
+    """What enters is what its codes say."""
+    config = still_model("qwen2", torch.float32, layer_types=MIXED, cache="int8").config
+    layer = paged_layers(config)[0]
+    assert layer is not None
+    query, key, value, gate = (torch.randn(5, n, layer.config.head_dim) for n in (6, 2, 2, 6))
+    made = layer.inputs(PagedTokens((query, key, value), {"g_proj": gate}, {}, lambda query, key: (query, key + 1)))
+    assert torch.equal(made["key"], rounded(key + 1)) and torch.equal(made["value"], rounded(value))
+    assert torch.equal(made["query"], query) and not torch.equal(made["value"], value)
+    other = still_model("qwen2", torch.float32, layer_types=(FULL, "linearized_gdn", "linearized_gdn"), cache="int8")
+    with pytest.raises(UnsupportedModelError, match=r"cache='int8' in config\.json is for layers of STILL's hybrid"):
+        paged_layers(other.config)
 
 
 def test_the_linear_state_is_kept_as_vllm_is_told(model: Any) -> None:
