@@ -52,7 +52,7 @@ struct Shared {
     float few[CL][GR][6], warp_few[WARPS][GR][6]; // maximum, sum, mass, maximum and sum of the window
     float own[GR];
     u32 selected[2];
-    float scores[C];
+    alignas(16) float scores[C];                  // so that the compiler reads none of the words before
     unsigned char tokens[C];                      // the selected ones, in order
     int last;
     u64 full[NST], empty[NST], directions, features, parts;
