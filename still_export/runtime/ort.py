@@ -293,7 +293,7 @@ class OrtModel(Runner):
         # Opened here, not in the midst of an answer.
         self._fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
         stepping = able and watched is None and STEP in self.manifest["files"]
-        self._step: Any = self._open_beside(STEP, self.replays) if stepping else self.session
+        self._step: Any = self._open_beside(STEP, self.replays) if stepping else None
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
@@ -494,7 +494,7 @@ class OrtModel(Runner):
 
     def _session(self, sequences: int, tokens: int) -> Any:
         """Of calls of so many tokens of so many sequences."""
-        return self._step if sequences == tokens == 1 else self.session
+        return self._step if self._step is not None and sequences == tokens == 1 else self.session
 
     def run_apart(self, session: Any, binding: Any) -> None:
         """Run a call that no CUDA graph replays.
