@@ -107,8 +107,8 @@ def compile_cuda(
         "num_warps": num_warps,
         "trailing_null_pointers": 0,
     }
-    clusters = {"cluster": values[function.cluster]} if function.cluster else {}
-    return found.cubin, {**own, **clusters}
+    together = {"cluster": values[function.cluster]} if function.cluster else {}
+    return found.cubin, {**own, **together}
 
 
 def compile_triton(
