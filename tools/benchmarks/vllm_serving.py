@@ -2,11 +2,11 @@
 
   python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile] [--own-process]
 
-KIND: still, kv_group, still-bfloat16 (linear state in bfloat16 with a rest); full attention: full, full-int4, full-ngram (speculation by
-n-grams of prompts that repeat themselves, four guesses a step of which 0.8 hold, as vLLM's synthetic acceptance draws them); experts-int4:
-Qwen3.5-35B-A3B's sizes, as a Qwen3-Next, for 8 requests at most.
+KIND: still, kv_group, still-bfloat16 (linear state in bfloat16 with a rest); full attention: full, full-int4, full-fp8, full-ngram
+(speculation by n-grams of prompts that repeat themselves, four guesses a step of which 0.8 hold, as vLLM's synthetic acceptance draws
+them); experts-int4: Qwen3.5-35B-A3B's sizes, as a Qwen3-Next, for 8 requests at most.
 
-Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 bits (full-int4: all of the layers, not embedding and
+Weights are of no meaning (--load-format dummy) and in bfloat16, or in GPTQ's 4 bits or vLLM's FP8 (all of the layers, not embedding and
 head); a GPU of 100 GB is needed for 64 requests of 64K, one of 80 GB for eight. One engine does all of it, and each time is printed when
 it is there.
 --long COUNTxOUT: so many requests of 64K that come at once, and tokens that each gets;
@@ -38,7 +38,7 @@ from tools.benchmarks.vllm_process import environment
 
 Loads = list[tuple[int, int]]
 """Requests, and tokens that each gets."""
-KINDS = ("full", "full-int4", "full-ngram", "experts-int4", "still", "still-bfloat16", "kv_group")
+KINDS = ("full", "full-int4", "full-fp8", "full-ngram", "experts-int4", "still", "still-bfloat16", "kv_group")
 GPTQ = {
     "quant_method": "gptq",
     "bits": 4,
@@ -162,6 +162,7 @@ class Bench:
         self.engine = LLM(
             model=str(blank_folder(Path(tempfile.mkdtemp()) / "blank", kind, sizes)),
             load_format="dummy",
+            quantization="fp8" if kind == "full-fp8" else None,
             skip_tokenizer_init=True,
             max_model_len=sizes.context,
             enable_prefix_caching=False,
