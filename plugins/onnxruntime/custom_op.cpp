@@ -149,7 +149,8 @@ Domain make_domain(std::deque<Op>& ops, bool cpu_alone)
             for (Type const type : {Type::kFloat32, Type::kFloat16})
                 ops.emplace_back(spec, type, type, &entry, true);
             if (narrow)
-                ops.emplace_back(spec, Type::kFloat32, Type::kFloat16, &entry, true);
+                for (Type const kept : {Type::kFloat16, Type::kInt32})
+                    ops.emplace_back(spec, Type::kFloat32, kept, &entry, true);
         }
     }
     // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.

@@ -1,5 +1,5 @@
 // The states of a node that has them joined (graphs/still_graphs/functions/joined.py): two tensors [B, ...], the states of the activations'
-// type in the first and the float32 ones in the second, all rows of a state before the next state.
+// type, or words of codes, in the first and the float32 ones, scales of codes too, in the second, all rows of a state before the next state.
 #pragma once
 
 #include <cstddef>

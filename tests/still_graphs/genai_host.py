@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int32)": np.int32}
 
 
 class GenaiHost:
@@ -26,7 +26,7 @@ class GenaiHost:
             if info.name.startswith("past_key_values."):
                 shape = [rows, *info.shape[1:]]
                 self.pasts[info.name] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, TYPES[info.type]))
-                other = np.full(shape, np.nan, TYPES[info.type])
+                other = np.full(shape, np.nan if TYPES[info.type] != np.int32 else -1, TYPES[info.type])
                 self.presents[info.name] = ort.OrtValue.ortvalue_from_numpy(other) if apart else self.pasts[info.name]
 
     def feed(self, ids: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:

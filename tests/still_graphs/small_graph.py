@@ -8,23 +8,26 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.spec import CACHE
+from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
+from still_graphs.ops.spec import CACHE, OpSpec
 from tests.still_graphs.protos import Rewriter
 from tests.still_graphs.steps import attach_functions
 
 VOCABULARY, HIDDEN = 23, 20
 SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}
 SALIENT = 2
-DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int32": TensorProto.INT32}
 SKIPPED = ("salient_score",)
 HYBRID = HYBRID_ATTENTION.resolve({})
 """The op as graphs without caches in 8 bits have it."""
+CODES = HYBRID_ATTENTION.resolve({CACHE.name: "int8"})
+"""The op as graphs with them have it."""
 
 
-def state_shape(name: str) -> list[str | int]:
+def state_shape(name: str, spec: OpSpec = HYBRID) -> list[str | int]:
     """Shape of a state in the graph; batch and slots stay free."""
-    symbols: dict[str, str | int] = {**SIZES, "B": "batch", "N": "slots", "2*C": 2 * SIZES["C"]}
-    return [d if isinstance(d, int) else symbols[d] for d in HYBRID_ATTENTION.state(name).shape]
+    symbols: dict[str, str | int] = {**SIZES, "B": "batch", "N": "slots", "2*C": 2 * SIZES["C"], "D/4": SIZES["D"] // 4}
+    return [d if isinstance(d, int) else symbols[d] for d in spec.state(name).shape]
 
 
 def growth_of(name: str) -> dict[str, int | str | bool] | None:
@@ -34,20 +37,23 @@ def growth_of(name: str) -> dict[str, int | str | bool] | None:
     return None if growth is None else growth.resolve(attributes)
 
 
-def states() -> list[str]:
+def states(spec: OpSpec = HYBRID) -> list[str]:
     """Names of the states that the graph has."""
-    return [s.name for s in HYBRID.states if s.name not in SKIPPED]
+    return [s.name for s in spec.states if s.name not in SKIPPED]
 
 
-def state_type(name: str, dtype: str) -> int:
+def state_type(name: str, dtype: str, spec: OpSpec = HYBRID) -> int:
     """Element type of a state."""
-    return DTYPES[dtype] if HYBRID_ATTENTION.state(name).dtype == "T" else TensorProto.FLOAT
+    return DTYPES[dtype if (kind := spec.state(name).dtype) == "T" else kind]
 
 
-def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -> onnx.ModelProto:
-    """The graph at opset 23 with random weights."""
+def small_graph(
+    dtype: str = "float32", seed: int = 0, functions: bool = True, spec: OpSpec = HYBRID
+) -> onnx.ModelProto:
+    """The graph at opset 23 with random weights. `spec`: HYBRID or CODES."""
     random, kind = np.random.default_rng(seed), DTYPES[dtype]
     heads, kv_heads, dim = SIZES["H"], SIZES["HK"], SIZES["D"]
+    kv = "key", "value"
     weights: dict[str, np.ndarray] = {
         "embedding": random.standard_normal((VOCABULARY, HIDDEN)),
         "q": random.standard_normal((HIDDEN, heads * dim)) / 4,
@@ -71,8 +77,11 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
         node("Reshape", ["q_flat", "shape_wide"], ["query"]),
         node("MatMul", ["hidden", "kv"], ["kv_flat"]),
         node("Split", ["kv_flat"], ["k_flat", "v_flat"], axis=-1, num_outputs=2),
-        node("Reshape", ["k_flat", "shape_narrow"], ["key"]),
-        node("Reshape", ["v_flat", "shape_narrow"], ["value"]),
+        *(
+            node("Reshape", [f"{name[0]}_flat", "shape_narrow"], [f"whole_{name}" if spec == CODES else name])
+            for name in kv
+        ),
+        *([node(ROUND_KEY_VALUE.name, [f"whole_{name}" for name in kv], kv, domain=DOMAIN)] * (spec == CODES)),
         node("MatMul", ["hidden", "g"], ["g_flat"]),
         node("Sigmoid", ["g_flat"], ["g_open"]),
         node("Reshape", ["g_open", "shape_wide"], ["gate"]),
@@ -80,13 +89,14 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
             HYBRID_ATTENTION.name,
             [
                 *("query", "key", "value", "gate", "feature_q", "feature_k", "", "new_tokens", "past_length"),
-                *("" if s.name in SKIPPED else f"past_{s.name}.0" for s in HYBRID.states),
+                *("" if s.name in SKIPPED else f"past_{s.name}.0" for s in spec.states),
             ],
-            ["mixed", *("" if s.name in SKIPPED else f"present_{s.name}.0" for s in HYBRID.states)],
+            ["mixed", *("" if s.name in SKIPPED else f"present_{s.name}.0" for s in spec.states)],
             name="attention",
             domain=DOMAIN,
             **{a.name: a.default for a in HYBRID.attributes if a != CACHE}
-            | {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT},
+            | {"chunk_size": SIZES["C"], "salient_per_chunk": SALIENT}
+            | ({CACHE.name: "int8"} if spec == CODES else {}),
         ),
         node("Reshape", ["mixed", "shape_flat"], ["mixed_flat"]),
         node("MatMul", ["mixed_flat", "o"], ["logits"]),
@@ -100,11 +110,11 @@ def small_graph(dtype: str = "float32", seed: int = 0, functions: bool = True) -
             info("input_ids", TensorProto.INT64, ["batch", "tokens"]),
             info("new_tokens", TensorProto.INT64, ["batch"]),
             info("past_length", TensorProto.INT64, ["batch"]),
-            *(info(f"past_{n}.0", state_type(n, dtype), state_shape(n)) for n in states()),
+            *(info(f"past_{n}.0", state_type(n, dtype, spec), state_shape(n, spec)) for n in states(spec)),
         ],
         [
             info("logits", kind, ["batch", "tokens", VOCABULARY]),
-            *(info(f"present_{n}.0", state_type(n, dtype), state_shape(n)) for n in states()),
+            *(info(f"present_{n}.0", state_type(n, dtype, spec), state_shape(n, spec)) for n in states(spec)),
             info("present_length", TensorProto.INT64, ["batch"]),
         ],
         initializers,
@@ -135,13 +145,13 @@ def split_heads(node: onnx.NodeProto, rewriter: Rewriter, size: int) -> onnx.Nod
     return helper.make_node("Reshape", [node.output[0], shape], [joined], name=f"{joined}/Reshape")
 
 
-def empty_state(dtype: str, batch: int, slots: int) -> dict[str, np.ndarray]:
+def empty_state(dtype: str, batch: int, slots: int, spec: OpSpec = HYBRID) -> dict[str, np.ndarray]:
     """All-zero states by input name."""
     sizes = {"batch": batch, "slots": slots}
     return {
         f"past_{n}.0": np.zeros(
-            [sizes.get(d, d) if isinstance(d, str) else d for d in state_shape(n)],
-            dtype=helper.tensor_dtype_to_np_dtype(state_type(n, dtype)),
+            [sizes.get(d, d) if isinstance(d, str) else d for d in state_shape(n, spec)],
+            dtype=helper.tensor_dtype_to_np_dtype(state_type(n, dtype, spec)),
         )
-        for n in states()
+        for n in states(spec)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 
 from still_export.targets.genai.package import STEPS as PASSES
 from still_graphs.errors import UnsupportedError
+from still_graphs.functions.joined import part_of
+from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_graphs.passes.join_states import RECURRENT
 from tests.still_graphs.genai_host import GenaiHost
-from tests.still_graphs.small_graph import SIZES, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.small_graph import CODES, HYBRID, SIZES, VOCABULARY, empty_state, small_graph
 from tests.still_graphs.steps import run_steps
 from tests.still_graphs.test_functions import session
 
@@ -20,6 +24,12 @@ CAPACITY = 120
 COUNTS = np.array([37, 21])
 STEPS = 3 * SIZES["C"]
 SLOTS = 40
+FORMS = {"float32": ("float32", HYBRID), "float16": ("float16", HYBRID), "codes": ("float32", CODES)}
+"""Types of activations, and the op with its states."""
+
+
+Expected = tuple[list[np.ndarray], dict[str, np.ndarray]]
+"""Logits of each call; the states at the end, by input name."""
 
 
 def with_capacity(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -28,8 +38,9 @@ def with_capacity(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def joined(dtype: str = "float32") -> onnx.ModelProto:
-    model = with_capacity(small_graph(dtype))
+def joined(form: str = "float32") -> onnx.ModelProto:
+    dtype, spec = FORMS[form]
+    model = with_capacity(small_graph(dtype, spec=spec))
     counts = run_steps(model, PASSES)
     assert counts == {
         "join_states": 4,
@@ -39,21 +50,27 @@ def joined(dtype: str = "float32") -> onnx.ModelProto:
     return model
 
 
+def account_of(model: onnx.ModelProto) -> str:
+    (node,) = [n for n in model.graph.node if n.op_type == "JoinedHybridAttention"]
+    return str(next(a.s.decode() for a in node.attribute if a.name == "states"))
+
+
 def tokens() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(5)
     return random.integers(0, VOCABULARY, (2, 37)), random.integers(0, VOCABULARY, (STEPS, 2, 1))
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[np.ndarray]]:
-    return {dtype: apart(dtype) for dtype in ("float32", "float16")}
+def expected() -> dict[str, Expected]:
+    return {form: apart(form) for form in FORMS}
 
 
-def apart(dtype: str) -> list[np.ndarray]:
-    """Logits of the prompts' last tokens and of every step, lengths given and states handed on."""
-    run: Any = session(small_graph(dtype))
+def apart(form: str) -> Expected:
+    """Logits of the prompts' last tokens and of every step, lengths given and states handed on; and the states at the end."""
+    dtype, spec = FORMS[form]
+    run: Any = session(small_graph(dtype, spec=spec))
     prompts, steps = tokens()
-    state, length, found = empty_state(dtype, 2, SLOTS), np.zeros(2, np.int64), []
+    state, length, found = empty_state(dtype, 2, SLOTS, spec), np.zeros(2, np.int64), []
     names = [o.name for o in run.get_outputs()]
     for ids, new in ((prompts, COUNTS), *((s, np.ones(2, np.int64)) for s in steps)):
         given = run.run(None, {"input_ids": ids, "new_tokens": new, "past_length": length, **state})
@@ -61,10 +78,12 @@ def apart(dtype: str) -> list[np.ndarray]:
         found.append(outputs["logits"][np.arange(2), new - 1])
         state = {n.replace("present_", "past_"): v for n, v in outputs.items() if n.startswith("present_") and "." in n}
         length = outputs["present_length"]
-    return found
+    return found, state
 
 
-def check(host: GenaiHost, wanted: list[np.ndarray], tolerance: float) -> None:
+def check(host: GenaiHost, expected: Expected, account: str, tolerance: float) -> None:
+    """Logits of all calls; and at the end each state, where `account`, the node's attribute `states`, says that it lies."""
+    wanted, states = expected
     prompts, steps = tokens()
     logits = host.feed(prompts, COUNTS)[np.arange(2), COUNTS - 1]
     np.testing.assert_allclose(logits, wanted[0], atol=tolerance, rtol=tolerance)
@@ -72,20 +91,36 @@ def check(host: GenaiHost, wanted: list[np.ndarray], tolerance: float) -> None:
         np.testing.assert_allclose(
             host.feed(step)[:, -1], wanted[number + 1], atol=tolerance, rtol=tolerance, err_msg=str(number)
         )
+    left = [host.pasts[f"past_key_values.0.{part}"].numpy().reshape(-1) for part in RECURRENT]
+    for entry in account.split(";"):
+        name, _, dims = entry.partition(":")
+        shape = [2, *map(int, dims.split(","))]
+        part = part_of(HYBRID_ATTENTION, name)
+        found, left[part] = np.split(left[part], [math.prod(shape)])
+        state = states[f"past_{name}.0"]
+        if "salient" in name:
+            state = state[:, :, : shape[2]]
+        assert found.dtype == state.dtype
+        bound = {"atol": 0, "rtol": 0} if state.dtype == np.int32 else {"atol": tolerance, "rtol": tolerance}
+        np.testing.assert_allclose(found.reshape(shape), state, err_msg=name, **bound)
+    assert not any(map(len, left))
 
 
+@pytest.mark.parametrize("form", ["float32", "codes"])
 @pytest.mark.parametrize("in_two", [False, True], ids=["one buffer", "two"])
-def test_bodies_of_joined_states(expected: dict[str, list[np.ndarray]], in_two: bool) -> None:
+def test_bodies_of_joined_states(expected: dict[str, Expected], form: str, in_two: bool) -> None:
     """A padded batch, then steps past promotions."""
-    check(GenaiHost(joined().SerializeToString(), 2, apart=in_two), expected["float32"], 1e-6)
+    model = joined(form)
+    check(GenaiHost(model.SerializeToString(), 2, apart=in_two), expected[form], account_of(model), 1e-6)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 5e-3)])
+@pytest.mark.parametrize("form, tolerance", [("float32", 1e-5), ("float16", 5e-3), ("codes", 1e-5)])
 @pytest.mark.parametrize("in_two", [False, True], ids=["one buffer", "two"])
 def test_kernel_of_joined_states(
-    library: str, expected: dict[str, list[np.ndarray]], dtype: str, tolerance: float, in_two: bool
+    library: str, expected: dict[str, Expected], form: str, tolerance: float, in_two: bool
 ) -> None:
-    check(GenaiHost(joined(dtype).SerializeToString(), 2, library, in_two), expected[dtype], tolerance)
+    model = joined(form)
+    check(GenaiHost(model.SerializeToString(), 2, library, in_two), expected[form], account_of(model), tolerance)
 
 
 def test_a_prompt_in_pieces_equals_the_whole() -> None:
@@ -98,9 +133,10 @@ def test_a_prompt_in_pieces_equals_the_whole() -> None:
     np.testing.assert_allclose(last, logits, atol=1e-5, rtol=1e-5)
 
 
-def test_the_kernel_takes_the_joined_node(library: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernel_takes_the_joined_node(library: str, tmp_path: Any, form: str) -> None:
     """Not the body: one node stays in the graph that runs."""
-    session(joined(), save=str(tmp_path / "run.onnx"), library=library)
+    session(joined(form), save=str(tmp_path / "run.onnx"), library=library)
     nodes = [n.op_type for n in onnx.load(tmp_path / "run.onnx").graph.node if n.domain == "still"]
     assert nodes == ["JoinedHybridAttention"]
 
@@ -124,6 +160,27 @@ def test_a_wrong_account_of_the_states_is_an_error(library: str, states: str, sa
     account = next(a for a in node.attribute if a.name == "states")
     account.s = account.s.replace(b",16", b",18") if states == "larger windows" else states.encode()
     with pytest.raises(Exception, match=said):
+        GenaiHost(model.SerializeToString(), 1, library).feed(tokens()[0][:1])
+
+
+@pytest.mark.parametrize("entry", range(11))
+@pytest.mark.parametrize("change", ["left out", "a row more", "first"])
+def test_codes_and_scales_have_one_account(library: str, entry: int, change: str) -> None:
+    """Whichever state it does not give, gives larger or elsewhere."""
+    model = joined("codes")
+    (node,) = [n for n in model.graph.node if n.op_type == "JoinedHybridAttention"]
+    account = next(a for a in node.attribute if a.name == "states")
+    entries = account.s.decode().split(";")
+    assert len(entries) == 11
+    said = entries.pop(entry)
+    if change == "a row more":
+        name, _, dims = said.partition(":")
+        heads, _, rest = dims.partition(",")
+        entries.insert(entry, f"{name}:{int(heads) + 1},{rest}")
+    elif change == "first":
+        entries.insert(11 if entry == 0 else 0, said)
+    account.s = ";".join(entries).encode()
+    with pytest.raises(Exception, match=r"joined states are|not optional|not in its order|expected \["):
         GenaiHost(model.SerializeToString(), 1, library).feed(tokens()[0][:1])
 
 

@@ -1,7 +1,8 @@
 """The body of a node whose states are joined in two tensors: it takes them apart, calls the op's own function, and joins what comes back.
 
-States of the activations' type are in the first tensor, float32 ones in the second, in the order of the OpSpec; all rows of a state stand
-before the next state, so that a kernel finds each as a tensor of its own and copies nothing (plugins/onnxruntime/joined_states.h).
+States of float32 are in the second tensor, scales of codes among them, and those of the activations' type, or words of codes, in the
+first, in the order of the OpSpec; all rows of a state stand before the next state, so that a kernel finds each as a tensor of its own and
+copies nothing (plugins/onnxruntime/joined_states.h).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Give the graph the states that onnxruntime-genai keeps: two tensors of fixed size a layer, or a cache of keys and values.
 
-  a node with several states   a node of the joined form: states of the activations' type in past_key_values.L.conv_state, float32 ones in
-                               past_key_values.L.recurrent_state
+  a node with several states   a node of the joined form: states of the activations' type, or words of codes, in
+                               past_key_values.L.conv_state, float32 ones in past_key_values.L.recurrent_state
   nodes with a state each      the same two; as they are, where a layer has one state of a type, else joined by standard ops
   a row for every position     past_key_values.L.key and .value, with the rows of the whole capacity
 

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
+from still_export.targets.ort.target import check as check_ort
 from still_export.targets.ort.target import finish as finish_ort
 from still_export.targets.target import Lowering
 from still_graphs.conditions import bodies
 from still_graphs.later_ir import ir
+from still_graphs.ops.attention import ATTENTION
 from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, joined_states, past_name, present_name
 from still_graphs.passes.take_lengths_from_mask import lengths_from_mask, take_lengths_from_mask
 from still_graphs.pipelines import Step, run_steps
@@ -44,6 +46,16 @@ def demand_genai(asked: ExportOptions, options: Any) -> None:
         raise ConfigError("--all-logits: genai reads the last token's logits alone; for all of them export --to onnx.")
     if asked.dtype == "bfloat16":
         raise ConfigError("--dtype bfloat16: packages for genai run on the CPU, which has float32 and float16.")
+
+
+def check_genai(manifest: dict[str, Any], options: Any) -> None:
+    """Raise for what ONNX Runtime's kernels do not compute, and for caches that genai does not keep."""
+    check_ort(manifest, options)
+    if manifest["still"].get("cache") == "int8" and ATTENTION.name in manifest["ops"]:
+        raise UnsupportedError(
+            "--cache int8: genai keeps no scales beside the keys and values of softmax layers, which this model has; "
+            "for genai export it with --cache float16."
+        )
 
 
 def finish(lowering: Lowering, graph: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from still_export.graph.quantization.policy import ONNXRUNTIME
-from still_export.targets.genai.package import demand_genai, finish
+from still_export.targets.genai.package import check_genai, demand_genai, finish
 from still_export.targets.ort.options import GenaiOptions
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import ORT_CPU, ready, traits
@@ -17,11 +17,11 @@ GENAI = Target(
     GenaiOptions,
     steps=ORT_CPU.steps,
     finish=finish,
-    caches=("float16",),
+    caches=("float16", "int8"),
     lacks=("Experts",),
     traits=traits,
     demand=demand_genai,
-    check=ORT_CPU.check,
+    check=check_genai,
     ready=ready,
     runtime=ORT,
     host="onnxruntime_genai",

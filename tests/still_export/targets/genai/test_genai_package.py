@@ -13,10 +13,11 @@ import torch
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
+from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError, Sampling
-from still_export.targets.export import plan_job
+from still_export.targets.export import export, plan_job
 from still_export.targets.genai.package import CONFIG, GRAPH
 from tests.still_export.linear_models import FAMILIES, linear_model
 from tests.still_export.targets.ort.test_native import built
@@ -88,6 +89,8 @@ def test_linear_families(family: str, tmp_path: Path) -> None:
         ({"layer_types": MIXED}, ()),
         ({"layer_types": MIXED}, ("--native",)),
         ({"select_scope": "kv_group_max"}, ("--native", "--cache", "float16")),
+        ({"select_scope": "kv_group_max", "sizes": {"head_dim": 12}}, ("--native", "--cache", "int8")),
+        ({"overflow": "fold_min_score", "sizes": {"head_dim": 12}}, ("--no-native", "--cache", "int8")),
         ({"overflow": "fold_min_score", "layer_types": MIXED}, ("--native", "--dtype", "float16")),
     ],
     ids=str,
@@ -145,6 +148,16 @@ def test_what_genai_cannot_have_is_refused_at_once(asked: dict[str, Any], said: 
     with pytest.raises(ConfigError) as error:
         plan_job("genai", {"model": "nowhere", **asked})
     assert said in str(error.value) and str(error.value).count(". ") == 0
+
+
+@pytest.mark.slow
+def test_softmax_layers_in_8_bits_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    model = still_model("llama", torch.float32, layer_types=MIXED, sizes={"head_dim": 12})
+    model.save_pretrained(tmp_path / "model")
+    asked = ExportOptions(str(tmp_path / "model"), still={"cache": "int8"})
+    with pytest.raises(UnsupportedError, match="--cache int8: genai keeps no scales beside the keys"):
+        export(asked, tmp_path / "package", to="genai")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_capacity_without_rows_is_refused() -> None:
