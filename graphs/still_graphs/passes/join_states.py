@@ -219,7 +219,7 @@ class _Joiner:
             shape = r.constant([0, *ones, size], "int64", hint=f"{present}.shape")
             pieces.append(r.node("Reshape", [state.present, shape], hint=f"{present}.piece"))
             begin += size
-        self._give(whole, r.node("Concat", pieces, name, axis=axis))
+        self._give(whole, r.node("Concat", pieces, present_name(layer, name), axis=axis))
 
     def _tensor(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> ir.Value:
         """One of genai's tensors, an input; those of a name are alike in all layers."""
