@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ GUESSED, APART, FOLDED = "guessed", "apart", "folded"
 """Calls of guesses that leave states as good where some do not hold, those that leave others in a second buffer, and those that take what
 holds into the states before."""
 
+ALIGNED = 32
+"""Numbers of 8 bytes from input to input, a multiple: kernels read their first ones together."""
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
 
@@ -620,24 +624,27 @@ class OrtModel(Runner):
         return options
 
     def _capture(self, tokens: int) -> Any:
-        """Session, binding, values and run options of calls of so many tokens from a CUDA graph, captured for the present buffers.
+        """Calls of so many tokens from a CUDA graph, captured for the present buffers: session, binding, inputs to fill in, what sends
+        these to the device in one copy, outputs and run options.
 
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
         if (tokens, self._turn) not in self._captured:
             session = self._session(self.batch, tokens)
             binding = session.io_binding()
-            values = {
-                name: self._value.ortvalue_from_numpy(np.zeros(shape, np.int64), self.device, 0)
-                for name, shape in (
-                    ("input_ids", (self.batch, tokens)),
-                    ("new_tokens", self.batch),
-                    ("past_length", self.batch),
-                )
-            }
-            values["past_length"].update_inplace(np.ascontiguousarray(self.length))
-            for name, value in (*values.items(), *self._adapter.items()):
+            shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
+            apart = -(-self.batch * tokens // ALIGNED) * ALIGNED
+            host = np.zeros((len(shapes), apart), np.int64)
+            given = dict(zip(shapes, host, strict=True))
+            given = {name: given[name][: math.prod(shape)].reshape(shape) for name, shape in shapes.items()}
+            given["past_length"][:] = self.length
+            device = self._value.ortvalue_from_numpy(host, self.device, 0)
+            for place, (name, shape) in enumerate(shapes.items()):
+                address = device.data_ptr() + place * host[0].nbytes
+                binding.bind_input(name, self.device, 0, ONNX_TYPES["int64"], list(shape), address)
+            for name, value in self._adapter.items():
                 binding.bind_ortvalue_input(name, value)
+            values: dict[str, Any] = {}
             shape, kind = (self.batch, tokens, self.manifest["model"]["vocab_size"]), self._logit_type()
             values["logits"] = self._tensor(np.zeros(shape, NUMPY_TYPES[kind]), kind)
             values["present_length"] = self._value.ortvalue_from_numpy(np.zeros(self.batch, np.int64), self.device, 0)
@@ -647,8 +654,8 @@ class OrtModel(Runner):
             if self.says_token:
                 chosen = np.zeros((self.batch, tokens), np.int32)
                 values[NEXT_TOKEN] = self._value.ortvalue_from_numpy(chosen, self.device, 0)
-            for name in values.keys() & {"logits", "present_length", NEXT_TOKEN, LAST_HIDDEN}:
-                binding.bind_ortvalue_output(name, values[name])
+            for name, value in values.items():
+                binding.bind_ortvalue_output(name, value)
             for state in self.table:
                 if not state.name.startswith(AHEAD):
                     binding.bind_ortvalue_input(state.past, self._past[state.name])
@@ -656,8 +663,15 @@ class OrtModel(Runner):
             self._graphs += 1
             options = self._options(self._graphs)
             session.run_with_iobinding(binding, options)
-            values["new_tokens"].update_inplace(np.ones(self.batch, np.int64))
-            self._captured[tokens, self._turn] = session, binding, values, options
+            given["new_tokens"][:] = 1
+            self._captured[tokens, self._turn] = (
+                session,
+                binding,
+                given,
+                partial(device.update_inplace, host),
+                values,
+                options,
+            )
         return self._captured[tokens, self._turn]
 
     def _logit_type(self) -> str:
@@ -682,15 +696,15 @@ class OrtModel(Runner):
     def _replay(self, input_ids: np.ndarray, counts: np.ndarray | None = None) -> dict[str, Any]:
         """Replay the captured call over `input_ids` of every sequence, [B, T], of which each brings `counts`, [B]; None: one of one.
 
-        What it reads and gives, on the device.
+        What it gives, on the device.
         """
         self.guessed = None
         self.reserve(1 if counts is None else counts)
-        session, binding, values, options = self._capture(input_ids.shape[1])
-        values["input_ids"].update_inplace(np.ascontiguousarray(input_ids, np.int64))
-        values["past_length"].update_inplace(np.ascontiguousarray(self.length))
+        session, binding, given, send, values, options = self._capture(input_ids.shape[1])
+        given["input_ids"][:], given["past_length"][:] = input_ids, self.length
         if counts is not None:
-            values["new_tokens"].update_inplace(np.ascontiguousarray(counts))
+            given["new_tokens"][:] = counts
+        send()
         session.run_with_iobinding(binding, options)
         found: dict[str, Any] = values
         return found

@@ -42,13 +42,17 @@ inline Eight widened(uint8_t const* from)
 #endif
 }
 
-// Numbers below 2^15, twice in each lane.
-inline Eight twice(Eight x)
+// Scales as `dot` takes them.
+inline Eight laid(Eight scales)
 {
-    return (x & 0xffff) | (x << 16);
+#if defined(__AVX2__) && !defined(__AVX512BW__) // twice in each lane
+    return (scales & 0xffff) | (scales << 16);
+#else
+    return scales;
+#endif
 }
 
-// Codes of kPart inputs of eight outputs, and the scales of their blocks, twice in a lane.
+// Codes of kPart inputs of eight outputs, and the scales of their blocks.
 template <int Bits>
 struct Part
 {
@@ -73,7 +77,7 @@ inline void unpack(uint8_t const* super_block, int part, Part<Bits>& to)
             Codes const both = read<Codes>(from + 32 * i);
             to.codes[2 * i] = both & 15, to.codes[2 * i + 1] = both >> 4;
         }
-        to.scales[0] = twice(widened<uint8_t>(super_block + part * kTile));
+        to.scales[0] = laid(widened<uint8_t>(super_block + part * kTile));
     }
     else
         for (int block = 0; block < 2; ++block, from += 96)
@@ -82,13 +86,33 @@ inline void unpack(uint8_t const* super_block, int part, Part<Bits>& to)
             Codes* const codes = to.codes + 4 * block;
             codes[0] = (first & 15) | (high << 4 & 0x30), codes[1] = first >> 4 | (high << 2 & 0x30);
             codes[2] = (second & 15) | (high & 0x30), codes[3] = second >> 4 | (high >> 2 & 0x30);
-            to.scales[block] = twice(widened<int8_t>(super_block + (2 * part + block) * kTile));
+            to.scales[block] = laid(widened<int8_t>(super_block + (2 * part + block) * kTile));
         }
 }
 
-#if defined(__AVX2__)
-
 // Sums over a part of codes, numbers of a token and scales.
+#if defined(__AVX512BW__)
+
+template <int Bits>
+inline Eight dot(Part<Bits> const& part, int8_t const* x)
+{
+    Eight halves[2] = {}; // of the inputs; of 6 bits these are blocks
+    for (int i = 0; i < kPart / 8; ++i)
+        for (int half = 0; half < 2; ++half) // an instruction of AVX-512 VNNI, with which this set is chosen
+        {
+            int const four = half * kPart / 8 + i;
+            asm("vpdpbusd %2%{1to8%}, %1, %0"
+                : "+v"(halves[half])
+                : "v"(part.codes[four]), "m"(*reinterpret_cast<int8_t const(*)[4]>(x + 4 * four)));
+        }
+    if constexpr (Bits == 4)
+        return (halves[0] + halves[1]) * part.scales[0];
+    else
+        return halves[0] * part.scales[0] + halves[1] * part.scales[1];
+}
+
+#elif defined(__AVX2__)
+
 template <int Bits>
 inline Eight dot(Part<Bits> const& part, int8_t const* x)
 {
@@ -123,7 +147,7 @@ inline Eight dot(Part<Bits> const& part, int8_t const* x)
             for (int j = 0; j < 4; ++j)
                 sums += (words >> 8 * j & 255) * x[4 * i + j];
         }
-        total += sums * (part.scales[block] >> 16);
+        total += sums * part.scales[block];
     }
     return total;
 }

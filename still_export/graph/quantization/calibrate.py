@@ -44,6 +44,8 @@ GAIN = 3
 """How many times as much rounding to nearest loses as GPTQ, at most."""
 TRIES = 5
 """Measurements of a loss, to choose bits."""
+BYTES_ON_A_GPU = 16
+"""A parameter: as it was, as it is given, what its codes change, and as much for what is computed."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,16 @@ def _in_eight(form: Form) -> Form:
 
 
 def _nats(model: Any, row: Tensor) -> Tensor:
+    row = row.to(model.get_input_embeddings().weight.device)
     logits = model(row, use_cache=False).logits[0, :-1].float()
     return nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum")
+
+
+def _roomy_device(parameters: int) -> torch.device:
+    """A GPU that has room for a model of so many; else the processor."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= BYTES_ON_A_GPU * parameters:
+        return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def _predicted(rows: Tensor) -> int:
@@ -202,6 +212,7 @@ def _predicted(rows: Tensor) -> int:
 class Rounding:
     """A model in float32 whose weights are rounded to 4 bits, and given to it in one form or the other.
 
+    device: Where the model computes.
     layers, kept, made: Its linear layers, their weights as they were, and the codes, by name.
 
     Args:
@@ -213,7 +224,8 @@ class Rounding:
     ) -> None:
         self.wanted, self.asked, self.say = wanted, asked, say
         self.model = source.model({name: value_of(weight).float() for name, weight in source.weights.items()})
-        self.model.requires_grad_(False)
+        self.device = _roomy_device(sum(parameter.numel() for parameter in self.model.parameters()))
+        self.model.requires_grad_(False).to(self.device)
         named = {id(parameter): name for name, parameter in self.model.named_parameters()}
         linear = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
         self.layers = {name: layer for layer in linear if (name := named.get(id(layer.weight), "")) in wanted}
@@ -225,7 +237,7 @@ class Rounding:
         """What is rounded [N, K]: without LoRA that stays apart."""
         base = self.wanted[name].base
         assert base is not None
-        return value_of(base).detach().float()
+        return value_of(base).detach().float().to(self.device)
 
     def change(self, name: str, bits: int = 4) -> Tensor:
         """What its codes change of a weight [N, K]."""
@@ -234,7 +246,7 @@ class Rounding:
             assert whole is not None
             made = StoredWeight(name, whole, _in_eight(self.wanted[name]), self.asked, "", {}).made
         assert made is not None
-        return torch.from_numpy(made.dequantized()) - self.base(name)
+        return torch.from_numpy(made.dequantized()).to(self.device) - self.base(name)
 
     def give(self, wide: Sequence[str]) -> None:
         """Let the model have its codes, and 8 bits where it is `wide`."""
@@ -251,7 +263,9 @@ class Rounding:
         method = DEFAULT_METHOD if self.asked.method == GPTQ else self.asked.method
         for name in self.layers:
             self.say("rounding", len(self.made), len(self.layers))
-            self.made[name] = quantize(self.base(name), 4, self.asked.block_size, method, self.asked.layout.zero_points)
+            self.made[name] = quantize(
+                self.base(name).cpu(), 4, self.asked.block_size, method, self.asked.layout.zero_points
+            )
 
     def by_library(self, rows: Tensor, wide: Sequence[str] = ()) -> None:
         """Make the codes of all weights but the `wide`, which have 8 bits, each right before the model multiplies with it what it makes of
@@ -268,7 +282,7 @@ class Rounding:
                 self.say("calibrating", len(done), len(self.layers))
 
         with self._hooked(lambda name, layer: layer.register_forward_pre_hook(partial(before, name))), torch.no_grad():
-            self.model.model(rows, use_cache=False)
+            self.model.model(rows.to(self.device), use_cache=False)
 
     def harms(self, rows: Tensor) -> dict[str, float]:
         """What the codes of each weight are expected to lose alone, in nats, to second order: half the square of the loss's slope along
@@ -313,13 +327,13 @@ def by_library(name: str, weight: Tensor, inputs: Tensor, asked: Quantization) -
         from gptqmodel.quantization import GPTQ as Rounder
         from gptqmodel.quantization import QuantizeConfig
 
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
         layer.weight.data = weight
         how = {"bits": 4, "group_size": asked.block_size, "sym": not asked.layout.zero_points, "desc_act": False}
         rounder = Rounder(layer, QuantizeConfig(**how, offload_to_disk=False, fallback=None))
         rounder.quantizer.configure(perchannel=True)
         rounder.add_batch(inputs, None)
-        values, scales, zero, *_ = rounder.quantize()
+        values, scales, zero = (found.cpu() for found in rounder.quantize()[:3])
     groups = values.float().unflatten(1, (-1, asked.block_size))
     codes = torch.round(groups / scales[..., None] + zero[..., None])
     assert torch.equal((codes - zero[..., None]) * scales[..., None], groups), name

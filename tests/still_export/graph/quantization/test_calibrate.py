@@ -53,6 +53,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(subject, name, value)
 
 
+@pytest.fixture(autouse=True)
+def on_the_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for tests of GPUs."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(subject, "_roomy_device", lambda parameters: torch.device("cpu"))
+
+
 SHARES = st.floats(0, 1)
 FALLING = st.lists(SHARES, min_size=1, max_size=40).map(lambda losses: sorted(losses, reverse=True))
 
@@ -264,3 +271,24 @@ def test_inputs_that_are_no_numbers_are_refused() -> None:
         UnsupportedError, match=r"^w reads values that are no numbers, .* give other text with --calibrate"
     ):
         subject.by_library("w", torch.ones(8, 32), torch.full((64, 32), torch.nan), Quantization("int4", "gptq"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["rtn", pytest.param("gptq", marks=library)])
+def test_a_gpu_finds_what_a_processor_does(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, found = subject.read_rows((), _tokenizer(), 1024), []
+    source, asked, forms = planned(Quantization("int4", method))
+    for memory in (0, 1 << 40):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (memory, memory))  # noqa: B023
+        rounding = subject.Rounding(source, {n: f for n, f in forms.items() if f.bits == 4}, asked, lambda *_: None)
+        assert rounding.device.type == ("cuda" if memory else "cpu")
+        before = subject.loss_of(rounding.model, texts.held_out)
+        rounding.to_nearest()
+        harms = rounding.harms(texts.held_out)
+        if method == "gptq":
+            rounding.by_library(texts.calibration)
+        rounding.give([max(harms, key=lambda name: harms[name])])
+        found.append((before, harms, subject.loss_of(rounding.model, texts.held_out)))
+    (before, harms, lost), (before_there, harms_there, lost_there) = found
+    assert before_there == pytest.approx(before, rel=1e-5) and harms_there == pytest.approx(harms, rel=1e-2)
+    assert lost_there - before_there == pytest.approx(lost - before, rel=0.1)
