@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from still_export.package.calls import Arrays
+
+
+def has_narrow_caches(manifest: Mapping[str, Any]) -> bool:
+    """Whether keys and values are kept in fewer bits than the model computes in, as codes or as half precision of float32: such packages
+    are held to half precision."""
+    kept = {state["dtype"] for state in manifest["states"]}
+    return "int32" in kept or ("float16" in kept and manifest["model"]["dtype"] == "float32")
 
 
 def scale_name(output: str) -> str:

@@ -219,7 +219,7 @@ def _torch_cases(
 ) -> CaseSource:
     """Cases answered by PyTorch with the package's weights, and an adapter's `pairs`, in a wider type than the package's: float64 beside
     PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
-    8 bits is held to half precision: where a number lies between two codes the last bit decides, and what follows differs by a step.
+    fewer bits is held to half precision: where a number lies between two of theirs the last bit decides, and what follows differs.
 
     Raises:
         ConfigError: PyTorch has no such `device` here.
@@ -232,6 +232,7 @@ def _torch_cases(
     from still_export.graph.quantization.policy import rounds_activations
     from still_export.graph.quantization.read import held_names, held_source, round_activations, with_held_head
     from still_export.proof.ahead import HeadCases
+    from still_export.proof.codes import has_narrow_caches
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.torch_cases import TorchCases, affordable
     from still_kernels.registry import ties_of
@@ -241,7 +242,7 @@ def _torch_cases(
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
     dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
-    if dtype == "float32" and any(state["dtype"] == "int32" for state in package.manifest["states"]):
+    if dtype == "float32" and has_narrow_caches(package.manifest):
         dtype = "float16"
     manifest = package.manifest
     try:

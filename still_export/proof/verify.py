@@ -30,7 +30,7 @@ from still_export.proof.cases import (
     same_best,
 )
 from still_export.proof.checks import Check
-from still_export.proof.codes import as_numbers
+from still_export.proof.codes import as_numbers, has_narrow_caches
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import Shelf, give_back
 from still_export.proof.tolerance import LOGITS, Bounds
@@ -175,8 +175,7 @@ class Verifier:
         table = StateTable.of(package.manifest)
         self.by_token = {s.present: s.growth["axis"] for s in table if s.growth and _by_token(s.growth)}
         target.watch = tuple(op.watched for op in self.ties.each if op.watched)
-        codes = any(state["dtype"] == "int32" for state in package.manifest["states"])  # held to half precision
-        rounded = codes or rounds_activations(package.manifest)  # what rounds so is nearer to half precision
+        rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:

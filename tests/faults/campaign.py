@@ -42,6 +42,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 TYPES: dict[str, dict[str, Any]] = {
     "float32": {},
     "float16": {"dtype": "float16"},
+    "float16 cache": {"still": {"cache": "float16"}},
     "int8 cache": {"still": {"cache": "int8"}},
     "int4": {"quantize": "int4"},
 }
