@@ -562,7 +562,7 @@ def _launch_packed(
     packing = Packing(start, rows if pages is None else owned[rows.long()].contiguous(), inputs.query.shape[1], pages)
     named = {n: t for n, t in wide.items() if n != "kv_rest"}
     launch.launch_hybrid_attention(given, config, HybridAttentionState(**named), output, packing, table)
-    wide.pop("length")
+    past = wide.pop("length")
     if pages is not None:
         used = owned[rows.long()].unique().tolist()
         idle = [page for page in range(len(wide["z_state"])) if page not in used or page == 0]
@@ -585,7 +585,11 @@ def _launch_packed(
         wide = {}
     for name, tensor in state.tensors().items():
         if name in wide:
-            assert bool((wide[name][1] == 5).all()), f"{name}: a row that had no part in the call changed"
+            others = (wide[name][1] != 5).nonzero().tolist()
+            assert not others, (
+                f"{name}: a row that had no part in a call of {new.tolist()} changed at {len(others)} places, {others[0]} to {others[-1]}; "
+                f"rows {rows.tolist()}, lengths {past.tolist()}, tokens {start.tolist()}"
+            )
             tensor.copy_(wide[name][rows.long()])
     padded = torch.zeros_like(inputs.query)
     for b, n in enumerate(new.tolist()):
