@@ -635,8 +635,8 @@ class OrtModel(Runner):
             shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
             apart = -(-self.batch * tokens // ALIGNED) * ALIGNED
             host = np.zeros((len(shapes), apart), np.int64)
-            given = dict(zip(shapes, host, strict=True))
-            given = {name: given[name][: math.prod(shape)].reshape(shape) for name, shape in shapes.items()}
+            rows = zip(shapes.items(), host, strict=True)
+            given = {name: row[: math.prod(shape)].reshape(shape) for (name, shape), row in rows}
             given["past_length"][:] = self.length
             device = self._value.ortvalue_from_numpy(host, self.device, 0)
             for place, (name, shape) in enumerate(shapes.items()):
@@ -664,14 +664,8 @@ class OrtModel(Runner):
             options = self._options(self._graphs)
             session.run_with_iobinding(binding, options)
             given["new_tokens"][:] = 1
-            self._captured[tokens, self._turn] = (
-                session,
-                binding,
-                given,
-                partial(device.update_inplace, host),
-                values,
-                options,
-            )
+            send = partial(device.update_inplace, host)
+            self._captured[tokens, self._turn] = session, binding, given, send, values, options
         return self._captured[tokens, self._turn]
 
     def _logit_type(self) -> str:

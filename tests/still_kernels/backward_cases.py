@@ -193,7 +193,7 @@ def main(arguments: list[str]) -> None:
     found = {n: errors_of(every[n], getattr(torch, kind), device) for n in arguments[1:] or CASES}
     print(json.dumps(found), flush=True)
     if device == "cuda":
-        os._exit(0)  # PyTorch's threads of backward ended one process of 46 by std::terminate
+        os._exit(0)  # PyTorch's threads of backward ended one such process by std::terminate
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from still_export.linearization.texts import python_documentation, read_text, to
 from still_export.models.blocks import BlockWeight, pack
 from still_export.models.load import Source
 from still_export.models.weights import value_of
+from still_kernels.forms import pytorch_forms
 
 ROWS, ROW_TOKENS = 32, 512
 """Of the text that is read for GPTQ."""
@@ -119,11 +120,12 @@ def calibrate(
     rounding = Rounding(source, wanted, asked, say)
     said: dict[str, Any] = {"tokens": texts.calibration.numel()}
     wide: list[str] = []
-    if budget is None:
-        rounding.by_library(texts.calibration)
-    else:
-        wide, lost = _choose_wide(rounding, texts, budget)
-        said |= {"budget": budget, "loss": lost, "eight_bits": wide}
+    with pytorch_forms():  # on a GPU, too, every layer has one, and its slope; not every one has kernels there
+        if budget is None:
+            rounding.by_library(texts.calibration)
+        else:
+            wide, lost = _choose_wide(rounding, texts, budget)
+            said |= {"budget": budget, "loss": lost, "eight_bits": wide}
     # Experts, which no linear layer holds, are rounded to nearest when they are written.
     left = {n: replace(form, method=DEFAULT_METHOD) for n, form in wanted.items() if form.method == GPTQ}
     made = {name: replace(wanted[name], codes=codes) for name, codes in rounding.made.items()}
