@@ -18,6 +18,7 @@ def zero_counters(request: pytest.FixtureRequest) -> Iterator[None]:
     from still_kernels import launcher
 
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # for tests of other processes
     left = [blocks.nonzero().tolist() for blocks in launcher._made]
     for blocks in launcher._made:
         blocks.zero_()  # one test is to blame

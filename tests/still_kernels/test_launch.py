@@ -22,6 +22,7 @@ from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentio
 pytest.importorskip("triton")
 from still_kernels import launcher
 from still_kernels.hybrid_attention import launch
+from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.tiles import CLUSTERS
 from still_kernels.hybrid_attention.variants import BY_TMA
 from still_kernels.registry import kernels_of, op_names
@@ -254,3 +255,19 @@ def test_kernels_of_a_case_compile_ahead_for_the_just_in_time_path(tmp_path: Pat
         "unpack_kernel",  # nor rows in 8 bits
         *(f"{name}_tma_kernel" for name in BY_TMA),  # nor a layer that these serve
     }
+
+
+def test_calls_leave_no_constants_behind() -> None:
+    """A layer whose states lay in pages may find its rows side by side next, in the same process."""
+    config = HybridAttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, feature_dim=64, capacity_tokens=416)
+
+    def values(pages: Pages | None) -> list[tuple[Any, ...]]:
+        call = (2, 66, config.capacity_slots, 1, (101, 3))
+        prepared = launch._prepare(
+            config, torch.float32, launch.device_table(config, CPU, True), None, False, pages, *call
+        )
+        return [step.values for step in prepared.launches]
+
+    before = values(None)
+    assert values(Pages.of(config, config.capacity_slots, torch.float32)) != before, "no kernel knows pages"
+    assert values(None) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from still_graphs.ops.spec import CACHE
@@ -27,7 +26,6 @@ class Variant:
         check_known(self, cache=CACHE.choices)
 
 
-@lru_cache
 def constants_of(head_dim: int, wide: bool, cache: str = "float") -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares."""
     import triton

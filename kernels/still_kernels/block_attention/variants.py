@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from still_kernels.block_attention.plan import PLAN
@@ -31,7 +30,6 @@ class Variant:
         check_known(self)
 
 
-@lru_cache
 def constants_of(variant: Variant) -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares."""
     import triton

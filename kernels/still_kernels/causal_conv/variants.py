@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from still_graphs.ops.causal_conv import CAUSAL_CONV
@@ -36,7 +35,6 @@ class Variant:
         check_known(self, activation=ACTIVATIONS)
 
 
-@lru_cache
 def constants_of(variant: Variant) -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares."""
     import triton

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 
 from still_graphs.errors import ConfigError
@@ -77,7 +76,6 @@ def default_variants() -> list[Variant]:
     ]
 
 
-@lru_cache
 def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window_factor: bool) -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares.
 

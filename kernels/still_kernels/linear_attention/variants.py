@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from still_graphs.errors import ConfigError
@@ -50,7 +49,6 @@ class Variant:
         return tile_table(arch, self.head_dim, self.value_dim, self.shared, delta, bool(self.per_key), self.dtype)
 
 
-@lru_cache
 def constants_of(variant: Variant) -> dict[str, Any]:
     """Compile-time constants by name; each kernel takes those that it declares."""
     import triton

@@ -91,8 +91,8 @@ def whole_gradients(
     factor, weights = inputs.window_factor, (inputs.feature_q_weight, inputs.feature_k_weight)
     scale, weight_heads = dim**-0.5, weights[0].shape[0]
     tiles = tiles or tiles_of(config, wide)
-    every = constants_of(config, wide, False, factor is not None)
-    every |= {
+    every = {
+        **constants_of(config, wide, False, factor is not None),
         "DOT": "ieee" if wide else "tf32",
         "FP": pow2(features),
         "TOWARDS": int(bool({"query", "window_factor"} & set(wanted))),
