@@ -95,10 +95,13 @@ def _print(found: list[LoadReport], kind: str, folder: Path) -> None:
     console = Console(width=None if Console().is_terminal else 150)
     held = "largest error" if kind == "float32" else "worst request's median error"
     table = Table(title=f"vLLM against PyTorch, {kind}: {held} of a log-probability")
-    for column in ("load", "requests", "tokens", "preempted", "near ties", "explained", "error", "bound", ""):
+    for column in ("load", "requests", "tokens", "preempted", "near ties", "explained", "turned", "error", "bound", ""):
         table.add_column(column, justify="left" if column in ("load", "") else "right", no_wrap=True)
     for report in found:
-        counts = (report.requests, report.tokens, report.preemptions, report.near_ties, report.explained)
+        counts = (
+            *(report.requests, report.tokens, report.preemptions),
+            *(report.near_ties, report.explained, report.turned),
+        )
         verdict = "ok" if report.passed else f"{len(report.wrong)} WRONG"
         table.add_row(report.name, *map(str, counts), f"{report.worst:.1e}", f"{report.bound:.1e}", verdict)
     console.print(table)

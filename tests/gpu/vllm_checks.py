@@ -175,16 +175,18 @@ def proven(
         found.append(report := verifier.judge(*each))
         print(f"FOUND {folder.name}, {report.name}: {report.requests} requests, {len(report.wrong)} wrong", flush=True)
     wrong = [
-        f"{r.name}: {r.wrong[0] if r.wrong else f'{r.explained} need an explanation'}" for r in found if not r.passed
+        f"{r.name}: {r.wrong[0] if r.wrong else f'{r.explained + r.turned} need an explanation'}"
+        for r in found
+        if not r.passed
     ]
-    count, tokens, thrown, near, kept = (
-        sum(getattr(r, n) for r in found) for n in ("requests", "tokens", "preemptions", "near_ties", "kept_tokens")
-    )
+    names = ("requests", "tokens", "preemptions", "near_ties", "kept_tokens", "turned")
+    count, tokens, thrown, near, kept, turned = (sum(getattr(r, n) for r in found) for n in names)
     if any(load.prefix_tokens for load in loads):
         near = f"{kept} tokens of prompts not read, {near}"
         wrong += [] if kept else ["no state of a prefix was used"]
-    text = f"{count} requests, {tokens} tokens, {thrown} times preempted, {near} near ties, error {max(r.worst for r in found):.1e}"
-    return f"FAILED: {'; '.join(wrong)}" if wrong else f"ok: {text} (bound {max(r.bound for r in found):.1e})"
+    error, bound = (max(getattr(r, name) for r in found) for name in ("worst", "bound"))
+    text = f"{count} requests, {tokens} tokens, {thrown} times preempted, {near} near ties, {turned} turned"
+    return f"FAILED: {'; '.join(wrong)}" if wrong else f"ok: {text}, error {error:.1e} (bound {bound:.1e})"
 
 
 def verify(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1") -> str:

@@ -223,8 +223,9 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
         # Prefixes end where blocks of full attention do. The scheduler is to hash them as in mode "align"; the runner, which reads another
         # place, here and in its own process, must not copy states as if each lay in one block.
         cache.mamba_cache_mode = "none"
-        every = -(-vllm_config.model_config.hf_config.prefix_tokens // cache.block_size) * cache.block_size
-        return StatesSpec.of(spec, self.pages, block_size=every, mamba_cache_mode="align")
+        size = cache.block_size
+        every = -(-vllm_config.model_config.hf_config.prefix_tokens // size) * size
+        return StatesSpec.of(spec, self.pages, block_size=size, mamba_cache_mode="align", every=every)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

@@ -5,6 +5,7 @@ vLLM counts blocks of all kinds of layers alike, so full attention has its own b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,10 +24,14 @@ SPARE = 4
 
 @dataclass(frozen=True)
 class StatesSpec(MambaSpec):  # type: ignore[misc]  # vLLM has no types here
-    """What vLLM knows of a layer's memory: blocks are the pages of `pages`; block_size is the tokens from one prefix that may be kept to
-    the next."""
+    """What vLLM knows of a layer's memory: blocks are the pages of `pages`.
+
+    Args:
+        every: Tokens from one prefix that may be kept to the next, a multiple of block_size, which has to be all layers'.
+    """
 
     pages: Pages | None = None
+    every: int = 1
 
     @classmethod
     def of(cls, spec: MambaSpec, pages: Pages, **more: Any) -> StatesSpec:
@@ -145,7 +150,7 @@ class StatesManager(MambaManager):  # type: ignore[misc]
         self.ends.pop(name, None)
         if (
             self.seen.get(name) != num_tokens
-            or num_tokens % self.block_size
+            or num_tokens % self.kv_cache_spec.every
             or len(request.block_hashes) * unit < num_tokens
         ):
             return
@@ -167,7 +172,7 @@ class StatesManager(MambaManager):  # type: ignore[misc]
         **named: Any,
     ) -> tuple[tuple[list[Any], ...], int]:
         prefixes, unit = Prefixes.of(block_pool), block_pool.hash_block_size
-        step = max(alignment_tokens, kv_cache_spec.block_size)
+        step = math.lcm(alignment_tokens, kv_cache_spec.every)
         for tokens in range(max_length // step * step, 0, -step):
             end = block_hashes[tokens // unit - 1]
             found = tuple(prefixes.find(end, group) for group in kv_cache_group_ids)

@@ -14,6 +14,8 @@ class _AtEnds:
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.need_mamba_block_aligned_split = True
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]  # type: ignore[attr-defined]
+        self.every = max(getattr(spec, "every", 1) for spec in specs)
 
     def _mamba_block_aligned_split(
         self,
@@ -23,8 +25,7 @@ class _AtEnds:
         num_external_computed_tokens: int = 0,
     ) -> int:
         begin = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        every = int(self.block_size)  # type: ignore[attr-defined]
-        return min(num_new_tokens, every - begin % every)
+        return min(num_new_tokens, self.every - begin % self.every)
 
 
 class PrefixScheduler(_AtEnds, Scheduler):  # type: ignore[misc]  # vLLM has no types here

@@ -22,7 +22,8 @@ from still_export.mixers.layers import FULL
 from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
-from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of, own_type
+from still_export.proof import served
+from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of, other_rounding, own_type
 from still_export.serving.vllm.config import (
     PAGES_SHARE,
     ServedConfig,
@@ -336,6 +337,26 @@ def test_half_precision_is_held_to_pytorchs_own(model: Any) -> None:
         verifier = ServedVerifier(describe_model(model), model, half, TorchEngine(half, change))
         (report,) = verifier.run([LOAD], 8, 6)
         assert report.passed == (not change) and 0 < report.bound < 0.2 and not report.explained
+
+
+@pytest.mark.parametrize("change", ["", "logprob"])
+def test_a_choice_that_rounding_turns_is_right(model: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded another way PyTorch keeps another token exact in one of these requests, and is 25 times further off than in all others."""
+    half = still_model("llama", torch.float32, layer_types=MIXED).to(torch.float16)
+    kept = [weight.clone() for weight in half.parameters()]
+
+    class Rounded(TorchEngine):
+        def serve(self, load: Load, requests: Any) -> Served:
+            with other_rounding(half, 1000):
+                return super().serve(load, requests)
+
+    (report,) = ServedVerifier(describe_model(model), model, half, Rounded(half, change), 26).run([LOAD], 8, 12)
+    assert report.turned == 1 and report.passed == (not change) and len(report.wrong) == bool(change)
+    assert all(torch.equal(a, b) for a, b in zip(kept, half.parameters(), strict=True)), "weights stayed moved"
+    monkeypatch.setattr(served, "ROUNDINGS", 0)
+    (report,) = ServedVerifier(describe_model(model), model, half, Rounded(half), 26).run([LOAD], 8, 12)
+    (wrong,) = report.wrong
+    assert wrong.startswith("request 2 (") and not report.turned
 
 
 def test_what_codes_turn_is_held_to_half_precision(model: Any) -> None:
