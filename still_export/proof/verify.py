@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from still_export.proof.cases import (
 )
 from still_export.proof.checks import Check
 from still_export.proof.codes import as_numbers, has_narrow_caches
+from still_export.proof.rounding import explained
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import Shelf, give_back
 from still_export.proof.tolerance import LOGITS, Bounds
@@ -219,6 +221,7 @@ class Verifier:
             command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
             line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
             (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
+        checks += self._explain([*judged.items(), *guessed.items()], bounds)
         report = self._judge(every, bounds, selections, checks, line)
         return replace(report, outputs=[*report.outputs, *heads])
 
@@ -338,6 +341,26 @@ class Verifier:
         errors = Judged.of(case, settled, self.by_token).errors
         each = {name: [call[name] for call in errors] for name in pairs[0][0]}
         return bool(within.wrong) or any(bounds.judge(case, name, found).share > 1 for name, found in each.items())
+
+    def _explain(self, judged: Sequence[tuple[int, Judged]], bounds: Bounds) -> list[Check]:
+        """Hold in half precision no row that PyTorch, rounded another way, has as far off; says how many these are."""
+        found: list[str] = []
+        rounded = getattr(self.cases, "rounded", None)
+        if rounded is None or self.dtype == "float32":
+            return []
+        for number, each in judged:
+            every = {name: [call[name] for call in each.errors] for name in each.errors[0]}
+            beyond = {name: bounds.beyond(each.case, name, errors) for name, errors in every.items()}
+            beyond = {name: masks for name, masks in beyond.items() if any(mask.any() for mask in masks)}
+            if not beyond:
+                continue
+            for name, masks in explained(each.errors, beyond, partial(rounded, number)).items():
+                for errors, rows in zip(every[name], masks, strict=True):
+                    errors[:, rows] = np.nan
+                if count := sum(int(rows.sum()) for rows in masks):
+                    found.append(f"{count} of {name}, {each.case.name}")
+        name = "rows beyond their bounds are those of another rounding"
+        return [Check(f"{name} ({'; '.join(found)})", True)] if found else []
 
     def _judge(
         self, judged: Sequence[Judged], bounds: Bounds, selections: Choices, checks: list[Check], command: str

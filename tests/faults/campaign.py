@@ -78,6 +78,7 @@ class Drawn:
         self.count = self.source.count
         self.calls = [self.source.begin(number) for number in range(self.count)]
         self.known: dict[int, list[tuple[Told, Case]]] = {number: [] for number in range(self.count)}
+        self.last: dict[int, Any] = {}  # cases, which know their drafts and what other roundings gave
 
     @property
     def cases(self) -> list[list[Case]]:
@@ -92,7 +93,19 @@ class Drawn:
         for number, case in zip(new, self.source.draw(new, told) if new else [], strict=True):
             del self.known[number][MOST:]
             self.known[number].insert(1, (told[number], case))
-        return [next(case for other, case in self.known[n] if told[n].is_like(other)) for n in numbers]
+            case.draft, case.again = self.source._drawn[number], {}  # type: ignore[attr-defined]
+        found = [next(case for other, case in self.known[n] if told[n].is_like(other)) for n in numbers]
+        self.last |= dict(zip(numbers, found, strict=True))
+        return found
+
+    def rounded(self, number: int, seed: int) -> Case:
+        case = self.last[number]
+        if seed not in case.again:
+            self.source._drawn[number] = case.draft
+            case.again[seed] = self.source.rounded(number, seed)
+            case.again[seed].forget()
+        found: Case = case.again[seed]
+        return found
 
 
 @dataclass
@@ -148,7 +161,8 @@ class Subject:
         settled = sorted(verifier._settled(session, drawn, total, lambda done: None, told), key=lambda each: each[0])
         judged = [Judged.of(case, pairs) for _, case, pairs, _ in settled]
         bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
-        return verifier._judge(judged, bounds, total, [], ""), settled
+        checks = verifier._explain([*enumerate(judged)], bounds)
+        return verifier._judge(judged, bounds, total, checks, ""), settled
 
     def clean(self) -> Report:
         """Verify it without a fault."""

@@ -341,8 +341,8 @@ def test_half_precision_is_held_to_pytorchs_own(model: Any) -> None:
 
 @pytest.mark.parametrize("change", ["", "logprob"])
 def test_a_choice_that_rounding_turns_is_right(model: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded another way PyTorch keeps another token exact in one of these requests, and is 25 times further off than in all others."""
-    half = still_model("llama", torch.float32, layer_types=MIXED).to(torch.float16)
+    """Rounded another way PyTorch keeps another token exact in one of these requests, and is three times further off than allowed."""
+    half = still_model("llama", torch.float32, layer_types=MIXED).to(torch.bfloat16)
     kept = [weight.clone() for weight in half.parameters()]
 
     class Rounded(TorchEngine):
@@ -350,13 +350,13 @@ def test_a_choice_that_rounding_turns_is_right(model: Any, change: str, monkeypa
             with other_rounding(half, 1000):
                 return super().serve(load, requests)
 
-    (report,) = ServedVerifier(describe_model(model), model, half, Rounded(half, change), 26).run([LOAD], 8, 12)
+    (report,) = ServedVerifier(describe_model(model), model, half, Rounded(half, change), 23).run([LOAD], 8, 12)
     assert report.turned == 1 and report.passed == (not change) and len(report.wrong) == bool(change)
     assert all(torch.equal(a, b) for a, b in zip(kept, half.parameters(), strict=True)), "weights stayed moved"
     monkeypatch.setattr(served, "ROUNDINGS", 0)
-    (report,) = ServedVerifier(describe_model(model), model, half, Rounded(half), 26).run([LOAD], 8, 12)
+    (report,) = ServedVerifier(describe_model(model), model, half, Rounded(half), 23).run([LOAD], 8, 12)
     (wrong,) = report.wrong
-    assert wrong.startswith("request 2 (") and not report.turned
+    assert wrong.startswith("request 5 (") and not report.turned
 
 
 def test_what_codes_turn_is_held_to_half_precision(model: Any) -> None:
