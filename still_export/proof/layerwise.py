@@ -20,7 +20,6 @@ from still_export.models.weights import Weight, narrow_value_of, row_pieces
 from still_export.package.calls import Arrays, given_of
 from still_export.proof.cases import are_zeros
 from still_export.proof.codes import as_numbers
-from still_export.proof.rounding import moved
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
 
@@ -102,12 +101,7 @@ class LayerwiseModel:
         prepare: Changes the model before it runs, whose weights are not read yet.
         device: Where it computes.
         dtype: What it computes in, None: as the source has it.
-
-    Attributes:
-        rounding: Weights are as of `moved`, by this generator; None: as they are.
     """
-
-    rounding: torch.Generator | None = None
 
     def __init__(
         self,
@@ -187,8 +181,7 @@ class LayerwiseModel:
 
     def _widened(self, part: Tensor, weight: Weight) -> Tensor:
         """A part of a weight in the type that is computed in, widened where it computes: half the bytes go there."""
-        value = part.to(self.device).to(self.asked or weight.dtype)
-        return value if self.rounding is None else moved(value, self.rounding)
+        return part.to(self.device).to(self.asked or weight.dtype)
 
     def _stand_in(self, weight: Weight) -> Tensor:
         return torch.zeros((), dtype=self.asked or weight.dtype, device=self.device).expand(weight.shape)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from still_export.package.calls import next_feed
-from still_export.proof.rounding import ROUNDINGS, moved
 from still_export.runtime.torch import TorchModel
 from still_kernels.registry import ties_of
 from still_kernels.ties import Ties
@@ -30,8 +29,11 @@ RARE, SPREAD = 0.99, 2.0
 EXPLAINED = 0.01
 """The part of the requests that may lie beyond the bound where PyTorch's choices nearly tie. A page that is not taken for empty
 is explained away in one request of four; a turned choice exceeds the bound in none of some hundred."""
+ROUNDINGS = 24
+"""Of PyTorch in half precision that an answer beyond the bound is held to: a score behind another by less than it rounds turns in one and
+not in the next, and with it a token that stays in softmax."""
 TURNED = 0.1
-"""The part of the requests, and always one, that may be as another rounding of PyTorch has it (`rounding`) and not as its own."""
+"""The part of the requests, and always one, that may be as one of those says and not as PyTorch's own."""
 PIECE_TOKENS = 1024
 """Of a prompt in one of PyTorch's calls."""
 CONTEXT_TOKENS = 1536
@@ -169,13 +171,15 @@ class Reference:
 
 @contextmanager
 def other_rounding(model: Any, seed: int) -> Iterator[None]:
-    """Meanwhile each weight is as of `moved`."""
+    """Meanwhile each weight is at random another by as much as its type may round it: about what rounding makes of all that it is
+    multiplied with."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     kept = [weight.detach().clone() for weight in weights]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in weights:
-            weight.copy_(moved(weight, generator))
+            part = torch.rand(weight.shape, generator=generator).to(weight.device).mul_(2).sub_(1)
+            weight.copy_(weight.float() * (1 + torch.finfo(weight.dtype).eps / 2 * part))
     try:
         yield
     finally:

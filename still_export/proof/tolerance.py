@@ -121,15 +121,6 @@ class Bounds:
             worst = max(worst, median, key=lambda verdict: verdict.share)
         return worst
 
-    def beyond(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of the errors of all calls of a case, masks of those beyond the bounds of rows."""
-        usual = self._usual(output, case)
-        owns = (self._own(output, case.own[number][output]) for number in range(len(calls)))
-        return [
-            np.nan_to_num(x, posinf=np.inf) > self._row_bounds(output, own, usual)
-            for x, own in zip(calls, owns, strict=True)
-        ]
-
     def arguments(self, half: bool) -> list[str]:
         """Polygraphy's flags: a median in half precision, where a tie may turn whole rows, else every number."""
         bounds = [f"{name}:{bound}" for name, bound in self.absolute.items()]

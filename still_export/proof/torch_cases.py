@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.ahead import HeadCases
@@ -111,18 +110,6 @@ class TorchCases:
             self._followed(number, follow[number]) if number in follow else self._drafts[number]() for number in numbers
         ]
         self._drawn |= dict(zip(numbers, drafts, strict=True))
-        return self._answered(drafts)
-
-    def rounded(self, number: int, seed: int) -> Case:
-        """The case as it was drawn last; the errors of PyTorch's own run are those of another rounding."""
-        self.own.rounding = torch.Generator().manual_seed(seed)
-        try:
-            return self._answered([self._drawn[number]])[0]
-        finally:
-            self.own.rounding = None
-
-    def _answered(self, drafts: list[_Draft]) -> list[Case]:
-        """Their cases, answered by PyTorch in both types."""
         reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]

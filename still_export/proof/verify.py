@@ -7,7 +7,6 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from still_export.proof.cases import (
 )
 from still_export.proof.checks import Check
 from still_export.proof.codes import as_numbers, has_narrow_caches
-from still_export.proof.rounding import explained
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import Shelf, give_back
 from still_export.proof.tolerance import LOGITS, Bounds
@@ -49,6 +47,12 @@ ATTEMPTS = 5
 
 NOTHING: Mapping[str, int] = {}
 
+SUMMED = "z_state"
+"""The state that is a sum of features, of one sign. Kernels of GPUs take them in bfloat16 whatever the 16-bit type, as float16 would
+overflow where S is multiplied; alike features all err the same way."""
+UNIT = 2.0**-9
+"""Of itself that such a sum may err by then, beside what PyTorch's own run says."""
+
 
 @dataclass
 class Judged:
@@ -57,24 +61,35 @@ class Judged:
     Args:
         case: Without its calls.
         errors: Of each of `Case.pairs`, `row_errors` of every output.
+        units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
         sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
         same: Where both find the same token the likeliest, over all calls.
     """
 
     case: Case
     errors: list[Arrays]
+    units: list[Arrays]
     sums: dict[str, np.ndarray]
     same: np.ndarray
 
     @classmethod
-    def of(cls, case: Case, pairs: Pairs, by_token: Mapping[str, int] = NOTHING) -> Judged:
-        """What `pairs` say; `by_token` are the axes of outputs that have a row for each token of a sequence."""
+    def of(cls, case: Case, pairs: Pairs, by_token: Mapping[str, int] = NOTHING, rounds: bool = False) -> Judged:
+        """What `pairs` say.
+
+        Args:
+            by_token: The axes of outputs that have a row for each token of a sequence.
+            rounds: The target sums features in bfloat16.
+        """
         errors: list[Arrays] = []
+        units: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
         for expected, actual in pairs:
             errors.append({})
+            units.append({})
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
+                if rounds and name.startswith(f"present_{SUMMED}."):
+                    units[-1][name] = UNIT * np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
             if LOGITS in expected and case.untold:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
@@ -84,13 +99,18 @@ class Judged:
                     rows = np.moveaxis(errors[-1][name], axis + 1, 2)[:, :, : tokens.shape[1]]
                     rows[:, tokens[:, : rows.shape[2]]] = np.nan
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
-        return cls(case, errors, sums, np.concatenate(same or [np.zeros(0, bool)]))
+        return cls(case, errors, units, sums, np.concatenate(same or [np.zeros(0, bool)]))
+
+    def held(self, output: str) -> list[np.ndarray]:
+        """Of each call the errors of `output` that are held to bounds."""
+        each = [(errors[output], units.get(output)) for errors, units in zip(self.errors, self.units, strict=True)]
+        return [errors if unit is None else np.maximum(errors - unit, np.minimum(errors, 0)) for errors, unit in each]
 
     def report(self, output: str, bounds: Bounds) -> OutputReport:
         """Errors of `output`, and whether it keeps its bounds."""
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
-        verdict = bounds.judge(self.case, output, each)
+        verdict = bounds.judge(self.case, output, self.held(output))
         return OutputReport(
             self.case.name,
             output,
@@ -179,6 +199,7 @@ class Verifier:
         target.watch = tuple(op.watched for op in self.ties.each if op.watched)
         rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
+        self.rounds = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
         """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
@@ -204,7 +225,7 @@ class Verifier:
             settled = self._settled(session, drawn, selections, progress, told)
             del told  # with what the target answered already
             for number, case, pairs, _ in settled:
-                judged[number] = Judged.of(case, pairs, self.by_token)
+                judged[number] = Judged.of(case, pairs, self.by_token, self.rounds)
                 del pairs
                 calls.add(case)
                 if case.steps and self.replays:
@@ -221,7 +242,6 @@ class Verifier:
             command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
             line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
             (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
-        checks += self._explain([*judged.items(), *guessed.items()], bounds)
         report = self._judge(every, bounds, selections, checks, line)
         return replace(report, outputs=[*report.outputs, *heads])
 
@@ -316,7 +336,7 @@ class Verifier:
             for part in case.pairs(session, self.ties)
         )
         total.add(self._compared(case, pairs + turned))
-        return Judged.of(case, self.ties.settle(pairs, case.leads), self.by_token)
+        return Judged.of(case, self.ties.settle(pairs, case.leads), self.by_token, self.rounds)
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
         """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
@@ -338,29 +358,8 @@ class Verifier:
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
         bounds = Bounds([case], self.target.coarse, self.dtype)
-        errors = Judged.of(case, settled, self.by_token).errors
-        each = {name: [call[name] for call in errors] for name in pairs[0][0]}
-        return bool(within.wrong) or any(bounds.judge(case, name, found).share > 1 for name, found in each.items())
-
-    def _explain(self, judged: Sequence[tuple[int, Judged]], bounds: Bounds) -> list[Check]:
-        """Hold in half precision no row that PyTorch, rounded another way, has as far off; says how many these are."""
-        found: list[str] = []
-        rounded = getattr(self.cases, "rounded", None)
-        if rounded is None or self.dtype == "float32":
-            return []
-        for number, each in judged:
-            every = {name: [call[name] for call in each.errors] for name in each.errors[0]}
-            beyond = {name: bounds.beyond(each.case, name, errors) for name, errors in every.items()}
-            beyond = {name: masks for name, masks in beyond.items() if any(mask.any() for mask in masks)}
-            if not beyond:
-                continue
-            for name, masks in explained(each.errors, beyond, partial(rounded, number)).items():
-                for errors, rows in zip(every[name], masks, strict=True):
-                    errors[:, rows] = np.nan
-                if count := sum(int(rows.sum()) for rows in masks):
-                    found.append(f"{count} of {name}, {each.case.name}")
-        name = "rows beyond their bounds are those of another rounding"
-        return [Check(f"{name} ({'; '.join(found)})", True)] if found else []
+        judged = Judged.of(case, settled, self.by_token, self.rounds)
+        return bool(within.wrong) or any(bounds.judge(case, name, judged.held(name)).share > 1 for name in pairs[0][0])
 
     def _judge(
         self, judged: Sequence[Judged], bounds: Bounds, selections: Choices, checks: list[Check], command: str

@@ -78,7 +78,6 @@ class Drawn:
         self.count = self.source.count
         self.calls = [self.source.begin(number) for number in range(self.count)]
         self.known: dict[int, list[tuple[Told, Case]]] = {number: [] for number in range(self.count)}
-        self.last: dict[int, Any] = {}  # cases, which know their drafts and what other roundings gave
 
     @property
     def cases(self) -> list[list[Case]]:
@@ -93,19 +92,7 @@ class Drawn:
         for number, case in zip(new, self.source.draw(new, told) if new else [], strict=True):
             del self.known[number][MOST:]
             self.known[number].insert(1, (told[number], case))
-            case.draft, case.again = self.source._drawn[number], {}  # type: ignore[attr-defined]
-        found = [next(case for other, case in self.known[n] if told[n].is_like(other)) for n in numbers]
-        self.last |= dict(zip(numbers, found, strict=True))
-        return found
-
-    def rounded(self, number: int, seed: int) -> Case:
-        case = self.last[number]
-        if seed not in case.again:
-            self.source._drawn[number] = case.draft
-            case.again[seed] = self.source.rounded(number, seed)
-            case.again[seed].forget()
-        found: Case = case.again[seed]
-        return found
+        return [next(case for other, case in self.known[n] if told[n].is_like(other)) for n in numbers]
 
 
 @dataclass
@@ -161,8 +148,7 @@ class Subject:
         settled = sorted(verifier._settled(session, drawn, total, lambda done: None, told), key=lambda each: each[0])
         judged = [Judged.of(case, pairs) for _, case, pairs, _ in settled]
         bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
-        checks = verifier._explain([*enumerate(judged)], bounds)
-        return verifier._judge(judged, bounds, total, checks, ""), settled
+        return verifier._judge(judged, bounds, total, [], ""), settled
 
     def clean(self) -> Report:
         """Verify it without a fault."""
