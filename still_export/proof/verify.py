@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from still_export.proof.codes import as_numbers, has_narrow_caches
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import Shelf, give_back
 from still_export.proof.tolerance import LOGITS, Bounds
+from still_graphs.ops import OPS
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
 from still_kernels.ties import Choices, Pairs, expected_ties
@@ -47,11 +48,8 @@ ATTEMPTS = 5
 
 NOTHING: Mapping[str, int] = {}
 
-SUMMED = "z_state"
-"""The state that is a sum of features, of one sign. Kernels of GPUs take them in bfloat16 whatever the 16-bit type, as float16 would
-overflow where S is multiplied; alike features all err the same way."""
 UNIT = 2.0**-9
-"""Of itself that such a sum may err by then, beside what PyTorch's own run says."""
+"""Of itself that a sum of features (`StateSpec.features`) may err in float16 on a GPU, beside what PyTorch's own run says: bfloat16's."""
 
 
 @dataclass
@@ -73,12 +71,14 @@ class Judged:
     same: np.ndarray
 
     @classmethod
-    def of(cls, case: Case, pairs: Pairs, by_token: Mapping[str, int] = NOTHING, rounds: bool = False) -> Judged:
+    def of(
+        cls, case: Case, pairs: Pairs, by_token: Mapping[str, int] = NOTHING, summed: Collection[str] = ()
+    ) -> Judged:
         """What `pairs` say.
 
         Args:
             by_token: The axes of outputs that have a row for each token of a sequence.
-            rounds: The target sums features in bfloat16.
+            summed: Outputs that the target sums of features in bfloat16.
         """
         errors: list[Arrays] = []
         units: list[Arrays] = []
@@ -88,7 +88,7 @@ class Judged:
             units.append({})
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
-                if rounds and name.startswith(f"present_{SUMMED}."):
+                if name in summed:
                     units[-1][name] = UNIT * np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
             if LOGITS in expected and case.untold:
@@ -199,7 +199,9 @@ class Verifier:
         target.watch = tuple(op.watched for op in self.ties.each if op.watched)
         rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
-        self.rounds = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
+        halves = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
+        sums = {(op.name, state.name) for op in OPS.values() for state in op.states if state.features and halves}
+        self.summed = {s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums}
 
     def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
         """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
@@ -225,7 +227,7 @@ class Verifier:
             settled = self._settled(session, drawn, selections, progress, told)
             del told  # with what the target answered already
             for number, case, pairs, _ in settled:
-                judged[number] = Judged.of(case, pairs, self.by_token, self.rounds)
+                judged[number] = Judged.of(case, pairs, self.by_token, self.summed)
                 del pairs
                 calls.add(case)
                 if case.steps and self.replays:
@@ -336,7 +338,7 @@ class Verifier:
             for part in case.pairs(session, self.ties)
         )
         total.add(self._compared(case, pairs + turned))
-        return Judged.of(case, self.ties.settle(pairs, case.leads), self.by_token, self.rounds)
+        return Judged.of(case, self.ties.settle(pairs, case.leads), self.by_token, self.summed)
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
         """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
@@ -358,7 +360,7 @@ class Verifier:
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
         bounds = Bounds([case], self.target.coarse, self.dtype)
-        judged = Judged.of(case, settled, self.by_token, self.rounds)
+        judged = Judged.of(case, settled, self.by_token, self.summed)
         return bool(within.wrong) or any(bounds.judge(case, name, judged.held(name)).share > 1 for name in pairs[0][0])
 
     def _judge(

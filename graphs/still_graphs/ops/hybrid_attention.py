@@ -39,7 +39,7 @@ HYBRID_ATTENTION = OpSpec(
         _SALIENT_VALUE,
         StateSpec("salient_score", ("B", "HS", "N"), "float32", SLOTS, only=("overflow", "fold_min_score")),
         StateSpec("kv_state", ("B", "H", "F", "D"), "float32"),
-        StateSpec("z_state", ("B", "H", "F"), "float32"),
+        StateSpec("z_state", ("B", "H", "F"), "float32", features=True),
         *map(scales_of, (_WINDOW_KEY, _WINDOW_VALUE, _SALIENT_KEY, _SALIENT_VALUE)),
     ),
     outputs=(OUTPUT,),

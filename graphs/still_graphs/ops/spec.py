@@ -86,6 +86,8 @@ class StateSpec:
         in_place: Past and present may be one buffer when a runtime runs the function body; kernels always take one or two.
         narrow: Of type "T", but may be kept in float16 beside float32 activations (`--cache float16`), or where `CACHE` says so in
             8 bits. What enters it is rounded before the op, so that a call computes with the numbers that later calls read.
+        features: A sum of features of one sign. Kernels of GPUs take them in bfloat16 whatever the 16-bit type, as float16 would overflow
+            where values are summed with them; alike features all err the same way.
     """
 
     name: str
@@ -95,6 +97,7 @@ class StateSpec:
     only: tuple[str, AttributeValue] | None = None
     in_place: bool = True
     narrow: bool = False
+    features: bool = False
 
     @property
     def role(self) -> Role:

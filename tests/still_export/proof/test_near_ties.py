@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from still_export.models.description import describe_model
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, row_errors
 from still_export.proof.sessions import Target
@@ -17,6 +19,7 @@ from still_export.proof.verify import Judged, Verifier
 from still_kernels.route.ties import RoutingTies
 from still_kernels.select_blocks.ties import BlockTies
 from still_kernels.ties import Choices, Ties
+from tests.still_export.tiny import MIXED, still_model
 
 OWN = {"logits": np.full((2, 1), 5e-3), "kind": np.full((2, 1), 1e9)}
 """Errors of PyTorch's own run: 0.005 is within the bounds, 0.5 is not."""
@@ -60,7 +63,7 @@ def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
     verifier = Verifier.__new__(Verifier)
     verifier.by_token = {}
     verifier.ties, verifier.cases, verifier.target = Ties([Chooser()]), Draws(), Target(Package(Path(), {}))
-    verifier.dtype, verifier.rounds = "float16", False
+    verifier.dtype, verifier.summed = "float16", set()
     first = verifier.cases.draw([0])
     ((_, case, *_),) = verifier._settled(None, first, Choices(), lambda name: None)  # type: ignore[arg-type]
     return int(case.number)  # type: ignore[attr-defined]
@@ -153,6 +156,16 @@ def test_a_sum_of_alike_features_may_err_by_their_rounding(fault: str, passes: b
     name = "present_z_state.3"
     case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: 1e-2})
     for rounds in (False, True):
-        judged = Judged.of(case, [({name: right}, {name: found})], rounds=rounds)
+        judged = Judged.of(case, [({name: right}, {name: found})], summed=[name] if rounds else ())
         report = judged.report(name, Bounds([case], 1.5))
         assert report.passed == (rounds and passes) and report.max_abs == pytest.approx(np.abs(found - right).max())
+
+
+@pytest.mark.parametrize(("dtype", "coarse", "count"), [("float16", 1.5, 2), ("float16", 1.0, 0), ("float32", 1.5, 0)])
+def test_only_gpus_in_float16_round_features(dtype: str, coarse: float, count: int) -> None:
+    model = still_model("llama", torch.float32, layer_types=MIXED)
+    manifest = describe_model(model)
+    manifest = {**manifest, "model": {**manifest["model"], "dtype": dtype}}
+    target: Any = SimpleNamespace(coarse=coarse)
+    found = Verifier(Package(Path(), manifest), None, target).summed  # type: ignore[arg-type]
+    assert len(found) == count and all(name.startswith("present_z_state.") for name in found)
