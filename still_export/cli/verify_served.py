@@ -98,10 +98,8 @@ def _print(found: list[LoadReport], kind: str, folder: Path) -> None:
     for column in ("load", "requests", "tokens", "preempted", "near ties", "explained", "turned", "error", "bound", ""):
         table.add_column(column, justify="left" if column in ("load", "") else "right", no_wrap=True)
     for report in found:
-        counts = (
-            *(report.requests, report.tokens, report.preemptions),
-            *(report.near_ties, report.explained, report.turned),
-        )
+        names = ("requests", "tokens", "preemptions", "near_ties", "explained", "turned")
+        counts = [getattr(report, name) for name in names]
         verdict = "ok" if report.passed else f"{len(report.wrong)} WRONG"
         table.add_row(report.name, *map(str, counts), f"{report.worst:.1e}", f"{report.bound:.1e}", verdict)
     console.print(table)

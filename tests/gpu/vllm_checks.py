@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from still_export.models import forward_with_state
-from still_export.proof.served import Reference
+from still_export.proof.served import Load, Reference
 from still_export.runtime.torch import TorchModel
 from still_kernels.forms import pytorch_forms
 from tests.gpu.quantized_folders import FORMS, quantized_folders
@@ -51,6 +51,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 CONTEXT = 640
+PREFIX_LOADS = (
+    Load("room for all", 512, 8, CONTEXT, prefix_tokens=64, eager=True),
+    Load("want of room", 100, 6, CONTEXT, tight=2, prefix_tokens=64, eager=True),
+    Load("thrown out", 100, 6, CONTEXT, preempt_every=25, prefix_tokens=128, eager=True),
+)
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 """Of engines that serve little models: what others on the same device have is left alone, and not measured."""
 GPU = torch.cuda.is_available()
@@ -204,8 +209,6 @@ def random_folder(name: str) -> Path:
 
 def family(options: argparse.Namespace, name: str, dtype: str, ranks: str = "1") -> str:
     """A random model of a family, or of a variant, with prompts in pieces of 64 tokens, everything thrown out now and then."""
-    from still_export.proof.served import Load
-
     return proven(
         options, random_folder(name), dtype, [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)], ranks
     )
@@ -214,15 +217,8 @@ def family(options: argparse.Namespace, name: str, dtype: str, ranks: str = "1")
 def prefixes(options: argparse.Namespace, folder: str, dtype: str, ranks: str = "1", **settings: Any) -> str:
     """Prompts that begin alike, states kept after every 64 tokens: with room for all; with so little that kept states and requests are
     thrown out for want of it; and with everything thrown out now and then. A folder, or a random model's name."""
-    from still_export.proof.served import Load
-
     place = random_folder(folder) if folder in (*FAMILIES, *VARIANTS) else Path(folder)
-    loads = [
-        Load("room for all", 512, 8, CONTEXT, prefix_tokens=64, eager=True),
-        Load("want of room", 100, 6, CONTEXT, tight=2, prefix_tokens=64, eager=True),
-        Load("thrown out", 100, 6, CONTEXT, preempt_every=25, prefix_tokens=128, eager=True),
-    ]
-    return proven(options, place, dtype, loads, ranks, **settings)
+    return proven(options, place, dtype, list(PREFIX_LOADS), ranks, **settings)
 
 
 def sums(options: argparse.Namespace, folder: str, dtype: str) -> str:
@@ -233,8 +229,6 @@ def sums(options: argparse.Namespace, folder: str, dtype: str) -> str:
 def quantized(options: argparse.Namespace, form: str, dtype: str, name: str = "") -> str:
     """A checkpoint in a form of vLLM's quantization methods, beside PyTorch with the weights that it means; of a family's random model,
     where one is named."""
-    from still_export.proof.served import Load
-
     place = Path(tempfile.mkdtemp())
     folder, meant = quantized_folders(random_model(place / name, name) if name else SMALL, form, place)
     loads = [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)]

@@ -22,8 +22,19 @@ from still_export.mixers.layers import FULL
 from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.linear_families import LINEAR_FAMILIES
+from still_export.models.load import load_model
 from still_export.proof import served
-from still_export.proof.served import Answer, Load, Request, Served, ServedVerifier, loads_of, other_rounding, own_type
+from still_export.proof.served import (
+    ANSWER_TOKENS,
+    Answer,
+    Load,
+    Request,
+    Served,
+    ServedVerifier,
+    loads_of,
+    other_rounding,
+    own_type,
+)
 from still_export.serving.vllm.config import (
     PAGES_SHARE,
     ServedConfig,
@@ -40,6 +51,7 @@ from still_export.serving.vllm.prefixes import Prefixes
 from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from still_kernels.hybrid_attention.paged import GROWING
+from tests.gpu.vllm_checks import PREFIX_LOADS, random_folder
 from tests.still_export.linear_models import linear_config
 from tests.still_export.tiny import CHUNK, MIXED, still_model
 
@@ -357,6 +369,30 @@ def test_a_choice_that_rounding_turns_is_right(model: Any, change: str, monkeypa
     (report,) = ServedVerifier(describe_model(model), model, half, Rounded(half), 23).run([LOAD], 8, 12)
     (wrong,) = report.wrong
     assert wrong.startswith("request 5 (") and not report.turned
+
+
+TURNED = {"float16": (0, 0, {10: 0.57}), "bfloat16": (2, 6, {3: 0.15, 15: 0.24, 20: 0.44, 21: 0.16, 27: 1.58})}
+"""Of what vLLM answered on a GPU, by type: load, request, and how far behind PyTorch's likeliest its tokens lay."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TURNED)
+def test_other_roundings_choose_what_vllm_answered(dtype: str) -> None:
+    load, number, behind = TURNED[dtype]
+    folder = random_folder("llama")
+    exact, half = (load_model(folder, dtype=kind) for kind in ("float32", dtype))
+    verifier = ServedVerifier(describe_model(exact), exact, half, TorchEngine(exact))
+    asked = [verifier.requests(each, 12, ANSWER_TOKENS) for each in PREFIX_LOADS][load][number]
+    tokens: list[int] = []
+    for place in range(max(behind) + 1):
+        scores = verifier.reference.logprobs(asked.prompt, [*tokens, 0])[-1]
+        tokens.append(int(np.abs(scores.max() - scores - behind.get(place, 0.0)).argmin()))
+    found = 0
+    for seed in range(served.ROUNDINGS):
+        with other_rounding(half, seed):
+            found += int(verifier.half.logprobs(asked.prompt, tokens)[-1].argmax()) == tokens[-1]
+    assert 3 <= found < served.ROUNDINGS / 2  # 7 and 5 when this was written
+    assert verifier.half.logprobs(asked.prompt, tokens)[-1].argmax() != tokens[-1]
 
 
 def test_what_codes_turn_is_held_to_half_precision(model: Any) -> None:
