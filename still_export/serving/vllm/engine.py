@@ -1,13 +1,12 @@
-"""vLLM under a load of requests, in a process of its own: as a program it reads a job and writes what came of it."""
+"""vLLM under a load of requests, in a process of its own, which reads a job and writes what came of it."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,20 +57,15 @@ class VllmEngine:
         settings = {"model": str(self.folder), "dtype": self.dtype, "tensor_parallel_size": self.ranks, **self.settings}
         job = {"settings": settings, "load": asdict(load), "requests": [asdict(r) for r in requests]}
         with tempfile.TemporaryDirectory() as name:
-            asked, answered = Path(name, "job.json"), Path(name, "answers.json")
+            asked, answered, log = Path(name, "job.json"), Path(name, "answers.json"), Path(name, "log")
             asked.write_text(json.dumps(job))
-            done = subprocess.run(
-                [sys.executable, "-m", __name__, str(asked), str(answered)],
-                env={**ENVIRONMENT, **os.environ},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            failed = in_process(log, _answer, asked, answered)
+            said = log.read_text(errors="replace") if log.exists() else ""
             if self.log is not None:
                 with self.log.open("a") as file:
-                    file.write(f"--- {load.name}\n{done.stdout}")
-            if done.returncode or not answered.exists():
-                raise UnsupportedError(f"vLLM did not serve {self.folder} ({load.name}): {_last_words(done.stdout)}")
+                    file.write(f"--- {load.name}\n{said}")
+            if failed or not answered.exists():
+                raise UnsupportedError(f"vLLM did not serve {self.folder} ({load.name}): {_last_words(said)}")
             found = json.loads(answered.read_text())
         return Served(
             [Answer(tuple(a["tokens"]), tuple(a["logprobs"])) for a in found["answers"]],
@@ -87,12 +81,39 @@ def _last_words(text: str) -> str:
     return (named or lines or ["it said nothing."])[-1]
 
 
-def main(asked: str, answered: str) -> None:
+def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
+    """Call it in a process of its own, where vLLM is imported already and nothing is on a device; the process's exit code.
+
+    Imports take 10 to 30 s: `preload` makes them in the first call's process, which the others are forked from.
+
+    Args:
+        log: Where what it says is written.
+        call, given: What can be pickled.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.preload"])
+    process = context.Process(target=_begin, args=({**ENVIRONMENT, **os.environ}, log, call, given))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None], given: Sequence[Any]) -> None:
+    """The process begins: with the caller's environment of this moment, and a file to speak to."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    call(*given)
+
+
+def _answer(asked: Path, answered: Path) -> None:
     """Serve the job in the file `asked`."""
-    job = json.loads(Path(asked).read_text())
+    job = json.loads(asked.read_text())
     load, requests = job["load"], job["requests"]
     llm = open_engine(job["settings"], load)
-    Path(answered).write_text(json.dumps(press(llm.llm_engine, requests, load["preempt_every"])))
+    answered.write_text(json.dumps(press(llm.llm_engine, requests, load["preempt_every"])))
 
 
 def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
@@ -170,7 +191,3 @@ def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> di
         step += 1
     in_order = [answers[i] for i in range(len(requests))]
     return {"answers": in_order, "preemptions": sum(thrown.values()), "kept_tokens": kept}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
