@@ -238,7 +238,7 @@ class OrtModel(Runner):
         folder: The package.
         threads: Intra-op threads, 0 = OMP_NUM_THREADS, where that is not set ONNX Runtime's choice.
         provider: "cpu" or "cuda".
-        profile: Write ONNX Runtime's profile beside the working directory.
+        profile: Write ONNX Runtime's profile of each session into the working directory.
         check: Compare the weights with their hashes, beside loading them.
         replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
         watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
@@ -265,14 +265,15 @@ class OrtModel(Runner):
         weights = weight_files(self.folder, self.manifest)
         self.device = "cuda" if provider == "cuda" else "cpu"
 
-        def session_options() -> Any:
+        def session_options(graph: str = MODEL) -> Any:
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = threads or default_threads()
             options.log_severity_level = 4  # what is wrong comes as an exception, in one line
+            options.enable_profiling = profile
+            options.profile_file_prefix = f"onnxruntime_profile_{Path(graph).stem}"
             return options
 
         options, self._session_options = session_options(), session_options
-        options.enable_profiling = profile
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
             raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
         self.native = native_library(self.folder, self.manifest, self.device)
@@ -491,7 +492,7 @@ class OrtModel(Runner):
         """Session of another graph over the model's weights, whose hashes were compared."""
         names = weight_files(self.folder, self.manifest, graph)
         assert set(names) <= set(self.manifest["files"])
-        options = self._session_options()
+        options = self._session_options(graph)
         if graph == FOLD:
             options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
         return open_session(self.folder, self.manifest, options, self.device, self.native, replay, graph)

@@ -120,7 +120,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Core:
 @pytest.mark.parametrize(("name", "rows", "in_place"), RUNS)
 def test_core(name: str, rows: int, in_place: bool, core: Core, proof: Proof) -> None:
     states = "in place" if in_place else "apart"
-    proof.subject |= {"op": "HybridAttention", "case": name, "rows": rows, "states": states}
+    proof.subject |= {"op": "HybridAttention", "case": name, "rows": str(rows), "states": states}
     proof.rooms = ("plugins", "still_kernels")
     assert check(core, name, rows, in_place) == ""
 
