@@ -40,6 +40,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What others wait for comes first."""
+    items.sort(key=lambda item: item.get_closest_marker("waited_for") is None)
+
+
 def prepared(name: str) -> Path:
     """A package of STILL_GPU_PLACE; the test is skipped where it is not there."""
     place = os.environ.get(PLACE)

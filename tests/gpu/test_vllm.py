@@ -80,7 +80,11 @@ def behind_the_first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("plugin", "behind_the_first")
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join(Path(part).name for part in check))
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(CHECKS[0], marks=pytest.mark.waited_for), *CHECKS[1:]],
+    ids=lambda check: "-".join(Path(part).name for part in check),
+)
 def test_vllm(check: tuple[str, ...], proof: Proof, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if GPU and check[-1] == "2" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
