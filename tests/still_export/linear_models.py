@@ -154,6 +154,8 @@ def published_pair(family: str) -> dict[str, Any]:
         changes["layer_types"] = kinds[:2]
     if family == "kimi_linear":
         changes["mlp_layer_types"] = ["dense"] * 2
+    if family == "minicpm_sala":
+        changes["mixer_types"] = ["minicpm4", "lightning-attn"]
     return changes
 
 
