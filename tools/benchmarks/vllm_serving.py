@@ -1,6 +1,7 @@
 """Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with other models: room for requests, prefill, decode, many at once.
 
   python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile] [--own-process]
+  python -m tools.benchmarks.vllm_serving KIND --model FOLDER --at 4096,16384,32000      # a trained model, one request at a time
 
 KIND: still, kv_group, still-bfloat16 (linear state in bfloat16 with a rest); full attention: full, full-int4, full-fp8, full-ngram
 (speculation by n-grams of prompts that repeat themselves, four guesses a step of which 0.8 hold, as vLLM's synthetic acceptance draws
@@ -21,6 +22,7 @@ other. --tiny: everything at a small size, to try the tool without a GPU. vLLM a
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import sys
@@ -81,6 +83,8 @@ class Sizes:
     rows: int = 64
     out: int = 256
     steps: int = 129
+    folder: Path | None = None
+    """Of a model with its weights."""
 
 
 SIZES = Sizes(LLAMA)
@@ -160,8 +164,8 @@ class Bench:
         self.random = torch.Generator().manual_seed(0)
         self.repeats = kind == "full-ngram"
         self.engine = LLM(
-            model=str(blank_folder(Path(tempfile.mkdtemp()) / "blank", kind, sizes)),
-            load_format="dummy",
+            model=str(sizes.folder or blank_folder(Path(tempfile.mkdtemp()) / "blank", kind, sizes)),
+            load_format="auto" if sizes.folder else "dummy",
             quantization="fp8" if kind == "full-fp8" else None,
             skip_tokenizer_init=True,
             max_model_len=sizes.context,
@@ -275,6 +279,12 @@ class Bench:
         print(f"{self.name}: {head}", flush=True)
         print("\n".join(lines[:14]), flush=True)
 
+    def run_at(self, lengths: Sequence[int]) -> None:
+        """One request of each of these lengths, whose later steps are a sequence's."""
+        for tokens in lengths:
+            for turn in ("first", "again"):
+                self.say(f"1 of {tokens}, {turn}", self.timed([tokens], self.sizes.steps), self.sizes.steps)
+
     def run(self, eight: bool, mixed: Loads, long: Loads, folder: Path | None) -> None:
         """All measurements, the shortest first."""
         s = self.sizes
@@ -319,6 +329,10 @@ def main() -> int:
     parser.add_argument("--eight", action="store_true", help="8 requests of 64K too")
     for load in ("--mixed", "--long"):
         parser.add_argument(load, type=load_of, action="append", default=[], metavar="COUNTxOUT", help="repeatable")
+    parser.add_argument("--model", type=Path, help="folder of a trained model of this KIND")
+    parser.add_argument(
+        "--at", default="4096,16384,32000", help="with --model: prompts' tokens (default 4096,16384,32000)"
+    )
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--own-process", action="store_true")
@@ -338,6 +352,11 @@ def main() -> int:
     geometry, sizes = ("tiny", TINY_SIZES) if options.tiny else (LLAMA_8B, SIZES)
     if options.kind == "experts-int4":
         geometry, sizes = EXPERTS, replace(SIZES, geometry=GEOMETRIES[EXPERTS], rows=8)
+    lengths = [int(text) for text in options.at.split(",")]
+    if options.model:
+        values = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+        geometry, context = options.model.name, max(lengths) + SIZES.steps
+        sizes = Sizes(values, context=context, rows=1, folder=options.model)
     if options.no_compile:
         rows = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= sizes.rows]
         limits["compilation_config"] = {
@@ -358,9 +377,12 @@ def main() -> int:
         print("ready", flush=True)
         held = options.turn.open("w")
         fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends
-    bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
+    if options.model:
+        bench.run_at(lengths)
+    else:
+        bench.run(options.eight, options.mixed, options.long, out if options.profile else None)
     subject = {
-        "geometry": geometry,
+        "model" if options.model else "geometry": geometry,
         "runtime": "vllm",
         "kind": options.kind,
         "ranks": str(options.ranks),
