@@ -119,9 +119,10 @@ def told_by_verify(said: str) -> list[str]:
 
 @dataclass
 class TensorRt:
-    """TensorRT's Python, which may be another than this one."""
+    """TensorRT's Python, which may be another than this one; `seconds` says what each command took."""
 
     folder: Path
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self, command: str, timeout_s: float, name: str) -> str:
         """A shell command in which `still` is still-export, `module` runs one of this tree, and `polygraphy` is TensorRT's."""
@@ -137,7 +138,10 @@ class TensorRt:
                 'module() { trt-python -m "$@"; }; '
             )
         head += 'still() { module still_export.cli.main "$@"; }; '
-        return run_command(head + command, self.folder / f"{name}.log", timeout_s, PYTHONUNBUFFERED="1")
+        begin = time.monotonic()
+        said = run_command(head + command, self.folder / f"{name}.log", timeout_s, PYTHONUNBUFFERED="1")
+        self.seconds[name] = round(time.monotonic() - begin, 1)
+        return said
 
 
 @pytest.fixture

@@ -62,3 +62,4 @@ def test_engine(name: str, proof: Proof, tensorrt: TensorRt, tmp_path: Path) -> 
         command = f"module tools.benchmarks.guesses {package} --equal 100 --tokens 32 --tie {TIES[name.split('-')[-1]]}"
         proof.figures["guesses"] = json.loads(tensorrt.run(command, 120, "guesses").strip().splitlines()[-1])
     proof.figures["still_run"] = direct.strip().splitlines()[-1]
+    proof.figures["took_s"] = ", ".join(f"{name} {seconds}" for name, seconds in tensorrt.seconds.items())
