@@ -45,6 +45,7 @@ from still_export.serving.vllm.config import (
     keep_experts,
     weight_bytes,
 )
+from still_export.serving.vllm.engine import in_process
 from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
 from still_export.serving.vllm.prefixes import Prefixes
@@ -471,3 +472,17 @@ def test_loads_read_prompts_in_pieces_and_throw_requests_out() -> None:
     assert min(load.budget_tokens for load in loads) == 64
     assert any(load.preempt_every and load.tight for load in loads)
     assert StillConfig().chunk_size <= 64
+
+
+def test_an_engines_process_has_the_environment_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are forked from one process, which began with another environment; what each says is in a file of its own."""
+    log = tmp_path / "log"
+    for word in ("first", "second"):
+        monkeypatch.setenv("STILL_WORD", word)
+        assert (
+            in_process(log, exec, "import os; os.system('echo child of $STILL_WORD'); print(os.environ['STILL_WORD'])")
+            == 0
+        )
+        assert log.read_text() == f"child of {word}\n{word}\n"
+    assert in_process(log, exec, "raise ValueError('no')") == 1
+    assert log.read_text().rstrip().endswith("ValueError: no")
