@@ -355,6 +355,10 @@ def main() -> int:
     lengths = [int(text) for text in options.at.split(",")]
     if options.model:
         values = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+        if ("still_config" in values) != (options.kind in ("still", "still-bfloat16", "kv_group")):
+            parser.error(
+                f"{options.model} is no model of the kind {options.kind}. Give still for STILL folders, full for others."
+            )
         geometry, context = options.model.name, max(lengths) + SIZES.steps
         sizes = Sizes(values, context=context, rows=1, folder=options.model)
     if options.no_compile:
