@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from still_export.proof.records import make_record, write_record
 from tests.still_export.conftest import Exporter, export_tiny
@@ -117,6 +118,15 @@ def told_by_verify(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith(("selections:", "top-1"))]
 
 
+def own_gpu() -> dict[str, str]:
+    """Of several GPUs the one that this process of pytest takes, for builds share a GPU."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"), torch.cuda.device_count()
+    if not worker or count < 2:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[int(worker) % count]}
+
+
 @dataclass
 class TensorRt:
     """TensorRT's Python, which may be another than this one; `seconds` says what each command took."""
@@ -139,7 +149,8 @@ class TensorRt:
             )
         head += 'still() { module still_export.cli.main "$@"; }; '
         begin = time.monotonic()
-        said = run_command(head + command, self.folder / f"{name}.log", timeout_s, PYTHONUNBUFFERED="1")
+        shared = {"PYTHONUNBUFFERED": "1", **own_gpu()}
+        said = run_command(head + command, self.folder / f"{name}.log", timeout_s, **shared)
         self.seconds[name] = round(time.monotonic() - begin, 1)
         return said
 
