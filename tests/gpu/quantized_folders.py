@@ -1,10 +1,14 @@
-"""STILL folders whose projections are quantized, in the forms that others' tools write and vLLM reads; rounded to the nearest, so without
-those tools."""
+"""Model folders whose projections are quantized, in the forms that others' tools write and vLLM reads; rounded to the nearest, so without
+those tools.
+
+  python -m tests.gpu.quantized_folders FOLDER FORM PLACE     # writes PLACE/FORM
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -125,11 +129,12 @@ does to round as the engine."""
 
 
 def quantized_folders(folder: Path, form: str, place: Path) -> tuple[Path, Path]:
-    """A STILL folder in one of FORMS, and one with the very weights that it means, in float32."""
+    """A model folder in one of FORMS, and one with the very weights that it means, in float32."""
     write, said, _ = FORMS[form]
     small, meant = place / form.replace(" ", "-"), place / f"{form.replace(' ', '-')}-meant"
     tensors: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    files = sorted(folder.glob("model*.safetensors"))
+    for name, tensor in (each for file in files for each in load_file(file).items()):
         if name.endswith("_proj.weight"):
             written, whole = write(tensor)
             tensors[0].update({f"{name.removesuffix('weight')}{part}": x.contiguous() for part, x in written.items()})
@@ -139,7 +144,14 @@ def quantized_folders(folder: Path, form: str, place: Path) -> tuple[Path, Path]
     config = json.loads((folder / "config.json").read_text())
     small_config = {**config, "quantization_config": said} if said else config
     for to, content, values in ((small, tensors[0], small_config), (meant, tensors[1], {**config, "dtype": "float32"})):
-        shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors*"))
         save_file(content, to / "model.safetensors", {"format": "pt"})
         (to / "config.json").write_text(json.dumps(values))
     return small, meant
+
+
+if __name__ == "__main__":
+    folder, form, place = sys.argv[1:]
+    made, meant = quantized_folders(Path(folder), form, Path(place))
+    shutil.rmtree(meant)
+    print(made)

@@ -7,7 +7,7 @@ torchcodec`, builds for CUDA that it does not need; and `pytest tests/gpu/test_v
 
 The plugin is found through its entry point, whose metadata are made for the test; this package need not be installed. Engines have
 processes of their own, forked from one that has vLLM imported. STILL_VLLM_MODELS names more STILL folders, with colons between; they are
-served in float16.
+served in float16, and rounded to 4 bits.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ pytestmark += [] if FOUND and not GPU else [pytest.mark.gpu]
 TYPES = ("bfloat16", "float16", "float32") if GPU else ("float32", "bfloat16")
 EXPERTS, SHARP = "qwen3_moe", "float16" if GPU else "float32"
 """bfloat16 sends tokens to other experts so often that the bound, PyTorch's own error, is four times as wide as Llama's."""
+IN_CODES = ("gptq", "float16") if GPU else ("compressed-tensors int8", "bfloat16")
 MODELS = list(filter(None, os.environ.get("STILL_VLLM_MODELS", "").split(":")))
 CHECKS: list[tuple[str, ...]] = [
     ("family", "llama", TYPES[0]),
     ("serve",),  # which starts an engine from nothing, so that it takes longest
     *(("verify", model, SHARP) for model in MODELS),
+    *(("quantized", *IN_CODES, model) for model in MODELS),
     *(("verify", str(SMALL), kind) for kind in TYPES),
     *(
         ("family", name, SHARP if name == EXPERTS else TYPES[0]) for name in (*FAMILIES[1:], *VARIANTS)
@@ -46,7 +48,7 @@ CHECKS: list[tuple[str, ...]] = [
     *(("prefixes", model, TYPES[0]) for model in (str(SMALL), "llama", "an int8 cache")),
     *(("sums", model, TYPES[0]) for model in ("llama", "an int8 cache")),
     *(("quantized", form, "float16" if GPU else "bfloat16") for form in FORMS if GPU or "fp8" not in form),
-    ("quantized", "gptq" if GPU else "compressed-tensors int8", "float16" if GPU else "bfloat16", EXPERTS),
+    ("quantized", *IN_CODES, EXPERTS),
     ("refusals",),
     ("verify", str(SMALL), TYPES[0], "2"),
     ("family", "llama", TYPES[0], "2"),

@@ -227,10 +227,11 @@ def sums(options: argparse.Namespace, folder: str, dtype: str) -> str:
 
 
 def quantized(options: argparse.Namespace, form: str, dtype: str, name: str = "") -> str:
-    """A checkpoint in a form of vLLM's quantization methods, beside PyTorch with the weights that it means; of a family's random model,
-    where one is named."""
+    """A checkpoint in a form of vLLM's quantization methods, beside PyTorch with the weights that it means; of a family's random model or
+    of a folder, where one is named."""
     place = Path(tempfile.mkdtemp())
-    folder, meant = quantized_folders(random_model(place / name, name) if name else SMALL, form, place)
+    base = random_model(place / name, name) if name in FAMILIES else Path(name) if name else SMALL
+    folder, meant = quantized_folders(base, form, place)
     loads = [Load("pieces", 64, 4, CONTEXT, preempt_every=50, eager=True)]
     _, said, change = FORMS[form]
     return proven(options, folder, dtype, loads, "1", meant, change, **({} if said else {"quantization": "fp8"}))
