@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "proofs"
 PAGES = (
     *("docs/reference/ledger.md", "docs/reference/targets.md", "docs/reference/linear-families.md"),
-    *("docs/notebook/quality.md", "docs/notebook/onnxruntime.md", "README.md"),
+    *("docs/notebook/quality.md", "docs/notebook/trained.md", "docs/notebook/onnxruntime.md", "README.md"),
 )
 QUALITY = "quality "
 """How records of tools/benchmarks/quality.py begin: they have a page of their own."""
@@ -36,6 +36,21 @@ MARKED = re.compile(r"(<!-- ledger: (\w+) -->\n)(?:(?!<!-- ledger).)*(<!-- ledge
 """From one mark to its end, never over the next one: a place may be empty."""
 WIDTH = 138
 SPEED = re.compile(r"(prefill_s|decode_ms|peak_mb)_at_(\d+)")
+
+TRAINED = {
+    "qwen-mixed": "Qwen2.5-Coder-1.5B, 4 softmax layers",
+    "qwen": "Qwen2.5-Coder-1.5B, full attention",
+    "smollm-mixed-2": "SmolLM2-135M, 2 softmax layers",
+    "smollm-hybrid": "SmolLM2-135M, all hybrid",
+    "smollm": "SmolLM2-135M, full attention",
+}
+"""Trained models, by the folders of their packages and of vLLM."""
+NAME = "|".join(TRAINED)
+PACKAGE = re.compile(rf"({NAME})-(float16|int4)")
+CHECKED = re.compile(rf"(verify|quantized gptq float16) ({NAME})(?: float16)?")
+ERROR = re.compile(r"error ([\d.e+-]+) \(bound ([\d.e+-]+)\)")
+LOAD = re.compile(r"1 of (\d+), again")
+CONTEXTS = {"4096": "4K", "8000": "8K", "16384": "16K", "32000": "32K", "32768": "32K"}
 
 
 def target_named(record: Record) -> str:
@@ -156,6 +171,46 @@ def speeds(records: list[Record]) -> str:
     )
 
 
+def models(records: list[Record]) -> str:
+    """Trained models on GPUs: what their proofs said and how fast they are, vLLM's full attention among them."""
+    said: dict[tuple[str, ...], str] = {}
+    speed: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
+    runs: dict[tuple[str, ...], str] = {}
+    for record in newest(records):
+        subject, gpu = record.subject, record.machine.gpu or ""
+        key: tuple[str, ...] = ()
+        if check := CHECKED.fullmatch(subject.get("check", "")):
+            key = (check[2], "int4" if check[1].startswith("quantized") else "float16", "vllm", gpu)
+            error = ERROR.search(str(record.figures["found"]))
+            said[key] = record.verdict + (f" ({float(error[1]) / float(error[2]):.2f})" if error else "")
+        elif package := PACKAGE.fullmatch(subject.get("package", "")):
+            key = (package[1], package[2], target_named(record), gpu)
+            said[key] = f"{record.verdict} ({record.figures.get('worst_of_its_bound')})"
+            speed[key] = {
+                (at[1], CONTEXTS[at[2]]): value
+                for name, value in record.figures.items()
+                if (at := SPEED.fullmatch(name)) and at[2] in CONTEXTS and isinstance(value, int | float)
+            }
+        elif subject.get("runtime") == "vllm" and subject.get("model", "").removesuffix("-gptq") in TRAINED:
+            name = subject["model"]
+            key = (name.removesuffix("-gptq"), "int4" if name.endswith("-gptq") else "float16", "vllm", gpu)
+            speed[key] = {}
+            for row in _rows(record):
+                if (load := LOAD.fullmatch(row["load"])) and load[1] in CONTEXTS:
+                    times = {"prefill_s": row["prefill_s"], "decode_ms": row["step_ms"]}
+                    speed[key] |= {(name, CONTEXTS[load[1]]): value for name, value in times.items()}
+        if key:
+            runs[key] = f"{record.date:%Y-%m-%d}, {sources_of([record])}"
+    order = list(TRAINED)
+    columns = [(name, at) for name in ("prefill_s", "decode_ms") for at in dict.fromkeys(CONTEXTS.values())]
+    rows = []
+    for key in sorted(runs, key=lambda each: (order.index(each[0]), each[1:])):
+        cells = (f"{speed.get(key, {})[at]:.3g}" if at in speed.get(key, {}) else "" for at in columns)
+        rows.append((TRAINED[key[0]], *key[1:3], said.get(key, ""), *cells, key[3], runs[key]))
+    words = [f"{'prefill, s' if name == 'prefill_s' else 'decode, ms'}: {at}" for name, at in columns]
+    return markdown(("model", "type", "runtime", "verify", *words, "machine", "newest, sources"), rows)
+
+
 def benchmarks(records: list[Record]) -> str:
     """What the tools of tools/benchmarks measured, a table each."""
     parts = []
@@ -246,7 +301,7 @@ def summary(records: list[Record]) -> str:
 
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    made.__name__: made for made in (proofs, families, targets, speeds, peers, benchmarks, quality, summary)
+    made.__name__: made for made in (proofs, families, targets, speeds, models, peers, benchmarks, quality, summary)
 }
 
 

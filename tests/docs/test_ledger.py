@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,36 @@ def test_rows_of_benchmarks_are_tables() -> None:
     assert "decode, model a|b: " in text and "| context | ms | peer ms |\n" in text
     assert "| 4096 | 1.235 |  |\n| 8192 |  | 2 |\n" in text
     assert ledger.benchmarks([]) == ledger.speeds([]) == "Not recorded yet.\n"
+
+
+def test_trained_models_are_a_row_a_runtime() -> None:
+    def of(
+        kind: Any, name: str, subject: dict[str, str], figures: dict[str, Any], passed: bool | None = None
+    ) -> Record:
+        made = make_record(kind, name, subject, figures, ["still_export.errors"], passed)
+        return made.model_copy(update={"machine": made.machine.model_copy(update={"gpu": "a GPU"})})
+
+    engine = {"package": "qwen-mixed-float16", "target": "trt", "dtype": "float16"}
+    speed = {"worst_of_its_bound": 0.5, "prefill_s_at_4096": 0.0123, "decode_ms_at_32000": 2.5, "decode_ms_at_1024": 9}
+    served = {"runtime": "vllm", "check": "quantized gptq float16 qwen-mixed"}
+    rows = [
+        {"load": "1 of 4096, first", "prefill_s": 9.0, "step_ms": 9.0},
+        {"load": "1 of 4096, again", "prefill_s": 0.05, "step_ms": 3.25},
+    ]
+    text = ledger.models(
+        [
+            of("proof", "prove", engine, speed, True),
+            of("proof", "prove", {**engine, "package": "mine-float16"}, speed, True),
+            of("proof", "test", served, {"found": "ok: 36 requests, error 1.0e-02 (bound 4.0e-02)"}, True),
+            of("benchmark", "vLLM", {"runtime": "vllm", "model": "qwen-mixed-gptq"}, {"rows": rows}),
+            of("benchmark", "vLLM", {"runtime": "vllm", "model": "qwen"}, {"rows": rows}),
+        ]
+    )
+    first, second, base = text.splitlines()[2:]
+    mixed = "| Qwen2.5-Coder-1.5B, 4 softmax layers |"
+    assert first.startswith(f"{mixed} float16 | trt | passed (0.5) | 0.0123 |  |  |  |  |  |  | 2.5 | a GPU | ")
+    assert second.startswith(f"{mixed} int4 | vllm | passed (0.25) | 0.05 |  |  |  | 3.25 |  |  |  | a GPU | ")
+    assert base.startswith("| Qwen2.5-Coder-1.5B, full attention | float16 | vllm |  | 0.05 |  |  |  | 3.25 |")
 
 
 def test_packages_beside_peers_are_a_row_a_length() -> None:
