@@ -20,6 +20,8 @@ from torch import Tensor
 
 GROUP = 64
 """Input channels that share a scale, where weights have 4 bits."""
+LEAST = 2.0**-14
+"""Scale of groups of zeros, of which Qwen2.5-Coder has some."""
 FP8 = torch.finfo(torch.float8_e4m3fn).max
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight output channels lies at each four bits."""
@@ -37,11 +39,11 @@ def four_bits(weight: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, 
     """Of a weight [out, in]: its values 0..15 [out, in], scales and zero points [out, in / GROUP], and what they mean [out, in]."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     if symmetric:
-        scale = groups.abs().amax(-1) / 7
+        scale = (groups.abs().amax(-1) / 7).clamp(min=LEAST)
         zero = torch.full_like(scale, 8)
     else:
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scale = (high - low) / 15
+        scale = ((high - low) / 15).clamp(min=LEAST)
         zero = (-low / scale).round()
     scale = scale.bfloat16().float()  # which float16 has, too
     values = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15)
