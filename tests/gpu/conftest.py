@@ -29,15 +29,18 @@ __all__ = ["export_tiny"]
 ROOT = Path(__file__).resolve().parents[2]
 PLACE, RECORDS, TENSORRT = "STILL_GPU_PLACE", "STILL_RECORDS", "STILL_TENSORRT_ENV"
 ROOMS = ("still_export.runtime", "still_export.proof", "still_kernels", "plugins")
-OUTCOME = pytest.StashKey[bool]()
+OUTCOME = pytest.StashKey[tuple[bool, str]]()
+LAST_LINES, MOST_LETTERS = 8, 700
+"""Of what a failed test said, for its record: with the machine the rest is gone."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Keep whether the test passed, for its record; one that skips itself has none."""
+    """Keep whether the test passed, and why not, for its record; one that skips itself has none."""
     report = yield
     if report.when == "call" and not report.skipped:
-        item.stash[OUTCOME] = report.passed
+        lines = [line.strip() for line in report.longreprtext.splitlines() if line.strip()]
+        item.stash[OUTCOME] = report.passed, "; ".join(lines[-LAST_LINES:])[-MOST_LETTERS:]
     return report
 
 
@@ -84,10 +87,12 @@ def proof(request: pytest.FixtureRequest) -> Iterator[Proof]:
     """The test's record, written when it has passed or failed; one that was skipped has none."""
     made, begin = Proof(), time.monotonic()
     yield made
-    folder, passed = os.environ.get(RECORDS), request.node.stash.get(OUTCOME, None)
-    if folder and passed is not None and made.subject:
+    folder, outcome = os.environ.get(RECORDS), request.node.stash.get(OUTCOME, None)
+    if folder and outcome is not None and made.subject:
         test = request.node.nodeid.split("/")[-1]
-        figures = {**made.figures, "seconds": round(time.monotonic() - begin, 1)}
+        passed, said = outcome
+        failure = {} if passed else {"failure": said}
+        figures = {**made.figures, **failure, "seconds": round(time.monotonic() - begin, 1)}
         command = ["pytest", "-m", "gpu or tensorrt", request.node.nodeid]
         given = {"passed": passed, "seed": made.seed, "command": command, "versions": made.versions}
         write_record(make_record("proof", test, made.subject, figures, made.rooms, **given), Path(folder))
