@@ -46,7 +46,7 @@ TRAINED = {
 }
 """Trained models, by the folders of their packages and of vLLM."""
 NAME = "|".join(TRAINED)
-PACKAGE = re.compile(rf"({NAME})-(float16|int4)")
+PACKAGE = re.compile(rf"(?:trt-)?({NAME})-(float16|int4)(?:\.built)?")
 CHECKED = re.compile(rf"(verify|quantized gptq float16) ({NAME})(?: float16)?")
 ERROR = re.compile(r"error ([\d.e+-]+) \(bound ([\d.e+-]+)\)")
 LOAD = re.compile(r"1 of (\d+), again")
@@ -175,17 +175,18 @@ def models(records: list[Record]) -> str:
     """Trained models on GPUs: what their proofs said and how fast they are, vLLM's full attention among them."""
     said: dict[tuple[str, ...], str] = {}
     speed: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
-    runs: dict[tuple[str, ...], str] = {}
+    runs: dict[tuple[str, ...], list[Record]] = {}
     for record in newest(records):
         subject, gpu = record.subject, record.machine.gpu or ""
         key: tuple[str, ...] = ()
         if check := CHECKED.fullmatch(subject.get("check", "")):
             key = (check[2], "int4" if check[1].startswith("quantized") else "float16", "vllm", gpu)
-            error = ERROR.search(str(record.figures["found"]))
+            error = ERROR.search(str(record.figures.get("found")))  # a check that broke found nothing
             said[key] = record.verdict + (f" ({float(error[1]) / float(error[2]):.2f})" if error else "")
         elif package := PACKAGE.fullmatch(subject.get("package", "")):
             key = (package[1], package[2], target_named(record), gpu)
-            said[key] = f"{record.verdict} ({record.figures.get('worst_of_its_bound')})"
+            share = record.figures.get("worst_of_its_bound")
+            said[key] = record.verdict + (f" ({share})" if share is not None else "")
             speed[key] = {
                 (at[1], CONTEXTS[at[2]]): value
                 for name, value in record.figures.items()
@@ -200,13 +201,14 @@ def models(records: list[Record]) -> str:
                     times = {"prefill_s": row["prefill_s"], "decode_ms": row["step_ms"]}
                     speed[key] |= {(name, CONTEXTS[load[1]]): value for name, value in times.items()}
         if key:
-            runs[key] = f"{record.date:%Y-%m-%d}, {sources_of([record])}"
+            runs.setdefault(key, []).append(record)
     order = list(TRAINED)
     columns = [(name, at) for name in ("prefill_s", "decode_ms") for at in dict.fromkeys(CONTEXTS.values())]
     rows = []
     for key in sorted(runs, key=lambda each: (order.index(each[0]), each[1:])):
         cells = (f"{speed.get(key, {})[at]:.3g}" if at in speed.get(key, {}) else "" for at in columns)
-        rows.append((TRAINED[key[0]], *key[1:3], said.get(key, ""), *cells, key[3], runs[key]))
+        last = f"{max(record.date for record in runs[key]):%Y-%m-%d}, {sources_of(runs[key])}"
+        rows.append((TRAINED[key[0]], *key[1:3], said.get(key, ""), *cells, key[3], last))
     words = [f"{'prefill, s' if name == 'prefill_s' else 'decode, ms'}: {at}" for name, at in columns]
     return markdown(("model", "type", "runtime", "verify", *words, "machine", "newest, sources"), rows)
 

@@ -137,13 +137,17 @@ def test_trained_models_are_a_row_a_runtime() -> None:
             of("proof", "test", served, {"found": "ok: 36 requests, error 1.0e-02 (bound 4.0e-02)"}, True),
             of("benchmark", "vLLM", {"runtime": "vllm", "model": "qwen-mixed-gptq"}, {"rows": rows}),
             of("benchmark", "vLLM", {"runtime": "vllm", "model": "qwen"}, {"rows": rows}),
+            of("proof", "test", {"runtime": "vllm", "check": "verify smollm-hybrid float16"}, {"failure": "no"}, False),
+            of("benchmark", "prove", {"package": "smollm-hybrid-int4", "target": "trt", "dtype": "float16"}, {}),
         ]
     )
-    first, second, base = text.splitlines()[2:]
+    first, second, base, broken, unproven = text.splitlines()[2:]
     mixed = "| Qwen2.5-Coder-1.5B, 4 softmax layers |"
     assert first.startswith(f"{mixed} float16 | trt | passed (0.5) | 0.0123 |  |  |  |  |  |  | 2.5 | a GPU | ")
     assert second.startswith(f"{mixed} int4 | vllm | passed (0.25) | 0.05 |  |  |  | 3.25 |  |  |  | a GPU | ")
     assert base.startswith("| Qwen2.5-Coder-1.5B, full attention | float16 | vllm |  | 0.05 |  |  |  | 3.25 |")
+    assert broken.startswith("| SmolLM2-135M, all hybrid | float16 | vllm | failed |  |")
+    assert unproven.startswith("| SmolLM2-135M, all hybrid | int4 | trt | measured |  |")
 
 
 def test_packages_beside_peers_are_a_row_a_length() -> None:

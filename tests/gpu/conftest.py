@@ -39,7 +39,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Keep whether the test passed, and why not, for its record; one that skips itself has none."""
     report = yield
     if report.when == "call" and not report.skipped:
-        lines = [line.strip() for line in report.longreprtext.splitlines() if line.strip()]
+        text = report.longreprtext.replace("|", " ")  # which ends a cell of the ledger's table
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         item.stash[OUTCOME] = report.passed, "; ".join(lines[-LAST_LINES:])[-MOST_LETTERS:]
     return report
 

@@ -1,8 +1,8 @@
 """Time vLLM with a STILL model of Llama-3.1-8B's sizes, or with other models: room for requests, prefill, decode, many at once.
 
   python -m tools.benchmarks.vllm_serving KIND [--ranks 2] [--eight] [--mixed 48x128] [--long 64x256] [--profile] [--own-process]
-  python -m tools.benchmarks.vllm_serving KIND --model FOLDER --at 4096,16384,32000      # a trained model in float16, or as its
-                                                                # codes, one request at a time
+  python -m tools.benchmarks.vllm_serving KIND --model FOLDER --at 4096,16384,32000      # a trained model, one request at a time,
+                                                                     in float16 or its own codes
 
 KIND: still, kv_group, still-bfloat16 (linear state in bfloat16 with a rest); full attention: full, full-int4, full-fp8, full-ngram
 (speculation by n-grams of prompts that repeat themselves, four guesses a step of which 0.8 hold, as vLLM's synthetic acceptance draws

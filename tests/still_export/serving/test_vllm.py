@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from still_export.cli.verify_served import check_flags
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
@@ -52,6 +53,7 @@ from still_export.serving.vllm.prefixes import Prefixes
 from still_kernels.codes import rounded
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from still_kernels.hybrid_attention.paged import GROWING
+from tests.gpu.quantized_folders import quantized_folders
 from tests.gpu.vllm_checks import PREFIX_LOADS, random_folder
 from tests.still_export.linear_models import linear_config
 from tests.still_export.tiny import CHUNK, MIXED, still_model
@@ -486,3 +488,20 @@ def test_an_engines_process_has_the_environment_of_its_moment(tmp_path: Path, mo
         assert log.read_text() == f"child of {word}\n{word}\n"
     assert in_process(log, exec, "raise ValueError('no')") == 1
     assert log.read_text().rstrip().endswith("ValueError: no")
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_folders_in_codes_mean_finite_numbers(form: str, tmp_path: Path) -> None:
+    """Of several files, and of a group of zeros, which trained models have."""
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    weight[3, 64:] = 0
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    save_file({"layer.up_proj.weight": weight}, source / "model-00001-of-00002.safetensors")
+    save_file({"norm.weight": torch.ones(8)}, source / "model-00002-of-00002.safetensors")
+    folder, meant = quantized_folders(source, form, tmp_path)
+    held = load_file(meant / "model.safetensors")
+    assert set(held) == {"layer.up_proj.weight", "norm.weight"}
+    assert (held["layer.up_proj.weight"] - weight).abs().max() < 0.3 and not held["layer.up_proj.weight"][3, 64:].any()
+    assert {file.name for file in folder.glob("*.safetensors*")} == {"model.safetensors"}
