@@ -38,6 +38,8 @@ Examples:
 
     still-export verify package --record calls.npz     and, where there is a GPU and no PyTorch: --calls calls.npz
 
+    still-export verify package --selections chosen.npz     there first, of a large model; then --record calls.npz --follow chosen.npz
+
     still-export verify STILL_FOLDER --runtime vllm
 
     still-export verify GENAI_FOLDER --model BASE     a decoder that onnxruntime-genai, optimum or transformers exported
@@ -52,6 +54,12 @@ def verify(
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
+    ] = None,
+    selections: Annotated[
+        Path | None, typer.Option(help="Only write what the runtime selects to this file, for --record --follow.")
+    ] = None,
+    follow: Annotated[
+        Path | None, typer.Option(help="With --record: PyTorch selects what --selections wrote to this file.")
     ] = None,
     requests: Annotated[
         int | None,
@@ -73,7 +81,7 @@ def verify(
     with PyTorch's, or another exporter's decoder with its model; exit 1 on a mismatch."""
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
-    others |= {"--record": record, "--report": report, "--junit": junit}
+    others |= {"--record": record, "--selections": selections, "--follow": follow, "--report": report, "--junit": junit}
     runtime, out = asked.get("runtime"), Output(as_json, quiet)
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
@@ -83,7 +91,7 @@ def verify(
     if junit is not None:
         report_folder(junit.parent)
     if is_foreign(package):
-        flags = {"record": record, "report": report, **asked}
+        flags = {"record": record, "selections": selections, "follow": follow, "report": report, **asked}
         raise typer.Exit(0 if verify_foreign(package, output, flags, out, junit) else 1)
     from still_export.doctor import machine
     from still_export.graph.quantization.policy import rounds_activations
@@ -94,30 +102,41 @@ def verify(
     from still_export.report.junit import write_junit
     from still_export.report.render import check_report, write_report
 
-    if record is not None and (report is not None or junit is not None):
+    written = "--record" if record is not None else "--selections"
+    if (file := record or selections) is not None and (report is not None or junit is not None):
         raise ConfigError(
-            "--record compares nothing, so it has no --report and no --junit; give them where the calls are compared."
+            f"{written} compares nothing, so it has no --report and no --junit; give them where the calls are compared."
         )
+    if record is not None and selections is not None:
+        raise ConfigError("--selections asks the runtime and --record PyTorch; give one of them.")
+    if follow is not None and record is None:
+        raise ConfigError("--follow is for PyTorch's answers: give it with --record.")
     if report is not None:
         check_report(report)
     options = proof.VerifyOptions(**asked)
     opened = open_package(package, check_hashes=False)
     if trust_native:
         trust_package(package)
-    folder = (output or package / "verify") if record is None else record.parent
+    folder = (output or package / "verify") if file is None else file.parent
 
     def started(cases: int) -> Callable[[str], None]:
         report_folder(folder)
-        return bar.enter_context(out.bar("verifying" if record is None else "recording", cases))
+        return bar.enter_context(out.bar("verifying" if file is None else "recording", cases))
 
     with contextlib.ExitStack() as bar:
-        if record is not None:
-            count = proof.record(package, record, options, started=started)
+        if file is not None:
+            if record is not None:
+                count = proof.record(package, record, options, follow=follow, started=started)
+            else:
+                count = proof.select(package, file, options, started=started)
             bar.close()
+            verb = f"still-export verify {shlex.quote(str(package))}"
+            name = shlex.quote(str(file))
+            more = f"--calls {name}" if record is not None else f"--record CALLS --follow {name}, where PyTorch is"
             out.result(
-                {"calls": str(record)},
-                f"{record}: {count} cases",
-                f"next: still-export verify {shlex.quote(str(package))} --calls {shlex.quote(str(record))}",
+                {"calls" if record is not None else "selections": str(file)},
+                f"{file}: {count} cases",
+                f"next: {verb} {more}",
             )
             return
         found = proof.verify(package, options, folder, started=started)
@@ -139,6 +158,8 @@ def verify(
         _print(found.report, folder, target.title, target.native, own, repeatable=options.adapter is None)
         if loss is not None:
             print(loss)
+        if found.advice:
+            print(found.advice)
         print("PASSED" if found.report.passed else "FAILED: the package does not compute what PyTorch computes")
     raise typer.Exit(0 if found.report.passed else 1)
 
@@ -187,10 +208,8 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
         f"{chosen.expected:.1f}{': TOO MANY' if chosen.too_many else ''}), {chosen.wrong} differ without one{untold}"
     )
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
-    for entry in [e for e in report.outputs if not e.passed][:SHOWN]:
-        part = "median error of head" if entry.by_median else f"call {entry.worst_call}, error of row"
-        place = f"{entry.case}, {entry.output}: {part} {list(entry.worst_place)}"
-        print(f"{place} {entry.worst:.1e}, bound {entry.bound:.1e}")
+    for entry in report.mismatches[:SHOWN]:
+        print(entry.told())
     print(f"top-1 agreement: {report.top1:.4f} ({own_run} {report.own_top1:.4f}); first diverging layer: {layer}")
     print(f"report with every output: {folder / 'report.json'}")
     if not repeatable:

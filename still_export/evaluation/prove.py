@@ -25,6 +25,8 @@ from still_export.targets.target import Target
 INNER = ("package", "mixers", "models", "graph", "runtime", "proof")
 ROOMS = (*(f"still_export.{room}" for room in INNER), "still_graphs", "still_kernels", "still_export.targets.portable")
 """Sources that a proof covers, whatever the target."""
+SHOWN = 5
+"""Mismatches that a record names."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,17 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
 
 def _figures(report: Report) -> dict[str, Any]:
     worst = max(report.outputs, key=lambda each: each.worst / each.bound if each.bound else 0.0)
+    wrong = [f"{report.selections.wrong} selections differ without a near tie"] if report.selections.wrong else []
+    wrong += ["more selections differ by a near tie than rounding turns"] if report.selections.too_many else []
+    wrong += [each.told() for each in report.mismatches[:SHOWN]]
+    wrong += [f"{each.name}: {each.detail}" for each in report.checks if not each.passed]
     return {
         "cases": len({each.case for each in report.outputs}),
         "worst_of_its_bound": round(worst.worst / worst.bound, 4) if worst.bound else 0.0,
         "worst_output": worst.output,
         "top1": report.top1,
         "near_ties": report.selections.near_ties,
+        **({"failure": "; ".join(wrong)} if wrong else {}),
     }
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from still_export.models.base import last_rows
 from still_export.models.load import Source
 from still_export.models.step import decode_given
 from still_export.models.weights import Weight, narrow_value_of, row_pieces
-from still_export.package.calls import Arrays, given_of
+from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
+from still_export.proof.chains import Chain, empty_feed, zeros
 from still_export.proof.codes import as_numbers
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
@@ -26,14 +26,6 @@ from still_kernels.ties import CHOSEN
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = 8192
 """Of an embedding or a head that are read and widened at once."""
-Keep = Callable[[str], bool]
-_KEPT = {"float64": "float32"}
-"""Types that states are given in, where they are not those that the model has."""
-
-
-def everything(name: str) -> bool:
-    """Keep every state of a call."""
-    return True
 
 
 MARGINS = "margins"
@@ -42,52 +34,6 @@ MARGINS = "margins"
 
 NEARER = 1e-3
 """Part of its distance to a key that a token which PyTorch would select is nearer than another: of equal ones it is the one."""
-
-
-def nothing(name: str) -> bool:
-    """Keep no state of a call."""
-    return False
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a chain, which takes the states that the call before it left.
-
-    Args:
-        tokens: [B, T], right-padded.
-        new_tokens: Tokens that each sequence brings, int64 [B].
-        keep: Of the outputs `present_<state>.<layer>`, those that are kept.
-        right: Outputs whose choices every layer must have made. A layer that chose otherwise repeats the call from the states of `feed`,
-            or, without one, leaves those of `right` to the next call.
-        feed: The right states before the call, `past_<state>.<layer>`.
-        every: Logits of every token, where the package gives those of the last.
-        given: What the call has of images, by `still_graphs.states.GIVEN`, over its tokens.
-    """
-
-    tokens: np.ndarray
-    new_tokens: np.ndarray
-    keep: Keep = everything
-    right: Arrays | None = None
-    feed: Arrays | None = None
-    every: bool = False
-    given: Arrays = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Calls one after the other; `start` holds `past_length` and the states before the first, `past_<state>.<layer>`. `follow` are choices
-    whatever the scores. By ~layer experts that tokens go to, [B, N, k]; -1: those of the best scores. By layer what hybrid attention
-    selects: of each chunk the offsets, int [B, HS, chunks, k], -1: by scores; or the keys that another runtime kept, [B, HS, N, D], the
-    nearest of the chunk are selected; zeros: by scores."""
-
-    start: Arrays
-    calls: Sequence[Call]
-    follow: Mapping[int, np.ndarray] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
-        """The single call that `feed` describes."""
-        return cls(feed, [Call(feed["input_ids"], feed["new_tokens"], keep, given=given_of(feed))])
 
 
 class LayerwiseModel:
@@ -120,9 +66,7 @@ class LayerwiseModel:
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
         """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
-        shapes = self.table.shapes(batch, self.table.rows(capacity))
-        feed = {state.past: _zeros(shapes[state.name], _KEPT.get(state.dtype, state.dtype)) for state in self.table}
-        return {**feed, "past_length": np.zeros(batch, np.int64)}
+        return empty_feed(self.table, batch, capacity)
 
     def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
         """Outputs of every call of `chains`: `logits` float32, `present_length`, and the states that the call keeps; float64 as float32."""
@@ -465,18 +409,13 @@ def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tenso
 
 def _compact(x: np.ndarray) -> np.ndarray:
     """Not a view, which would keep all that it is a part of; zeros without memory, of which states of short prompts consist."""
-    return np.ascontiguousarray(x) if not are_zeros(x) and x.any() else _zeros(x.shape, x.dtype)
-
-
-def _zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """One zero, read everywhere: what `numpy.zeros` gives is memory where the C library has some to use again."""
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
+    return np.ascontiguousarray(x) if not are_zeros(x) and x.any() else zeros(x.shape, x.dtype)
 
 
 def _single(x: Tensor) -> np.ndarray:
     x = x.float() if x.dtype == torch.float64 else x
     if x.device.type != "cpu" and not x.any():  # zeros need not travel
-        return _zeros(x.shape, torch.empty(0, dtype=x.dtype).numpy().dtype)
+        return zeros(x.shape, torch.empty(0, dtype=x.dtype).numpy().dtype)
     return np.asarray(x.cpu().numpy())
 
 

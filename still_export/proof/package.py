@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -62,11 +63,12 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found; `loss` of a quantized package is what its bits cost."""
+    """What was found; `loss` of a quantized package is what its bits cost, `advice` what to do where recorded answers cannot tell."""
 
     report: Report
     target: Target
     loss: QuantizationLoss | None = None
+    advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
@@ -100,16 +102,12 @@ def verify(
     pairs: Mapping[str, tuple[Pair, ...]] = {}
     added: dict[str, Any] = {}
     manifest, folder = proof.package.manifest, proof.package.path
-    if proof.runtime.engines and not manifest["engines"]:
-        raise PackageError(f"{folder} has no engine yet. Build it on this machine: still-export build {folder}")
-    host = proof.target.host if options.runtime is None else None
-    demand(*filter(None, [host]))
     if options.adapter is not None:
         from still_export.runtime.adapters import adapter_inputs, read_pairs
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
+    target = proof.ready(added)
     cases = proof.cases(pairs)
-    target = Target(proof.package, proof.runtime.name, options.provider, options.plugin, added, genai=host is not None)
     if output is None:
         output = folder / "verify"
         output.mkdir(exist_ok=True)
@@ -122,7 +120,10 @@ def verify(
 
         asked = _options(proof.package, options.model, manifest["model"]["dtype"])
         report = replace(report, checks=[*report.checks, vision_check(proof.package, asked, options.seed)])
-    if not proof.quantized or options.calls is not None:
+    if options.calls is not None:
+        unsure = not report.passed and report.selections.near_ties and not getattr(cases, "followed", True)
+        return Verdict(report, target, advice=FOLLOW.format(shlex.quote(str(folder))) if unsure else "")
+    if not proof.quantized:
         return Verdict(report, target)
     from still_export.proof.quantized import quantization_loss_of
 
@@ -136,9 +137,13 @@ def record(
     path: Path,
     options: VerifyOptions = VerifyOptions(),
     *,
+    follow: Path | None = None,
     started: Started = lambda count: lambda *done: None,
 ) -> int:
     """Write PyTorch's answers to the file `path`, for a machine without PyTorch and for every package lowered from the same one.
+
+    Args:
+        follow: A file of `select`: PyTorch answers its prompts, and selects what the runtime did.
 
     Returns:
         The number of cases.
@@ -147,19 +152,79 @@ def record(
         As `verify`, but for the runtime, which is not asked.
     """
     from still_export.proof.recorded import record_cases
+    from still_export.proof.selections import Selections
 
-    if options.adapter is not None:
-        raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
-    if options.calls is not None:
-        raise ConfigError("--record writes a file of answers and --calls reads one; give one of them.")
+    _check_written(options, "--record")
     proof = _Proof(package, options, record=True)
     if options.text is not None:
         raise ConfigError(TEXT)
-    cases = proof.cases({})
-    record_cases(cases, proof.package, path, started(cases.count))
+    if follow is None:
+        cases = proof.cases({})
+        record_cases(cases, proof.package, path, started(cases.count))
+        return cases.count
+    if options.lengths or options.decode_steps is not None or options.seed:
+        raise ConfigError("--follow says which prompts there are: leave out --lengths, --decode-steps and --seed.")
+    chosen = Selections.read(follow, proof.package)
+    asked = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
+    cases = _Proof(package, asked, record=True).cases({})
+    chosen.begin(cases)
+    record_cases(cases, proof.package, path, started(cases.count), chosen.told)
     return cases.count
 
 
+def select(
+    package: str | Path,
+    path: Path,
+    options: VerifyOptions = VerifyOptions(),
+    *,
+    started: Started = lambda count: lambda *done: None,
+) -> int:
+    """Write to the file `path` what the runtime selects in the prompts of a proof, for `record` to follow where PyTorch is.
+
+    Returns:
+        The number of cases.
+
+    Raises:
+        ConfigError: An option does not fit, or the package selects nothing that PyTorch could follow.
+        PackageError: The package is damaged, has no engine yet, or does not run here.
+    """
+    from still_export.proof.chains import empty_feed
+    from still_export.proof.prompts import Prompts, affordable
+    from still_export.proof.selections import write_selections
+    from still_graphs.states import StateTable
+    from still_kernels.registry import ties_of
+
+    _check_written(options, "--selections")
+    if options.text is not None:
+        raise ConfigError(TEXT)
+    proof = _Proof(package, options)
+    manifest = proof.package.manifest
+    if not ties_of(manifest).shown.each:
+        raise ConfigError(f"{package} selects nothing that its states show: record PyTorch's answers without --follow.")
+    target = proof.ready({})
+    open_package(proof.package.path)  # it is about to run
+    lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
+    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed)
+    try:
+        with target.open() as session:
+            write_selections(session, prompts, proof.package, path, started(prompts.count))
+    except (RunError, CudaError) as error:
+        raise PackageError(str(error)) from error
+    return prompts.count
+
+
+def _check_written(options: VerifyOptions, flag: str) -> None:
+    """Raise ConfigError for what a verb that compares nothing does not take."""
+    if options.adapter is not None:
+        raise ConfigError(f"--adapter is compared where PyTorch answers: give it without {flag} and --calls.")
+    if options.calls is not None:
+        raise ConfigError(f"{flag} writes a file and --calls reads one; give one of them.")
+
+
+FOLLOW = (
+    "These answers follow no runtime, and what this one selects by a near tie changes all behind it. Let PyTorch select the same: "
+    "still-export verify {} --selections FILE, then --record --follow FILE."
+)
 TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
 
 
@@ -178,6 +243,21 @@ class _Proof:
             raise ConfigError(TEXT)
         _check_lengths(options.lengths, self.package)
         self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
+
+    def ready(self, added: dict[str, Any]) -> Target:
+        """The runtime, with what an adapter adds.
+
+        Raises:
+            PackageError: It has no engine yet.
+            ModuleNotFoundError: It is not installed.
+        """
+        manifest, folder = self.package.manifest, self.package.path
+        if self.runtime.engines and not manifest["engines"]:
+            raise PackageError(f"{folder} has no engine yet. Build it on this machine: still-export build {folder}")
+        host = self.target.host if self.options.runtime is None else None
+        demand(*filter(None, [host]))
+        plugin = self.options.plugin
+        return Target(self.package, self.runtime.name, self.options.provider, plugin, added, genai=host is not None)
 
     def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
         """Calls with PyTorch's answers, which has an adapter's `pairs` added to its weights. Where the package is read its files are
@@ -234,7 +314,8 @@ def _torch_cases(
     from still_export.proof.ahead import HeadCases
     from still_export.proof.codes import has_narrow_caches
     from still_export.proof.layerwise import LayerwiseModel
-    from still_export.proof.torch_cases import TorchCases, affordable
+    from still_export.proof.prompts import affordable
+    from still_export.proof.torch_cases import TorchCases
     from still_kernels.registry import ties_of
 
     if device not in ("cpu", "cuda"):
@@ -274,7 +355,9 @@ def _torch_cases(
                 round_activations(model, held, manifest["quantization"]["block_size"], head=True)
             return model
 
-        cases.head = HeadCases(partial(head, wide, exact, False), partial(head, own, None, rounded), cases.chunk, seed)
+        cases.head = HeadCases(
+            partial(head, wide, exact, False), partial(head, own, None, rounded), cases.prompts.chunk, seed
+        )
     return cases
 
 

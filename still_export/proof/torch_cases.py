@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,38 +12,16 @@ import numpy as np
 from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
+from still_export.proof.chains import Call, Chain
 from still_export.proof.codes import as_numbers
-from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel
+from still_export.proof.layerwise import MARGINS, LayerwiseModel
+from still_export.proof.prompts import LENGTHS, Draft, Prompts
 from still_export.proof.shelf import Shelf
-from still_export.runtime.images import image_positions
-from still_export.targets.registry import packaged_target
-from still_graphs.states import EMBEDDINGS, POSITIONS, StateTable
+from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
 from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
 
-LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
-CPU_WORK = 5e12
-"""Parameters times tokens of the prompts that a CPU answers unless it is told lengths: 10 to 20 minutes on two cores."""
-ROWS = 4
-CHUNK = 64
-"""Tokens at whose multiples calls end where no state grows by chunks: ops without such a state compute in chunks of so many."""
-
-
-ROUNDED = 64
-"""Tokens that PyTorch's own rounding is measured over at least: with fewer, further prompts of that length are drawn for it alone. The
-errors of one token say little: of 192 first tokens of SmolLM2 the worst is 4 times as far off as the median one."""
-
-
 LENGTH = "present_length"
-
-
-def affordable(parameters: int, device: str) -> tuple[int, ...]:
-    """Of LENGTHS those that are asked of a model of so many parameters, at least the first: on a CPU the longest cost too much of a large
-    one, from 0.9e9 parameters on that of 4,097 tokens, from 3e9 on that of 1,000."""
-    lengths: tuple[int, ...] = LENGTHS
-    while device == "cpu" and len(lengths) > 1 and parameters * sum(lengths) > CPU_WORK:
-        lengths = lengths[:-1]
-    return lengths
 
 
 class TorchCases:
@@ -76,40 +52,21 @@ class TorchCases:
     ) -> None:
         self.reference, self.own = reference, own
         self.ties = ties_of(manifest)
-        self.random = np.random.default_rng(seed)
-        self.vocabulary = int(manifest["model"]["vocab_size"])
-        self.sees, self.channels = bool(manifest.get("vision")), manifest["model"].get("hidden_size", 0)
-        table = StateTable.of(manifest)
-        self.chunk = table.period if table.period > 1 else CHUNK
-        # An engine that takes more sequences may run other kernels for them, one that takes fewer takes those. Its own batch may
-        # differ from the package's: `build --batch`.
-        engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
-        self.sequences = int(engine["batch"])
-        # An engine holds at least the rows of a chunk.
-        runtime = packaged_target(manifest).runtime
-        self.least_room = 3 * self.chunk if runtime is not None and runtime.engines else 0
-        limit = table.capacity_tokens if table.bounded else 1 << 62
-        self.lengths = tuple(n for n in lengths if n <= limit)
-        self.longest = max(self.lengths, default=1)
-        self.decode_prompt = min(2 * self.chunk + self.chunk // 2, max(1, limit - decode_steps))
-        self.decode_steps = min(decode_steps, limit - self.decode_prompt)
-        self._drafts = list(self._kinds())
-        self.count = len(self._drafts)
-        self._drawn: dict[int, _Draft] = {}
+        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed)
+        self.count = self.prompts.count
         self._layers: list[int] = []  # that route
         self.head: HeadCases | None = None
 
     def begin(self, number: int) -> Sequence[Arrays]:
         """As of CaseSource."""
-        draft = self._drawn[number] = self._drafts[number]()
-        return draft.feeds[:1] if draft.steps else draft.feeds
+        return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         """The cases of these numbers with fresh prompts, as of CaseSource."""
         drafts = [
-            self._followed(number, follow[number]) if number in follow else self._drafts[number]() for number in numbers
+            self._followed(number, follow[number]) if number in follow else self.prompts.draft(number)
+            for number in numbers
         ]
-        self._drawn |= dict(zip(numbers, drafts, strict=True))
         reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]
@@ -134,90 +91,14 @@ class TorchCases:
         self._layers = sorted(cases[0].went)
         return cases
 
-    def _followed(self, number: int, told: Told) -> _Draft:
+    def _followed(self, number: int, told: Told) -> Draft:
         """The draft that was drawn last, on which PyTorch chooses what a runtime chose."""
-        draft = self._drawn[number]
+        draft = self.prompts.drawn[number]
         seen = {~layer: went for layer, went in zip(self._layers, told.seen, strict=False)}
         return replace(draft, chain=replace(draft.chain, follow=seen | dict(told.kept)))
 
-    def _kinds(self) -> Iterator[Callable[[], _Draft]]:
-        for length in self.lengths:
-            yield partial(self._prefill, length)
-        if self.sequences > 1:
-            yield self._ragged
-        yield self._pieces
-        if self.sees:
-            yield self._images
-        yield partial(self._decode, self.decode_steps, np.array([self.decode_prompt]))
-        if self.sequences > 1:
-            counts = np.resize([self.decode_prompt, 1, self.chunk, self.chunk + 1], self.sequences)
-            yield partial(self._decode, -(-self.decode_steps // 4), np.minimum(counts, self.decode_prompt))
-
-    def _tokens(self, *shape: int) -> np.ndarray:
-        return self.random.integers(0, self.vocabulary, shape, dtype=np.int64)
-
-    def _start(self, tokens: np.ndarray, capacity: int, new_tokens: np.ndarray | None = None) -> Arrays:
-        room = max(capacity, self.least_room)
-        return {**next_feed({}, tokens, new_tokens), **self.reference.empty_feed(tokens.shape[0], room)}
-
-    def _prefill(self, length: int) -> _Draft:
-        start = self._start(self._tokens(1, length), length)
-        more = -(-ROUNDED // length) - 1
-        further = (Chain.of(self._start(self._tokens(more, length), length)),) if more else ()
-        return _Draft(f"prefill {length}", [start], Chain.of(start), further)
-
-    def _ragged(self) -> _Draft:
-        """Sequences of different lengths in one call, one of them empty."""
-        longest = min(3 * self.chunk + 1, self.longest)
-        counts = np.resize(np.array([longest, 0, 1, min(longest, self.chunk + 1)], np.int64), self.sequences)
-        start = self._start(self._tokens(self.sequences, longest), longest, counts)
-        return _Draft(f"ragged batch of {self.sequences}", [start], Chain.of(start))
-
-    def _pieces(self) -> _Draft:
-        """Prefill in pieces across chunk boundaries; each call starts from PyTorch's state."""
-        sizes = [self.chunk - 1, self.chunk + 1, 2 * self.chunk + 1]
-        while sum(sizes) > self.longest and len(sizes) > 1:
-            sizes.pop()
-        first, *more = (self._tokens(1, max(1, min(size, self.longest))) for size in sizes)
-        start = self._start(first, max(sum(sizes), 1))
-        feeds = [start, *(next_feed({}, tokens) for tokens in more)]
-        return _Draft("prefill in pieces", feeds, Chain(start, [*map(_call, feeds)]))
-
-    def _images(self) -> _Draft:
-        """Prompts with images, which pieces cut, and two tokens behind them; positions are those of images for every token."""
-        text, grids = self.random.integers(1, 9, 3), [(1, *self.random.integers(2, 7, 2)) for _ in range(2)]
-        seen = np.repeat(
-            [False, True, False, True, False], [text[0], np.prod(grids[0]), text[1], np.prod(grids[1]), text[2]]
-        )
-        ids = np.where(seen, -1, self._tokens(1, len(seen)))
-        given = {
-            EMBEDDINGS: self.random.standard_normal((1, len(seen), self.channels), np.float32),
-            POSITIONS: image_positions(seen, grids, 1)[:, None],
-        }
-        ends = [text[0] + np.prod(grids[0]) // 2 + 1, len(seen) - 2, len(seen) - 1, len(seen)]
-        feeds = []
-        for begin, end in pairwise([0, *map(int, ends)]):
-            part = {EMBEDDINGS: given[EMBEDDINGS][:, begin:end], POSITIONS: given[POSITIONS][..., begin:end]}
-            call = {name: np.ascontiguousarray(x) for name, x in part.items()}
-            feeds.append({**next_feed({}, ids[:, begin:end]), **call})
-        feeds[0] = {**self._start(feeds[0]["input_ids"], len(seen)), **given_of(feeds[0])}
-        return _Draft("prompt with images, in pieces", feeds, Chain(feeds[0], [*map(_call, feeds)]))
-
-    def _decode(self, steps: int, counts: np.ndarray) -> _Draft:
-        prompt = self._tokens(len(counts), int(counts.max()))
-        start = self._start(prompt, self.decode_prompt + steps, counts.astype(np.int64))
-        tokens = tuple(self._tokens(len(counts), 1) for _ in range(steps))
-        places = [n for n in range(steps) if n == steps - 1 or self.ties.chooses(start["new_tokens"] + n)]
-        name = f"{steps} decode steps" + (f", {len(counts)} rows" if len(counts) > 1 else "")
-        feeds = [start, *(next_feed({}, token) for token in tokens)]
-        # Steps are a definition of what a prompt in pieces is, too: those between two states that are compared are one call.
-        kept = sorted({0, *places, *(place + 1 for place in places)})
-        pieces = [next_feed({}, np.concatenate(tokens[a:b], axis=1)) for a, b in pairwise(kept)]
-        chain = Chain(start, [_call(start), *(replace(_call(piece), every=True) for piece in pieces)])
-        return _Draft(name, feeds, chain, steps=tokens, places=tuple(places))
-
     def _measure(
-        self, layer: int | None, draft: _Draft, case: Case, right: list[_Answered], scores: Scores, own: list[_Answered]
+        self, layer: int | None, draft: Draft, case: Case, right: list[_Answered], scores: Scores, own: list[_Answered]
     ) -> None:
         """Tell the case the errors of PyTorch's own run on its calls, in a layer or in the logits, and on a draft's `further`, the last of
         both; it carries its state as the target does. Where its choices differ by a tie, it counts with the reference's."""
@@ -273,34 +154,11 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """A case that is not answered yet.
-
-    Args:
-        feeds: Tokens of its calls; the first with the states that they start from.
-        chain: What the reference is asked.
-        further: One call at most, for PyTorch's own rounding alone.
-        steps, places: As of Case.
-    """
-
-    name: str
-    feeds: list[Arrays]
-    chain: Chain
-    further: tuple[Chain, ...] = ()
-    steps: tuple[np.ndarray, ...] = ()
-    places: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Answered:
     """Outputs of a chain's calls, and the looks at its scores."""
 
     outputs: list[Arrays]
     looks: list[Look]
-
-
-def _call(feed: Arrays) -> Call:
-    return Call(feed["input_ids"], feed["new_tokens"], given=given_of(feed))
 
 
 def _cut(call: Call, ties: Ties) -> list[Call]:
@@ -346,7 +204,7 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
     return answered
 
 
-def _case(draft: _Draft, answers: list[Arrays]) -> Case:
+def _case(draft: Draft, answers: list[Arrays]) -> Case:
     """The case of a draft and what is known of the answers to its chain."""
     if not draft.steps:
         fed = zip(answers, draft.feeds[1:], strict=False)
@@ -361,7 +219,7 @@ def _case(draft: _Draft, answers: list[Arrays]) -> Case:
     return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
 
-def _own_chains(draft: _Draft, case: Case, follow: Mapping[int, np.ndarray]) -> list[Chain]:
+def _own_chains(draft: Draft, case: Case, follow: Mapping[int, np.ndarray]) -> list[Chain]:
     """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own, in pieces as the
     reference's; and a draft's `further`. In those of the case tokens go where the reference's did, as `follow` will say."""
     if not case.steps:

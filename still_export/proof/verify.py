@@ -23,16 +23,16 @@ from still_export.proof.cases import (
     Case,
     CaseSource,
     Follow,
-    Told,
     cosine_sums,
     errors_of,
     fixed_pair,
     same_best,
 )
 from still_export.proof.checks import Check
-from still_export.proof.codes import as_numbers, has_narrow_caches
+from still_export.proof.codes import has_narrow_caches
+from still_export.proof.selections import told_by
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
-from still_export.proof.shelf import Shelf, give_back
+from still_export.proof.shelf import give_back
 from still_export.proof.tolerance import LOGITS, Bounds
 from still_graphs.ops import OPS
 from still_graphs.states import StateTable
@@ -148,6 +148,12 @@ class OutputReport:
     by_median: bool
     passed: bool
 
+    def told(self) -> str:
+        """Where its worst error is, in a line."""
+        part = "median error of head" if self.by_median else f"call {self.worst_call}, error of row"
+        place = f"{self.case}, {self.output}: {part} {list(self.worst_place)}"
+        return f"{place} {self.worst:.1e}, bound {self.bound:.1e}"
+
 
 @dataclass
 class Report:
@@ -165,6 +171,11 @@ class Report:
     def __post_init__(self) -> None:
         good = all(r.passed for r in self.outputs) and all(c.passed for c in self.checks)
         self.passed = good and not self.selections.wrong and not self.selections.too_many
+
+    @property
+    def mismatches(self) -> list[OutputReport]:
+        """Outputs that do not keep their bounds."""
+        return [each for each in self.outputs if not each.passed]
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
@@ -251,14 +262,7 @@ class Verifier:
         """What the target selects in each case before its first step. PyTorch, which takes most of the time, then answers once."""
         if not self.cases.follows or not self.ties.shown.each:
             return EMPTY
-        found = {}
-        for number in range(self.cases.count):
-            calls, shelf = session.carry(self.cases.begin(number)), Shelf()
-            found[number] = Told((), self.ties.kept([as_numbers(call) for call in calls]), calls[0])
-            shelf.take(calls[:1], "")
-            shelf.put_back()
-            session.seen()
-        return found
+        return told_by(session, self.cases, self.ties)
 
     def _settled(
         self,

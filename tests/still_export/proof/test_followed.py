@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from still_export.errors import PackageError
 from still_export.mixers.cache import state_table
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.package.folder import Package
-from still_export.proof.layerwise import Chain, LayerwiseModel
+from still_export.proof.cases import CaseSource
+from still_export.proof.chains import Chain, empty_feed
+from still_export.proof.layerwise import LayerwiseModel
+from still_export.proof.prompts import Prompts
+from still_export.proof.recorded import RecordedCases, record_cases
+from still_export.proof.selections import Selections, write_selections
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import TorchCases
@@ -22,6 +30,8 @@ from still_kernels.registry import ties_of
 from still_kernels.ties import Choices
 from tests.still_export.proof.test_layerwise import MANIFEST, source_of, tokens
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
+
+LENGTHS, STEPS = (1, 5 * CHUNK), 2 * CHUNK
 
 
 def test_what_is_told_is_selected() -> None:
@@ -57,66 +67,120 @@ def test_what_is_told_is_selected() -> None:
         np.testing.assert_array_equal(again[name], x, err_msg=name)
 
 
-def verified(choose: Any) -> tuple[Report, int]:
-    """What verify says of PyTorch's own runner, whose first layer selects otherwise, and how often PyTorch answered."""
-    model = still_model("llama", torch.float32)
-    table = state_table(model.config, torch.float32)
-    still = model.config.still
-    manifest: dict[str, Any] = {
-        "target": "onnx",
-        "model": {
-            "all_logits": False,
-            "vocab_size": VOCAB,
-            "layer_types": [],
-            "dtype": "float32",
-            "kv_heads": model.config.num_key_value_heads,
-        },
-        "still": {
-            "chunk_size": CHUNK,
-            "salient_per_chunk": still.salient_per_chunk,
-            "select_scope": still.select_scope,
-        },
-        "ops": {"HybridAttention": 1},
-        "states": [s.to_dict() for s in table],
-        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
-    }
-    reference = LayerwiseModel(manifest, source_of(model), dtype=torch.float64)
-    own = LayerwiseModel(manifest, source_of(model), ties_of(manifest).alike)
-    cases = TorchCases(manifest, reference, own, (1, 5 * CHUNK), 2 * CHUNK)
-    asked, draw = 0, cases.draw
+class Asked:
+    """PyTorch beside its own runner, whose first layer selects what `choose` says."""
 
-    def counted(*args: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return draw(*args)
+    def __init__(self, choose: Any) -> None:
+        model, planted = (still_model("llama", torch.float32) for _ in range(2))
+        self.table = state_table(model.config, torch.float32)
+        still = model.config.still
+        self.manifest: dict[str, Any] = {
+            "target": "onnx",
+            "model": {
+                "all_logits": False,
+                "vocab_size": VOCAB,
+                "layer_types": [],
+                "dtype": "float32",
+                "kv_heads": model.config.num_key_value_heads,
+            },
+            "still": {
+                "chunk_size": CHUNK,
+                "salient_per_chunk": still.salient_per_chunk,
+                "select_scope": still.select_scope,
+            },
+            "ops": {"HybridAttention": 1},
+            "states": [s.to_dict() for s in self.table],
+            "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
+            "portable": "of these weights",
+            "files": {},
+        }
+        self.package = Package(Path("package"), self.manifest)
+        next(m for m in planted.modules() if isinstance(m, HybridOpModule)).watch = choose
+        self.session = Session(TorchModel(self.manifest, planted))
+        reference = LayerwiseModel(self.manifest, source_of(model), dtype=torch.float64)
+        own = LayerwiseModel(self.manifest, source_of(model), ties_of(self.manifest).alike)
+        self.cases = TorchCases(self.manifest, reference, own, LENGTHS, STEPS)
 
-    cases.draw = counted  # type: ignore[method-assign]
-    planted = still_model("llama", torch.float32)
-    next(m for m in planted.modules() if isinstance(m, HybridOpModule)).watch = choose
-    verifier = Verifier(Package(Path(), manifest), cases, Target(Package(Path(), manifest)), replays=0)
-    session, total = Session(TorchModel(manifest, planted)), Choices()
-    told = verifier._begun(session)
-    settled = verifier._settled(session, cases.draw(range(cases.count), told), total, lambda name: None, told)
-    judged = [Judged.of(case, pairs) for _, case, pairs, _ in sorted(settled, key=lambda each: each[0])]
-    bounds = Bounds([each.case for each in judged], dtype="float32")
-    return verifier._judge(judged, bounds, total, [], ""), asked
+    def select(self, path: Path, seed: int = 0) -> Path:
+        """What the runner selects, in a file."""
+        prompts = Prompts(self.manifest, partial(empty_feed, self.table), LENGTHS, STEPS, seed)
+        write_selections(self.session, prompts, self.package, path, lambda name: None)
+        return path
+
+    def judged(self, cases: CaseSource) -> Report:
+        """What verify says of the runner."""
+        verifier, total = Verifier(self.package, cases, Target(self.package), replays=0), Choices()
+        told = verifier._begun(self.session)
+        settled = verifier._settled(self.session, cases.draw(range(cases.count), told), total, lambda name: None, told)
+        judged = [Judged.of(case, pairs) for _, case, pairs, _ in sorted(settled, key=lambda each: each[0])]
+        bounds = Bounds([each.case for each in judged], dtype="float32")
+        return verifier._judge(judged, bounds, total, [], "")
+
+
+def other(number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
+    """Another token of chunk 1 than scores say."""
+    turned = selected.clone()
+    free = torch.ones(*selected.shape[:3], keys.shape[3], dtype=torch.bool).scatter_(3, selected, False)
+    turned[..., 0] = free.int().argmax(-1)
+    return torch.where((number == 1)[:, None, :, None], turned.sort(-1).values, selected)
 
 
 def test_a_runtime_that_selects_as_pytorch_is_asked_once() -> None:
-    report, asked = verified(None)
-    assert report.passed and asked == 1 and not report.selections.near_ties
+    asked = Asked(None)
+    times, draw = 0, asked.cases.draw
+
+    def counted(*args: Any) -> Any:
+        nonlocal times
+        times += 1
+        return draw(*args)
+
+    asked.cases.draw = counted  # type: ignore[method-assign]
+    report = asked.judged(asked.cases)
+    assert report.passed and times == 1 and not report.selections.near_ties
 
 
 def test_a_wrong_selection_is_found_and_what_follows_from_it_is_not() -> None:
-    """Another token of chunk 1 than scores say: PyTorch selects it, too, and finds every state of the prompt right; its scores say that it
-    is wrong."""
-
-    def other(number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
-        turned = selected.clone()
-        free = torch.ones(*selected.shape[:3], keys.shape[3], dtype=torch.bool).scatter_(3, selected, False)
-        turned[..., 0] = free.int().argmax(-1)
-        return torch.where((number == 1)[:, None, :, None], turned.sort(-1).values, selected)
-
-    report, _ = verified(other)
+    """PyTorch selects it, too, and finds every state of the prompt right; its scores say that it is wrong."""
+    asked = Asked(other)
+    report = asked.judged(asked.cases)
     assert not report.passed and report.selections.wrong and not report.selections.near_ties
-    assert not [r for r in report.outputs if not r.passed and r.case.startswith("prefill")]
+    assert not [r for r in report.mismatches if r.case.startswith("prefill")]
+
+
+def test_answers_in_a_file_follow_a_runtime_as_pytorch_beside_it_does(tmp_path: Path) -> None:
+    """Without its selections in the file what follows from them is a mismatch."""
+    asked = Asked(other)
+    live = asked.judged(asked.cases)
+    chosen = Selections.read(asked.select(tmp_path / "chosen.npz"), asked.package)
+    asked = Asked(other)
+    chosen.begin(asked.cases)
+    record_cases(asked.cases, asked.package, tmp_path / "calls.npz", told=chosen.told)
+    read = RecordedCases(tmp_path / "calls.npz", asked.package)
+    report = asked.judged(read)
+    assert read.followed and report.selections == live.selections
+    assert report.mismatches == live.mismatches and len(report.outputs) == len(live.outputs)
+    alone = Asked(other)
+    record_cases(alone.cases, alone.package, tmp_path / "alone.npz")
+    read = RecordedCases(tmp_path / "alone.npz", alone.package)
+    assert not read.followed
+    assert [r for r in alone.judged(read).mismatches if r.case.startswith("prefill")]
+
+
+def test_selections_of_something_else_are_refused(tmp_path: Path) -> None:
+    asked = Asked(None)
+    path = asked.select(tmp_path / "chosen.npz", seed=1)
+    chosen = Selections.read(path, asked.package)
+    with pytest.raises(PackageError, match="other prompts"):
+        chosen.begin(asked.cases)
+    with pytest.raises(PackageError, match="other weights"):
+        Selections.read(path, Package(Path("package"), {"portable": "of others", "files": {}}))
+    with pytest.raises(PackageError, match="holds no recorded calls"):
+        RecordedCases(path, asked.package)
+    with np.load(path) as held:
+        arrays = dict(held)
+    (name, keys), *_ = [(name, x) for name, x in arrays.items() if name != "selections" and x.any()]
+    np.savez(path, **{**arrays, name: keys + 1})
+    with pytest.raises(PackageError, match="was changed after"):
+        Selections.read(path, asked.package)
+    with pytest.raises(PackageError, match="holds no selections"):
+        Selections.read(tmp_path / "none.npz", asked.package)

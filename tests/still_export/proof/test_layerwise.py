@@ -13,7 +13,8 @@ from still_export.models.build import family_of
 from still_export.models.load import Source, open_source
 from still_export.models.weights import Deferred
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.layerwise import MARGINS, Call, Chain, LayerwiseModel, nothing
+from still_export.proof.chains import Call, Chain, nothing
+from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.runtime.torch import TorchModel
 from still_kernels.forms import has_kernels
 from still_kernels.ties import CHOSEN

@@ -11,10 +11,12 @@ import torch
 
 from still_export.mixers.cache import state_table
 from still_export.proof.cases import row_errors
-from still_export.proof.layerwise import Chain, LayerwiseModel, Passage
+from still_export.proof.chains import Chain
+from still_export.proof.layerwise import LayerwiseModel, Passage
+from still_export.proof.prompts import LENGTHS, ROUNDED, affordable
 from still_export.proof.sessions import Session
 from still_export.proof.tolerance import Bounds
-from still_export.proof.torch_cases import LENGTHS, ROUNDED, TorchCases, affordable
+from still_export.proof.torch_cases import TorchCases
 from still_export.runtime.torch import TorchModel
 from still_kernels.ties import Ties
 from tests.still_export.proof.test_layerwise import source_of

@@ -1,0 +1,150 @@
+"""Arrays in a zip file, each kept once and named by what it holds, and a head that says what they are of a package; without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.errors import PackageError
+from still_export.package.calls import Arrays
+from still_export.package.files import DATA, MODEL
+from still_export.package.folder import Package
+
+UNREADABLE = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)
+
+
+class ArrayWriter:
+    """Arrays that are written to a file as they come, each once. Numbers do not compress; zeros, of which states of short prompts consist,
+    do."""
+
+    def __init__(self, file: zipfile.ZipFile) -> None:
+        self._file, self.size_bytes = file, 0
+        self._written: set[str] = set()
+        self.seen: dict[int, tuple[np.ndarray, str]] = {}
+        """Names of arrays in memory."""
+
+    def keep(self, array: np.ndarray) -> str:
+        """Write an array; its name."""
+        if id(array) in self.seen:
+            return self.seen[id(array)][1]
+        content = np.ascontiguousarray(array)
+        key = _name(content)
+        self.seen[id(array)] = array, key
+        if key not in self._written:
+            self._written.add(key)
+            _write(self._file, key, content, zipfile.ZIP_STORED if content.any() else zipfile.ZIP_DEFLATED)
+            self.size_bytes += content.nbytes if content.any() else 0
+        return key
+
+    def keep_all(self, call: Arrays) -> dict[str, str]:
+        """Names of the arrays of a call."""
+        return {name: self.keep(array) for name, array in call.items()}
+
+    def finish(self, kind: str, version: int, package: Package, content: dict[str, Any]) -> None:
+        """Write the head, a member named `kind`: `content`, of the weights of `package`."""
+        head = {"format": version, "weights": _weights(package), **content}
+        text = json.dumps({**head, "digest": _digest(head)})
+        _write(self._file, kind, np.frombuffer(text.encode(), np.uint8), zipfile.ZIP_DEFLATED)
+
+
+@contextlib.contextmanager
+def written_arrays(path: Path) -> Iterator[ArrayWriter]:
+    """The writer of a file that is there whole or not at all.
+
+    Raises:
+        PackageError: It cannot be written.
+    """
+    staging = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(staging, "w") as file:
+            yield ArrayWriter(file)
+        os.replace(staging, path)
+    except OSError as error:
+        raise PackageError(f"cannot write {path}: {error.strerror}.") from error
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+class ArrayFile:
+    """A file that ArrayWriter wrote, and its head.
+
+    Args:
+        kind: Name of its head.
+        version: The format that is read.
+        package: Whose weights it is of.
+        holds: What it holds, for messages.
+        flag: What it is made with.
+
+    Raises:
+        PackageError: It is not readable, of another kind, format or package, or was changed; of arrays that is seen when they are read.
+    """
+
+    def __init__(self, path: Path, kind: str, version: int, package: Package, holds: str, flag: str) -> None:
+        self._path = path
+        try:
+            self._arrays = np.load(path)
+            head = json.loads(self._arrays[kind].tobytes())
+        except UNREADABLE as error:
+            raise PackageError(f"{path} holds no {holds} ({error}). Make it with {flag}.") from error
+        if head.get("format") != version:
+            raise PackageError(
+                f"{path} holds {holds} of format {head.get('format')}, this version reads format {version}. Record it again."
+            )
+        if head.get("weights") != _weights(package):
+            raise PackageError(f"{path} was recorded for other weights than those of {package.path}. Record it again.")
+        if head.pop("digest", None) != _digest(head):
+            raise PackageError(f"{path} was changed after it was recorded. Record it again.")
+        self.head: dict[str, Any] = head
+
+    def array(self, key: str) -> np.ndarray:
+        """The array of this name, which is what it holds.
+
+        Raises:
+            PackageError: It is another, or is gone.
+        """
+        try:
+            found: np.ndarray = self._arrays[key]
+        except UNREADABLE:
+            found = np.zeros(0)
+        if _name(np.ascontiguousarray(found)) != key:
+            raise PackageError(
+                f"{self._path} was changed after it was recorded: {key} holds something else. Record it again."
+            )
+        return found
+
+
+def _write(file: zipfile.ZipFile, name: str, array: np.ndarray, compression: int) -> None:
+    """An array as NumPy's own archives have it."""
+    member = zipfile.ZipInfo(f"{name}.npy")
+    member.compress_type = compression
+    with file.open(member, "w", force_zip64=True) as out:
+        np.lib.format.write_array(out, array, allow_pickle=False)
+
+
+def _name(content: np.ndarray) -> str:
+    """Of an array in the file: what it holds."""
+    found = hashlib.sha256(f"{content.dtype}{content.shape}".encode())
+    if content.size:
+        found.update(content.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()[:24]
+
+
+def _digest(head: dict[str, Any]) -> str:
+    """Of all that the head says: means and places are in no array."""
+    return hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()
+
+
+def _weights(package: Package) -> str:
+    """What tells the package's weights from others, whatever target they were lowered for."""
+    files = package.manifest["files"]
+    return str(package.manifest.get("portable") or files.get(DATA, files[MODEL])["sha256"])
