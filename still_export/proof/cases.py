@@ -68,6 +68,7 @@ class Case:
         own_top1: That run's best tokens that are the reference's too, and all.
         untold: By layer, tokens [B, N] with a choice that nearly ties and that the target did not tell: their logits, and what later layers
             keep of each, are not held.
+        carried: Calls go on from the target's own states, as when it said what it selects: from PyTorch's it may select otherwise.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Case:
     own_top1: tuple[int, int] = (0, 0)
     went: dict[int, np.ndarray] = field(default_factory=dict)
     untold: Mapping[int, np.ndarray] = field(default_factory=dict)
+    carried: bool = False
 
     @cached_property
     def largest(self) -> dict[str, float]:
@@ -109,8 +111,8 @@ class Case:
         itself.
         """
         if not self.steps:
-            calls = zip(self.feeds, self.expected, strict=True)
-            return [fixed_pair(feed, expected, run.infer(feed)) for feed, expected in calls], []
+            outputs = run.carry(self.feeds) if self.carried else map(run.infer, self.feeds)
+            return [fixed_pair(*call) for call in zip(self.feeds, self.expected, outputs, strict=True)], []
         pairs, turned = [fixed_pair(self.feeds[0], self.expected[0], run.infer(self.feeds[0]))], []
         if not ties.alike(*pairs[0]):
             run.load(next_feed(self.expected[0], self.steps[0]))
@@ -179,6 +181,9 @@ class Steps(Protocol):
 
     def infer(self, feed: Arrays) -> Arrays:
         """Outputs of one call whose state is given."""
+
+    def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
+        """Outputs of calls of which the first has states and the others go on from its."""
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
         """Outputs after `tokens` [B, 1], fed one by one, with the logits of all of them."""

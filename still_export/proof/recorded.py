@@ -114,4 +114,5 @@ class RecordedCases:
             [read_all(keys) for keys in entry["own"]],
             entry["own_mean"],
             tuple(entry["own_top1"]),
+            carried=self.followed,
         )

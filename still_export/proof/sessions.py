@@ -60,14 +60,17 @@ class Session:
     def infer(self, feed: Arrays) -> Arrays:
         """Outputs of one call whose state is given."""
         self.load(feed)
-        ids, new, given = feed["input_ids"], feed["new_tokens"], given_of(feed)
-        seen: Any = self.model
-        return self._outputs(seen.feed_seen(ids, given, new) if given else self.model.feed(ids, new))
+        return self._fed(feed)
 
     def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
         """Outputs of calls of which the first has states and the others go on from its."""
-        found = [self.infer(feed) for feed in calls[:1]]
-        return found + [self._outputs(self.model.feed(feed["input_ids"], feed["new_tokens"])) for feed in calls[1:]]
+        return [self._fed(feed) if number else self.infer(feed) for number, feed in enumerate(calls)]
+
+    def _fed(self, feed: Arrays) -> Arrays:
+        """Outputs of one call from the state that is there."""
+        ids, new, given = feed["input_ids"], feed["new_tokens"], given_of(feed)
+        seen: Any = self.model
+        return self._outputs(seen.feed_seen(ids, given, new) if given else self.model.feed(ids, new))
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
         """Outputs after `tokens` [B, 1], fed one by one, with the logits [B, steps, V] of all of them; the state stays where it is."""

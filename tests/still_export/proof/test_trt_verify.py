@@ -179,6 +179,7 @@ def test_answers_travel_to_a_machine_without_pytorch(
     assert call("verify", built, "--calls", calls, "--decode-steps", 20, "--json", "--quiet") == 0
     found = report(built / "verify")
     assert found["passed"] and len(found["checks"]) == 2 and found["selections"]["compared"] > 0
+    assert call("verify", built, "--selections", tmp_path / "chosen.npz", *SIZES, "--quiet") == 0
 
     def refused(*arguments: object, words: str) -> None:
         capsys.readouterr()
@@ -191,7 +192,7 @@ def test_answers_travel_to_a_machine_without_pytorch(
         arrays = dict(held)
     head = json.loads(arrays["head"].tobytes())
     for change, words in (
-        ({"format": 2}, "holds answers of format 2"),
+        ({"format": 2}, "holds recorded calls of format 2"),
         ({"weights": "0"}, "was recorded for other weights"),
         ({"cases": head["cases"][:1]}, "was changed after it was recorded"),
     ):
@@ -207,6 +208,21 @@ def test_answers_travel_to_a_machine_without_pytorch(
     manifest["files"]["model.onnx.data"]["sha256"] = "0" * 64
     (built / "manifest.json").write_text(json.dumps(manifest))
     refused("--calls", calls, words="is not the file that was exported")
+
+
+@pytest.mark.slow
+def test_answers_follow_an_engine_of_another_machine(
+    built: Path, package_of: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyTorch answers the package without its engine, in the prompts that this was asked."""
+    chosen, calls = tmp_path / "chosen.npz", tmp_path / "calls.npz"
+    assert call("verify", package_of("float16"), "--selections", chosen, "--quiet") == 2
+    assert "has no engine yet" in capsys.readouterr().err
+    assert call("verify", built, "--selections", chosen, *SIZES, "--quiet") == 0
+    assert call("verify", package_of("float16"), "--record", calls, "--follow", chosen, "--quiet") == 0
+    assert call("verify", built, "--calls", calls, "--decode-steps", 20, "--quiet") == 0
+    assert call("verify", package_of("float16", 1), "--record", calls, "--follow", chosen, "--quiet") == 2
+    assert "in other prompts than those of this package" in capsys.readouterr().err.replace("\n", " ")
 
 
 def broken(built: Path, answers: Path) -> dict[str, Any]:
