@@ -26,6 +26,12 @@ CHOSEN = "chosen"
 SURE = 1e-6
 """Chance below which more turned choices than expected are no chance."""
 
+FAR = 12.0
+"""Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token."""
+
+Turned = dict[int, np.ndarray]
+"""By layer, in an array of the op's own: 1 where PyTorch's own run chose otherwise than the reference, 0 where not, -1: not known."""
+
 Look = tuple[np.ndarray, Arrays]
 """Lengths [B] before some tokens, and the outputs of the call that brought the last of them."""
 
@@ -74,12 +80,17 @@ class OpTies(Protocol):
     watched: str
     """The op whose first output says what was chosen, which a proof asks for; "": states show it."""
 
-    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
+    def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
         """Compare what two runtimes chose, and what PyTorch followed with what it would have chosen; where the lead is a tie, either is
-        right."""
+        right. `own` are errors of PyTorch's own run, of each pair by output as of `row_errors`: of a token that errs far there, the
+        target's may, too, and is no other one."""
 
-    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
-        """The pairs with PyTorch's choice wherever the target made another one on a near tie."""
+    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
+        """The pairs with PyTorch's choice wherever the target made another one on a near tie; `turned` tells where that is, else states
+        do, with `own` as of `compare`."""
+
+    def turned(self, scores: Scores, own: Scores) -> Turned:
+        """Where PyTorch's own run chose otherwise than the reference, as both tell; nothing where settling asks for nothing."""
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
         """Whether two runtimes chose the same, up to the end of one call."""
@@ -118,18 +129,22 @@ class Ties:
     def __init__(self, each: Iterable[OpTies] = ()) -> None:
         self.each = tuple(each)
 
-    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
+    def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
         """As of OpTies."""
         total = Choices()
         for op in self.each:
-            total.add(op.compare(pairs, leads))
+            total.add(op.compare(pairs, leads, own))
         return total
 
-    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
+    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
         """As of OpTies."""
         for op in self.each:
-            pairs = op.settle(pairs, leads)
+            pairs = op.settle(pairs, leads, own, turned)
         return pairs
+
+    def turned(self, scores: Scores, own: Scores) -> Turned:
+        """As of OpTies."""
+        return {k: v for op in self.each for k, v in op.turned(_part(op, scores), own).items()}
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
         """As of OpTies."""

@@ -19,7 +19,7 @@ from still_export.proof.prompts import LENGTHS, Draft, Prompts
 from still_export.proof.shelf import Shelf
 from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
-from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
+from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties, Turned
 
 LENGTH = "present_length"
 
@@ -103,16 +103,18 @@ class TorchCases:
         """Tell the case the errors of PyTorch's own run on its calls, in a layer or in the logits, and on a draft's `further`, the last of
         both; it carries its state as the target does. Where its choices differ by a tie, it counts with the reference's."""
         asked, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
+        turned: Turned = {}
         if scores:
             counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
-            looks = [look for answer in asked for look in answer.looks]
-            case.leads |= self.ties.leads(scores, self.ties.scores(looks), counts)
+            beside = self.ties.scores([look for answer in asked for look in answer.looks])
+            case.leads |= self.ties.leads(scores, beside, counts)
+            turned = self.ties.turned(scores, beside)
         outputs = asked[0].outputs if case.steps else [answer.outputs[0] for answer in asked]
         pairs = _pairs(case, outputs, layer)
         if layer is None:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
-        pairs = self.ties.settle(pairs, case.leads)
+        pairs = self.ties.settle(pairs, case.leads, turned=turned)
         case.own = case.own or [{} for _ in range(len(pairs) + len(further))]
         for name in pairs[0][0]:
             rows, sums = zip(*(errors_of(a[name], b[name]) for a, b in pairs), strict=True)

@@ -308,8 +308,8 @@ class Verifier:
                     follow[number] = told[number] = other
                     again.append(number)
                     continue
-                found, settled = self._compared(case, pairs + turned), self.ties.settle(pairs, case.leads)
-                shown = self.ties.shown.compare(pairs + turned, case.leads)
+                found, settled = self._compared(case, pairs, turned), self.ties.settle(pairs, case.leads, case.own)
+                shown = self.ties.shown.compare(pairs + turned, case.leads, case.own[: len(pairs)])
                 tied = more and not (self.cases.follows and other is None)
                 tied = tied and self._tied(case, settled, turned, pairs, shown)
                 if tied:
@@ -325,9 +325,9 @@ class Verifier:
                 break
             left, drawn = again, self.cases.draw(again, follow)
 
-    def _compared(self, case: Case, pairs: Pairs) -> Choices:
+    def _compared(self, case: Case, pairs: Pairs, turned: Pairs) -> Choices:
         """The choices of a case, and how many of them rounding turns."""
-        found = self.ties.compare(pairs, case.leads)
+        found = self.ties.compare(pairs + turned, case.leads, case.own[: len(pairs)])
         found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
         return found
 
@@ -341,8 +341,8 @@ class Verifier:
             ]
             for part in case.pairs(session, self.ties)
         )
-        total.add(self._compared(case, pairs + turned))
-        return Judged.of(case, self.ties.settle(pairs, case.leads), self.by_token, self.summed)
+        total.add(self._compared(case, pairs, turned))
+        return Judged.of(case, self.ties.settle(pairs, case.leads, case.own), self.by_token, self.summed)
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
         """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
@@ -357,10 +357,10 @@ class Verifier:
 
     def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:
         """Whether a tie within a call of the case asks for another prompt; `found` is what differs in `pairs` and in `turned`."""
-        within = self.ties.shown.compare(pairs, case.leads)
+        within = self.ties.shown.compare(pairs, case.leads, case.own)
         if not within.near_ties or found.wrong > within.wrong:
             return False
-        call = self.ties.shown.compare(pairs[:1], case.leads) if case.steps else within
+        call = self.ties.shown.compare(pairs[:1], case.leads, case.own) if case.steps else within
         if within.wrong > (call.wrong if call.near_ties else 0):
             return False
         bounds = Bounds([case], self.target.coarse, self.dtype)

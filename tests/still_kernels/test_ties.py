@@ -50,6 +50,44 @@ def test_ties_are_settled_and_nothing_else_is() -> None:
         np.testing.assert_array_equal(value, actual[name])
 
 
+def test_a_token_that_pytorch_errs_at_is_no_other_one() -> None:
+    """Where PyTorch's own run is 0.1 off in a slot's key, a target that is 1 off holds the same token; where it is not, another."""
+    expected = caches(0)
+    actual = {name: value.copy() for name, value in expected.items()}
+    key = "present_salient_key.1"
+    actual[key][0, 2, 2] += 1
+    actual[key][1, 0, 7] += 1
+    own = np.zeros((2, BATCH, HEADS, CHUNKS * SALIENT))
+    own[0, 0, 2, 2] = 0.1
+    given = ([(expected, actual)], {1: np.full((BATCH, HEADS, CHUNKS), 2.0)})
+    assert TIES.compare(*given).wrong == 2
+    assert TIES.compare(*given, [{key: own}]).wrong == 1
+    tied = ([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS))})
+    ((_, settled),) = TIES.settle(*tied, [{key: own}])
+    np.testing.assert_array_equal(settled[key][0, 2, 2], actual[key][0, 2, 2])
+    np.testing.assert_array_equal(settled[key][1, 0, 7], expected[key][1, 0, 7])
+
+
+def test_what_pytorch_tells_of_its_own_run_is_settled_and_nothing_else_is() -> None:
+    """Its second chunk of head 2 holds another token, its fourth of head 0 the same one, far off."""
+    chosen = np.zeros((BATCH, HEADS, CHUNKS, 8))
+    chosen[..., :SALIENT] = 1
+    own = chosen.copy()
+    own[0, 2, 1] = np.roll(own[0, 2, 1], 1)
+    own[1, 1, 0] = 0  # not told
+    turned = TIES.turned({1: told(chosen, chosen)}, {1: told(chosen, own)})
+    assert np.argwhere(turned[1] == 1).tolist() == [[0, 2, 1]] and np.argwhere(turned[1] < 0).tolist() == [[1, 1, 0]]
+    expected, other = caches(0), caches(1)
+    key = "present_salient_key.1"
+    actual = {**expected, key: expected[key].copy()}
+    for slot in ((0, 2, 2), (1, 0, 7), (1, 1, 0)):
+        actual[key][slot] = other[key][slot]
+    ((_, settled),) = TIES.settle([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS))}, turned=turned)
+    np.testing.assert_array_equal(settled[key][0, 2], expected[key][0, 2])
+    np.testing.assert_array_equal(settled[key][1, 1], expected[key][1, 1])
+    np.testing.assert_array_equal(settled[key][1, 0], actual[key][1, 0])
+
+
 def test_linear_states_are_settled_as_far_as_the_exchange_explains() -> None:
     """Two query heads a selection; head 2's second chunk holds another token: the states differ by both tokens, and by a fault."""
     random = np.random.default_rng(0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 
-from still_kernels.ties import CHOSEN, TIE, Arrays, Choices, Leads, Pairs, Scores, followed
+from still_kernels.ties import CHOSEN, FAR, TIE, Arrays, Choices, Leads, Pairs, Scores, Turned, followed
 
 KEY = "present_salient_key."
 VALUE = "present_salient_value."
@@ -34,26 +35,31 @@ class SelectionTies:
         self.chunk, self.salient, self.scope, self.kv_heads = chunk_size, salient_per_chunk, select_scope, kv_heads
         self.layers = tuple(str(layer) for layer in layers)
 
-    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
+    def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
         """Compare the salient caches of two runtimes, chunk by chunk of each head."""
         found = followed(lead for layer, lead in leads.items() if layer >= 0)
-        for expected, actual in pairs:
+        for (expected, actual), errors in self._beside(pairs, own):
             for layer in self._layers(expected):
-                differs, lead = self._differing(expected, actual, layer, leads)
+                differs, lead = self._differing(expected, actual, layer, leads, errors)
                 found.compared += int(self._chunks(np.asarray(np.abs(expected[KEY + layer]).any(-1))).sum())
                 found.near_ties += int((differs & (lead <= 1)).sum())
                 found.wrong += int((differs & (lead > 1)).sum())
                 found.widest = max(found.widest, float(lead.max(where=differs & np.isfinite(lead), initial=0)))
         return found
 
-    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
+    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
         """PyTorch's tokens in every chunk of which the target took others on a near tie: both are right there. Linear states have what both
         sides sum; what else they differ by stays."""
         settled = []
-        for expected, actual in pairs:
+        for (expected, actual), errors in self._beside(pairs, own):
             outputs = dict(actual)
             for layer in self._layers(expected):
-                differs, lead = self._differing(expected, actual, layer, leads)
+                differs, lead = self._differing(expected, actual, layer, leads, errors)
+                known = None if turned is None else turned.get(int(layer))
+                if known is not None:
+                    count = min(differs.shape[2], known.shape[2])
+                    part = known[..., :count]
+                    differs[..., :count] = np.where(part < 0, differs[..., :count], part > 0)
                 outputs |= self._both_sum(expected, actual, layer, differs & (lead <= 1))
                 tied = (differs & (lead <= 1)).repeat(self.salient, axis=2)
                 for name in (n for n in expected if n.startswith("present_salient_") and n.endswith(f".{layer}")):
@@ -136,6 +142,15 @@ class SelectionTies:
             found[layer] = np.where(self._promoted(counts, lead.shape[2]), lead, np.inf)
         return found
 
+    def turned(self, scores: Scores, own: Scores) -> Turned:
+        """[B, HS, chunks]."""
+        found = {}
+        for layer, x in scores.items():
+            ours, theirs = (side[..., 1, :] > 0 for side in (x, own[layer]))
+            known = (ours.sum(-1) == self.salient) & (theirs.sum(-1) == self.salient)
+            found[layer] = np.where(known, (ours != theirs).any(-1), -1)
+        return found
+
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """Over the chunks that have been promoted."""
         found = []
@@ -188,13 +203,20 @@ class SelectionTies:
             found += [values[0][~same.any(1)], values[1][~same.any(0)]]
         return np.concatenate(found)
 
+    @staticmethod
+    def _beside(pairs: Pairs, own: Sequence[Arrays]) -> Iterator[tuple[tuple[Arrays, Arrays], Arrays]]:
+        """Each pair and the errors of PyTorch's own run there, none behind the last that are known."""
+        return zip(pairs, chain(own, repeat({})), strict=False)
+
     def _layers(self, outputs: Arrays) -> list[str]:
         """Numbers of the layers that choose, of those in `outputs`."""
         return [layer for layer in self.layers if KEY + layer in outputs]
 
-    def _differing(self, expected: Arrays, actual: Arrays, layer: str, leads: Leads) -> tuple[np.ndarray, np.ndarray]:
+    def _differing(
+        self, expected: Arrays, actual: Arrays, layer: str, leads: Leads, own: Arrays
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Chunks [B, HS, chunks] of which other tokens are held, and the leads of those choices; up to 1 it is a tie."""
-        differs = self._chunks(_differs(expected, actual, layer))
+        differs = self._chunks(_differs(expected, actual, layer, own))
         lead = np.full(differs.shape, np.inf)
         known = leads.get(int(layer))
         if known is not None:
@@ -216,10 +238,13 @@ class SelectionTies:
         return np.asarray(grouped.max(2) if self.scope == "kv_group_max" else grouped.mean(2))
 
 
-def _differs(expected: Arrays, actual: Arrays, layer: str) -> np.ndarray:
-    """Slots [B, HS, N] that hold other tokens."""
+def _differs(expected: Arrays, actual: Arrays, layer: str, own: Arrays | None = None) -> np.ndarray:
+    """Slots [B, HS, N] that hold other tokens; `own` are errors of PyTorch's own run."""
     a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
-    return ~(np.abs(a - b).max(-1, initial=0) <= ALIKE * np.abs(a).max(-1, initial=0) + 1e-6)
+    least = ALIKE * np.abs(a).max(-1, initial=0)
+    if own and KEY + layer in own:
+        least = np.maximum(least, FAR * np.nan_to_num(own[KEY + layer][0], posinf=0))
+    return ~(np.abs(a - b).max(-1, initial=0) <= least + 1e-6)
 
 
 def _by_chunk(tokens: np.ndarray, chunk: int) -> np.ndarray:

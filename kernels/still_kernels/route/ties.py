@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from still_graphs.ops.route import ROUTE
-from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, followed
+from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, Turned, followed
 
 MARGINS = "margins"
 """What PyTorch's run tells of each token: `naive.margins`, and behind them 1 where it went."""
@@ -25,7 +25,7 @@ class RoutingTies:
     """Choices of a token in one layer."""
     span = 1 << 30
 
-    def compare(self, pairs: Pairs, leads: Leads) -> Choices:
+    def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
         """Of all tokens, whatever the pairs."""
         found = Choices()
         for lead in (lead for key, lead in leads.items() if key < 0):
@@ -33,9 +33,13 @@ class RoutingTies:
             found.add(followed([lead]))
         return found
 
-    def settle(self, pairs: Pairs, leads: Leads) -> Pairs:
+    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
         """The pairs: PyTorch went where the target did."""
         return pairs
+
+    def turned(self, scores: Scores, own: Scores) -> Turned:
+        """Nothing."""
+        return {}
 
     def alike(self, expected: Arrays, actual: Arrays) -> bool:
         """True, as far as states show."""

@@ -31,11 +31,11 @@ class Chooser:
     score = "score"
     watched = ""
 
-    def compare(self, pairs: Any, leads: Any) -> Choices:
+    def compare(self, pairs: Any, leads: Any, own: Any = ()) -> Choices:
         kinds = [actual["kind"][0] for _, actual in pairs]
         return Choices(len(kinds), sum(kind in (1, 3) for kind in kinds), sum(kind in (2, 3) for kind in kinds))
 
-    def settle(self, pairs: Any, leads: Any) -> Any:
+    def settle(self, pairs: Any, leads: Any, own: Any = (), turned: Any = None) -> Any:
         return pairs
 
 
