@@ -75,6 +75,7 @@ def test_a_package_that_computes_something_else_fails(export_tiny: Exporter, tmp
     assert code("prove", folder, "--lengths", "20", "-q", "-o", tmp_path / "proofs") == 1
     (record,) = read_records(tmp_path / "proofs")
     assert record.verdict == "failed" and record.figures["worst_of_its_bound"] > 1
+    assert ", error of row [" in record.figures["failure"] and "bound" in record.figures["failure"]
 
 
 def test_the_ledger_shows_the_newest_and_what_went_stale(monkeypatch: pytest.MonkeyPatch) -> None:
