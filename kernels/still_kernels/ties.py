@@ -27,7 +27,8 @@ SURE = 1e-6
 """Chance below which more turned choices than expected are no chance."""
 
 FAR = 12.0
-"""Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token."""
+"""Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token: as any row of a half
+precision state may (`still_export.proof.tolerance`)."""
 
 Turned = dict[int, np.ndarray]
 """By layer, in an array of the op's own: 1 where PyTorch's own run chose otherwise than the reference, 0 where not, -1: not known."""

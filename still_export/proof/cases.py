@@ -190,7 +190,7 @@ class Steps(Protocol):
 
 
 class CaseSource(Protocol):
-    """Where cases come from: PyTorch beside the target, or a file that PyTorch filled on another machine, which follows nobody."""
+    """Where cases come from: PyTorch beside the target, or a file that PyTorch filled on another machine, which cannot answer anew."""
 
     count: int
     follows: bool

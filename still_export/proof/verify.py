@@ -279,8 +279,8 @@ class Verifier:
         target did, `told` before it answered or on the same prompt once more: each choice is judged by what PyTorch would have chosen
         there, and all numbers are compared. Steps go on from PyTorch's state where it chose otherwise (`Case.pairs`).
 
-        Answers from a file follow nobody, and experts only where the runtime tells them: else the logits of tokens whose experts nearly tie
-        are not held, nor what later layers keep of them. There another prompt is drawn if what differs
+        Answers from a file follow what a runtime had said before, or nobody, and experts only where the runtime tells them: else the logits
+        of tokens whose experts nearly tie are not held, nor what later layers keep of them. There another prompt is drawn if what differs
         within a call, the prompt's of steps among them, exceeds the bounds of the case itself, or other selections differ by more than a
         tie: those of later layers and chunks read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs
         by more than a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of
