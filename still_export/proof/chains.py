@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class Chain:
 
     start: Arrays
     calls: Sequence[Call]
-    follow: Mapping[int, np.ndarray] = field(default_factory=dict)
+    follow: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:

@@ -402,9 +402,23 @@ def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tenso
         known = known & (told.isfinite().all(-1) & told.any(-1)).all(-1, keepdim=True)
         apart = torch.cdist(told.nan_to_num(), keys)
         own = torch.zeros_like(apart).scatter_(4, selected[:, :, :, None].expand(*apart.shape[:4], -1), 1.0)
-        told = (apart * (1 - NEARER * own)).argmin(-1).sort(-1).values
+        told = _in_order(apart * (1 - NEARER * own))
     known = known & (told >= 0).all(-1, keepdim=True) & (told.diff(dim=-1) > 0).all(-1, keepdim=True)
     return torch.where(known, told, selected)
+
+
+def _in_order(apart: Tensor) -> Tensor:
+    """Tokens [..., S], ascending, whose distances [..., S, C] to S keys are the smallest in sum: slots hold a chunk's tokens in order, so a
+    key that rounding moved far is told by its neighbours. The shortest path over slots and tokens."""
+    sums, before = apart[..., 0, :], []
+    for distance in apart.unbind(-2)[1:]:
+        least, at = sums.cummin(-1)
+        before.append(at)
+        sums = distance + functional.pad(least[..., :-1], (1, 0), value=torch.inf)
+    places = [sums.argmin(-1, keepdim=True)]
+    for at in reversed(before):
+        places.append(at.gather(-1, (places[-1] - 1).clamp_min(0)))
+    return torch.cat(places[::-1], dim=-1)
 
 
 def _compact(x: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
-from still_export.proof.chains import Call, Chain
+from still_export.proof.chains import Call, Chain, nothing
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import LENGTHS, Draft, Prompts
@@ -67,6 +67,7 @@ class TorchCases:
             self._followed(number, follow[number]) if number in follow else self.prompts.draft(number)
             for number in numbers
         ]
+        meanings = _Meanings(self.own, [draft.chain for draft in drafts], self.ties)
         reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]
@@ -74,6 +75,8 @@ class TorchCases:
         own = _Asked(self.own, list(map(_own_chains, drafts, cases, follow_of)), self.ties)
         shelves = [Shelf() for _ in cases]
         for layer in [*range(self.reference.layers), None]:
+            if layer is not None:
+                meanings.tell(layer)
             right = reference.answers(layer)
             exact = [self.ties.scores(each[0].looks) if layer is not None else {} for each in right]
             for draft, case, follow_case, answered, scores in zip(drafts, cases, follow_of, right, exact, strict=True):
@@ -130,7 +133,7 @@ class _Asked:
     """Chains of several cases on their way through a model, their calls cut so that every score that the ties ask for is seen."""
 
     def __init__(self, model: LayerwiseModel, asked: list[list[Chain]], ties: Ties) -> None:
-        self.asked, self.chains = asked, [chain for each in asked for chain in each]
+        self.ties, self.asked, self.chains = ties, asked, [chain for each in asked for chain in each]
         self.cut = [
             [_cut(replace(call, every=call.every or model.all_logits), ties) for call in chain.calls]
             for chain in self.chains
@@ -155,12 +158,53 @@ class _Asked:
         return [[next(answers) for _ in each] for each in self.asked]
 
 
+class _Meanings:
+    """Which tokens a runtime's keys are that `chains` follow. PyTorch's own run, which follows the same, says it: a token with huge
+    activations has keys in half precision that are as far from the reference's as another token's, and in both such runs alike."""
+
+    def __init__(self, own: LayerwiseModel, chains: Sequence[Chain], ties: Ties) -> None:
+        self.chains = [chain for chain in chains if any(map(_are_keys, chain.follow.values()))]
+        copies = [replace(chain, calls=_joined(chain.calls), follow=dict(chain.follow)) for chain in self.chains]
+        self.asked = _Asked(own, [[chain] for chain in copies], ties) if copies else None
+
+    def tell(self, layer: int) -> None:
+        """The chains follow offsets of tokens in a layer, where they followed keys; what was told of no chunk stays so."""
+        if self.asked is None:
+            return
+        for chain, (answered,) in zip(self.chains, self.asked.answers(layer), strict=True):
+            keys, found = chain.follow.get(layer), self.asked.ties.scores(answered.looks)
+            if keys is not None and _are_keys(keys) and layer in found:
+                places = _places(found[layer][..., -1, :] > 0)
+                few = places.shape[3]
+                chunks = min(places.shape[2], keys.shape[2] // few) if few else 0
+                known = (np.isfinite(keys).all(-1) & keys.any(-1))[:, :, : chunks * few]
+                told = known.reshape(*known.shape[:2], chunks, few).all(-1, keepdims=True)
+                chain.follow[layer] = np.where(told, places[:, :, :chunks], -1)
+
+
 @dataclass(frozen=True)
 class _Answered:
     """Outputs of a chain's calls, and the looks at its scores."""
 
     outputs: list[Arrays]
     looks: list[Look]
+
+
+def _are_keys(told: np.ndarray) -> bool:
+    return told.dtype.kind == "f"
+
+
+def _joined(calls: Sequence[Call]) -> list[Call]:
+    """The same tokens in fewer calls, which keep nothing."""
+    found: list[Call] = []
+    for call in calls:
+        last, call = found[-1:], replace(call, keep=nothing)
+        if last and all((c.new_tokens == c.tokens.shape[1]).all() and not c.given for c in (*last, call)):
+            tokens = np.concatenate([last[0].tokens, call.tokens], axis=1)
+            call = Call(tokens, last[0].new_tokens + call.new_tokens, nothing)
+            found.pop()
+        found.append(call)
+    return found
 
 
 def _cut(call: Call, ties: Ties) -> list[Call]:
@@ -221,7 +265,7 @@ def _case(draft: Draft, answers: list[Arrays]) -> Case:
     return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
 
-def _own_chains(draft: Draft, case: Case, follow: Mapping[int, np.ndarray]) -> list[Chain]:
+def _own_chains(draft: Draft, case: Case, follow: dict[int, np.ndarray]) -> list[Chain]:
     """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own, in pieces as the
     reference's; and a draft's `further`. In those of the case tokens go where the reference's did, as `follow` will say."""
     if not case.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from still_export.errors import PackageError
 from still_export.mixers.cache import state_table
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.package.folder import Package
-from still_export.proof.cases import CaseSource
+from still_export.proof.cases import CaseSource, Told
 from still_export.proof.chains import Chain, empty_feed
-from still_export.proof.layerwise import LayerwiseModel
+from still_export.proof.layerwise import LayerwiseModel, _in_order
 from still_export.proof.prompts import Prompts
 from still_export.proof.recorded import RecordedCases, record_cases
 from still_export.proof.selections import Selections, write_selections
@@ -65,6 +66,41 @@ def test_what_is_told_is_selected() -> None:
     again = answer({1: keys})
     for name, x in found.items():
         np.testing.assert_array_equal(again[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize(("slots", "width"), [(1, 4), (3, 7), (4, 4), (2, 9)])
+def test_keys_are_told_by_the_tokens_in_order_that_are_nearest_in_sum(slots: int, width: int) -> None:
+    apart = torch.rand(5, 2, slots, width, generator=torch.Generator().manual_seed(0))
+    found = _in_order(apart)
+    for row in np.ndindex(5, 2):
+        sums = {c: sum(float(apart[row][s, at]) for s, at in enumerate(c)) for c in combinations(range(width), slots)}
+        assert tuple(found[row].tolist()) == min(sums, key=lambda c: sums[c])
+
+
+def test_tokens_that_both_half_precision_runs_have_far_off_are_told_by_pytorchs_own() -> None:
+    """Their keys are no token's of the reference, which selects these tokens all the same."""
+    asked, planted = Asked(None), still_model("llama", torch.float32)
+    weight = planted.model.embed_tokens.weight
+    with torch.no_grad():
+        weight[3:12] += torch.randn(weight[3:12].shape, generator=torch.Generator().manual_seed(0))
+    asked.cases.own = LayerwiseModel(asked.manifest, source_of(planted), ties_of(asked.manifest).alike)
+    asked.cases.begin(1)
+    chain = asked.cases.prompts.drawn[1].chain
+    right = asked.cases.own.run([chain])[0][-1]
+    keys = {layer: right[f"present_salient_key.{layer}"] for layer in range(2)}
+    case = asked.cases.draw([1], {1: Told(kept=keys)})[0]
+    tokens = {layer: right[f"present_chosen.{layer}"] for layer in keys}
+    offsets = {layer: np.stack([_offsets(head) for head in x[0]])[None] for layer, x in tokens.items()}
+    for follow, same in ((offsets, True), (keys, False)):
+        found = asked.cases.reference.run([Chain(chain.start, chain.calls, follow)])[0][-1]
+        assert (
+            all((found[name] == case.expected[-1][name]).all() for name in found if name in case.expected[-1]) == same
+        )
+
+
+def _offsets(places: np.ndarray) -> np.ndarray:
+    """Of the places [n, k] of a head's tokens, those in each chunk that has some."""
+    return np.array(sorted(places[(places >= 0).all(-1)].tolist())) % CHUNK
 
 
 class Asked:
