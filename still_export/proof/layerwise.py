@@ -408,8 +408,8 @@ def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tenso
 
 
 def _in_order(apart: Tensor) -> Tensor:
-    """Tokens [..., S], ascending, whose distances [..., S, C] to S keys are the smallest in sum: slots hold a chunk's tokens in order, so a
-    key that rounding moved far is told by its neighbours. The shortest path over slots and tokens."""
+    """Tokens [..., S], ascending, whose distances [..., S, C] to S keys are the smallest in sum: keys are kept in the order of their
+    tokens, so one that rounding moved far is told by its neighbours. The shortest path over keys and tokens."""
     sums, before = apart[..., 0, :], []
     for distance in apart.unbind(-2)[1:]:
         least, at = sums.cummin(-1)
