@@ -157,6 +157,11 @@ class Passage:
         self._cache = StillCache.empty(layers.config)
         self.outputs = [chain.outputs for chain in self._work]
 
+    @property
+    def unsure(self) -> list[bool]:
+        """Of each chain, whether it was told keys that may be another token's of those run so far."""
+        return [chain.unsure for chain in self._work]
+
     @torch.no_grad()
     def through(self, index: int) -> None:
         """All chains through one layer."""
@@ -203,6 +208,7 @@ class _Layer:
         self.seen: dict[str, Tensor] = {}
         self.follow: Tensor | None = None
         self.told: Tensor | None = None
+        self.unsure: Tensor | None = None
         self.given: dict[str, Tensor] = {}
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if hasattr(module, "selects")]
@@ -226,7 +232,8 @@ class _Layer:
     def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
         """What is told in the place of `selected`, all as of `Watch`; keeps the tokens' places."""
         if self.told is not None:
-            selected = _told(self.told, number, keys, selected)
+            selected, unsure = _told(self.told, number, keys, selected)
+            self.unsure = unsure if self.unsure is None else self.unsure | unsure
         number = number[:, None, :, None]
         found = torch.where(number >= 0, number * keys.shape[3] + selected, -1)
         held = self.seen.get(CHOSEN)
@@ -287,6 +294,7 @@ class _Chain:
         lengths = np.cumsum([chain.start["past_length"], *(call.new_tokens for call in chain.calls)], axis=0)
         self.lengths = [self._tensor(length) for length in lengths]
         self.outputs: list[Arrays] = [{"present_length": length.astype(np.int64)} for length in lengths[1:]]
+        self.unsure = False
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
@@ -299,7 +307,7 @@ class _Chain:
 
         states = given("past", self.chain.start)
         follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
-        layer.told = None if told is None else torch.from_numpy(told).to(self.device)
+        layer.told, layer.unsure = None if told is None else torch.from_numpy(told).to(self.device), None
         for i, call in enumerate(self.chain.calls):
             layer.follow = None if follow is None else self._at(follow, i)
             layer.given = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
@@ -314,6 +322,7 @@ class _Chain:
                     continue
                 self.hidden[i], states = layer(*at, given("past", call.feed))
             self._keep(i, states | layer.seen, index)
+        self.unsure |= layer.unsure is not None and bool(layer.unsure)
 
     def _state(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         if are_zeros(array):  # which need not travel
@@ -387,14 +396,15 @@ class _Linear:
         self.real = None
 
 
-def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
-    """`selected` with what `Chain.follow` tells of each chunk, where it tells as many tokens of one as are selected."""
-    few = selected.shape[3]
+def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """`selected` with what `Chain.follow` tells of each chunk, where it tells as many tokens of one as are selected; and whether a key that
+    is told is not twice as near to its token as to any other."""
+    few, unsure = selected.shape[3], torch.zeros((), dtype=torch.bool, device=keys.device)
     if told.is_floating_point():
         told = told[:, :, : told.shape[2] // few * few].unflatten(2, (-1, few)).to(keys.dtype)
     chunks = told.shape[2]
     if not chunks or told.shape[3] < few:
-        return selected
+        return selected, unsure
     known = ((number >= 0) & (number < chunks))[:, None, :, None]
     at = number.clamp(0, chunks - 1).reshape(len(number), 1, -1, *[1] * (told.dim() - 3))
     told = told.gather(2, at.expand(-1, told.shape[1], -1, *told.shape[3:]))
@@ -403,8 +413,10 @@ def _told(told: Tensor, number: Tensor, keys: Tensor, selected: Tensor) -> Tenso
         apart = torch.cdist(told.nan_to_num(), keys)
         own = torch.zeros_like(apart).scatter_(4, selected[:, :, :, None].expand(*apart.shape[:4], -1), 1.0)
         told = _in_order(apart * (1 - NEARER * own))
+        others = apart.scatter(4, told[..., None], torch.inf).amin(-1)
+        unsure = (known & (2 * apart.gather(4, told[..., None])[..., 0] > others)).any()
     known = known & (told >= 0).all(-1, keepdim=True) & (told.diff(dim=-1) > 0).all(-1, keepdim=True)
-    return torch.where(known, told, selected)
+    return torch.where(known, told, selected), unsure
 
 
 def _in_order(apart: Tensor) -> Tensor:

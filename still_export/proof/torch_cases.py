@@ -67,7 +67,18 @@ class TorchCases:
             self._followed(number, follow[number]) if number in follow else self.prompts.draft(number)
             for number in numbers
         ]
-        meanings = _Meanings(self.own, [draft.chain for draft in drafts], self.ties)
+        cases, unsure = self._answered(drafts)
+        again = [place for place, each in enumerate(unsure) if each]
+        if again:
+            chosen = [drafts[place] for place in again]
+            for place, case in zip(
+                again, self._answered(chosen, _Meanings(self.own, chosen, self.ties))[0], strict=True
+            ):
+                cases[place] = case
+        return cases
+
+    def _answered(self, drafts: Sequence[Draft], meanings: _Meanings | None = None) -> tuple[list[Case], list[bool]]:
+        """The cases, and of each whether it follows keys of which the reference cannot say whose they are."""
         reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]
@@ -75,7 +86,7 @@ class TorchCases:
         own = _Asked(self.own, list(map(_own_chains, drafts, cases, follow_of)), self.ties)
         shelves = [Shelf() for _ in cases]
         for layer in [*range(self.reference.layers), None]:
-            if layer is not None:
+            if layer is not None and meanings is not None:
                 meanings.tell(layer)
             right = reference.answers(layer)
             exact = [self.ties.scores(each[0].looks) if layer is not None else {} for each in right]
@@ -92,7 +103,8 @@ class TorchCases:
         for shelf in shelves:
             shelf.put_back()
         self._layers = sorted(cases[0].went)
-        return cases
+        chains = iter(reference.passage.unsure)
+        return cases, [any([next(chains) for _ in (d.chain, *d.further)]) for d in drafts]
 
     def _followed(self, number: int, told: Told) -> Draft:
         """The draft that was drawn last, on which PyTorch chooses what a runtime chose."""
@@ -159,21 +171,19 @@ class _Asked:
 
 
 class _Meanings:
-    """Which tokens a runtime's keys are that `chains` follow. PyTorch's own run, which follows the same, says it: a token with huge
-    activations has keys in half precision that are as far from the reference's as another token's, and in both such runs alike."""
+    """Which tokens are meant by keys that drafts follow. PyTorch's own run, which follows the same, says it: a token with huge activations
+    has keys in half precision that are as far from the reference's as another token's, and in both such runs alike."""
 
-    def __init__(self, own: LayerwiseModel, chains: Sequence[Chain], ties: Ties) -> None:
-        self.chains = [chain for chain in chains if any(map(_are_keys, chain.follow.values()))]
+    def __init__(self, own: LayerwiseModel, drafts: Sequence[Draft], ties: Ties) -> None:
+        self.chains = [draft.chain for draft in drafts]
         copies = [replace(chain, calls=_joined(chain.calls), follow=dict(chain.follow)) for chain in self.chains]
-        self.asked = _Asked(own, [[chain] for chain in copies], ties) if copies else None
+        self.asked = _Asked(own, [[chain] for chain in copies], ties)
 
     def tell(self, layer: int) -> None:
         """The chains follow offsets of tokens in a layer, where they followed keys; what was told of no chunk stays so."""
-        if self.asked is None:
-            return
         for chain, (answered,) in zip(self.chains, self.asked.answers(layer), strict=True):
             keys, found = chain.follow.get(layer), self.asked.ties.scores(answered.looks)
-            if keys is not None and _are_keys(keys) and layer in found:
+            if keys is not None and keys.dtype.kind == "f" and layer in found:
                 places = _places(found[layer][..., -1, :] > 0)
                 few = places.shape[3]
                 chunks = min(places.shape[2], keys.shape[2] // few) if few else 0
@@ -188,10 +198,6 @@ class _Answered:
 
     outputs: list[Arrays]
     looks: list[Look]
-
-
-def _are_keys(told: np.ndarray) -> bool:
-    return told.dtype.kind == "f"
 
 
 def _joined(calls: Sequence[Call]) -> list[Call]:
