@@ -28,6 +28,7 @@ FLOORS = (
     ("package",),
     ("mixers",),
     ("models",),
+    ("texts",),
     ("runtime", "linearization"),
     ("graph",),
     ("targets",),

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from still_export.models.super_blocks import FORMS, SUPER, tile_numbers, tile_words
+from still_export.models.read.super_blocks import FORMS, SUPER, tile_numbers, tile_words
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ def audit(
     from still_export.evaluation.audit import audit as run
     from still_export.evaluation.audit import passed, values, write_audit
     from still_export.evaluation.evaluate import DEFAULT_HAYSTACK
-    from still_export.linearization.texts import read_text, tokenize
     from still_export.models.load import load_model, load_tokenizer
     from still_export.report import audit as looks
     from still_export.report.render import check_report, write_report
+    from still_export.texts.texts import read_text, tokenize
 
     if report is not None:
         check_report(report)

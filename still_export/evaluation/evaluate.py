@@ -24,12 +24,12 @@ from still_export.evaluation.questions import CHAT, LONGEST_QUESTION, about_text
 from still_export.evaluation.served import AT_ONCE
 from still_export.evaluation.synthetic import MAKERS, PromptWriter, replied, words_of
 from still_export.fields import option
-from still_export.linearization.tasks import TaskWriter, task_named
-from still_export.linearization.texts import check_ids, read_text, tokenize
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL
 from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model, open_source
+from still_export.texts.tasks import TaskWriter, task_named
+from still_export.texts.texts import check_ids, read_text, tokenize
 
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
 TEACHER, CODE = "teacher", "code"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from still_export.errors import ConfigError
-from still_export.linearization.texts import tokenize
+from still_export.texts.texts import tokenize
 
 FIRST = 1024
 """Positions of the first range; each further one is as long as all before it."""

@@ -1,7 +1,7 @@
 """Questions for evaluation alone: facts in forms that no training row has, asked in a chat, and a chat's questions without a text.
 
 Nothing here may be used to train, or to choose a recipe: relations, words and what stands around a fact differ from those of
-`still_export.linearization.forms`.
+`still_export.texts.forms`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import numpy as np
 from still_export.errors import ConfigError
 from still_export.evaluation.chat import replies, template
 from still_export.evaluation.questions import holds, unseen_fact
-from still_export.linearization.tasks import COLOURS, THINGS, hide, piece, room_for_filler, stretch
 from still_export.package.chat_format import chat_format
+from still_export.texts.tasks import COLOURS, THINGS, hide, piece, room_for_filler, stretch
 
 REPLY_TOKENS = 40
 """Of a reply at most, where a task has no number of its own; long lists of answers have."""

@@ -17,7 +17,7 @@ from still_export.graph.decompose import decompose_simply, promote_simply
 from still_export.graph.garbage import few_collections
 from still_export.graph.repeat import LayersDiffer, hidden_names, repeat_layers
 from still_export.graph.trace import TracedModel, trace_model
-from still_export.models.weights import Weight, Weights, value_of
+from still_export.models.read.weights import Weight, Weights, value_of
 from still_export.version import __version__
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
 from still_graphs.ops.spec import CACHE

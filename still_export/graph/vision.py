@@ -7,8 +7,8 @@ import torch
 
 from still_export.graph.lower import give_weights, onnx_of
 from still_export.graph.trace import tracing
-from still_export.models.vision import Vision
-from still_export.models.weights import stand_ins
+from still_export.models.families.vision import Vision
+from still_export.models.read.weights import stand_ins
 
 IMAGES, SQUARES = 3, 5
 """Example sizes of the trace: no dimension is taken for another."""

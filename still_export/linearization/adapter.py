@@ -21,11 +21,11 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import window_factor
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.mixers.projections import ProjectedAttention
-from still_export.models.checkpoint import in_range, iterate_tensors
-from still_export.models.convert import plain_names
-from still_export.models.files import Adapter, read_checked
 from still_export.models.load import load_model
-from still_export.models.rows import DIAGONAL, SCALE, int6_rows, int8_rows
+from still_export.models.read.checkpoint import in_range, iterate_tensors
+from still_export.models.read.convert import plain_names
+from still_export.models.read.files import Adapter, read_checked
+from still_export.models.read.rows import DIAGONAL, SCALE, int6_rows, int8_rows
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")

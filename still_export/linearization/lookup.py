@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.linearization.tasks import TaskWriter, task_named
 from still_export.mixers.trainable import SOFTMAX, Trainable, attention_mode
+from still_export.texts.tasks import TaskWriter, task_named
 
 PROMPTS = 4
 

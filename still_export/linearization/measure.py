@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError
-from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.losses import head_losses, without_head
-from still_export.linearization.texts import Corpus, held_out_rows
 from still_export.package.chat_format import chat_format
+from still_export.texts.forms import NaturalWriter
+from still_export.texts.texts import Corpus, held_out_rows
 
 CONTEXTS = {4096: 1, 1024: 1}
 """Rows of text by length; a longer row's beginning counts for the shorter length, too."""

@@ -13,9 +13,9 @@ from still_export.linearization.lookup import lookup_scores
 from still_export.linearization.losses import head_losses
 from still_export.linearization.measure import last_hidden
 from still_export.linearization.recipe import ROW_TOKENS
-from still_export.linearization.tasks import TaskWriter
-from still_export.linearization.texts import held_out_rows
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode
+from still_export.texts.tasks import TaskWriter
+from still_export.texts.texts import held_out_rows
 
 if TYPE_CHECKING:
     from still_export.linearization.run import LinearizationRun

@@ -92,7 +92,7 @@ def measure_reuse(run: LinearizationRun, model: Any, attentions: Sequence[Traina
     Raises:
         ConfigError: The row is so short that every block is read.
     """
-    from still_export.linearization.texts import held_out_rows
+    from still_export.texts.texts import held_out_rows
 
     tokens = min(run.recipe.row_tokens, len(run.corpus.held_out))
     least = run.recipe.dense_length + QUERIES

@@ -20,19 +20,19 @@ from torch.distributed.fsdp import FSDPModule
 
 from still_export.linearization import adapter
 from still_export.linearization.folder import RunFolder, save_model
-from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.reuse import Reuse
-from still_export.linearization.tasks import TaskWriter, Weighing
-from still_export.linearization.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.mixers.layers import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.package.chat_format import chat_format
 from still_export.package.staging import staged_folder
+from still_export.texts.forms import NaturalWriter
+from still_export.texts.tasks import TaskWriter, Weighing
+from still_export.texts.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 
 REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0

@@ -25,7 +25,7 @@ from still_export.errors import TrainingError
 from still_export.linearization.curves import Curves
 from still_export.linearization.passes import Passes, passes_of
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.texts import Batch, Batches
+from still_export.texts.texts import Batch, Batches
 
 PARTIAL = StateDictOptions(ignore_frozen_params=True, strict=False)
 KEPT_CHECKPOINTS = 2

@@ -1,7 +1,7 @@
 """STILL models: families of transformers with their attention modules swapped."""
 
 from still_export.models.build import attach_untrained, build_model
-from still_export.models.families import FAMILIES, Family
+from still_export.models.families.softmax_families import FAMILIES, Family
 from still_export.models.step import forward_with_state
 
 __all__ = ["FAMILIES", "Family", "attach_untrained", "build_model", "forward_with_state"]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from still_export.mixers.roles import FEED_FORWARD
-from still_export.models.families import Family
-from still_export.models.weights import Weight, Weights
+from still_export.models.families.softmax_families import Family
+from still_export.models.read.weights import Weight, Weights
 
 PREFIX = "mtp."
 """Of the names of a head's own weights and nodes beside the model's."""

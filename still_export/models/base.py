@@ -19,7 +19,7 @@ from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import Carried, ProjectedAttention
 from still_export.mixers.registry import mixer_of
-from still_export.models.support import check_attention, check_family_config, with_windows
+from still_export.models.families.support import check_attention, check_family_config, with_windows
 
 
 class StillConfigMixin:

@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.config import LayersConfig
+from still_export.models.families.linear_mixins import LinearConfigMixin, LlamaModelMixin, Place
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import LinearConfigMixin, LlamaModelMixin, Place
 
 
 class LandmarkConfigMixin(LinearConfigMixin):

@@ -20,10 +20,13 @@ from still_export.errors import (
     UnsupportedModelError,
 )
 from still_export.mixers.config import LayersConfig, StillConfig
-from still_export.models import convert
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
 from still_export.models.build import build_model, complete_weights, family_of, still_family_config
-from still_export.models.checkpoint import (
+from still_export.models.families.linear_names import AHEAD, language_model, published_names
+from still_export.models.families.softmax_families import Family
+from still_export.models.families.vision import Vision, take_vision
+from still_export.models.read import convert
+from still_export.models.read.checkpoint import (
     PICKLE_SUFFIXES,
     open_tensors,
     read_config,
@@ -31,12 +34,9 @@ from still_export.models.checkpoint import (
     stored_dtype,
     weight_files,
 )
-from still_export.models.families import Family
-from still_export.models.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
-from still_export.models.gguf import read_gguf, read_tokenizer
-from still_export.models.linear_names import AHEAD, language_model, published_names
-from still_export.models.vision import Vision, take_vision
-from still_export.models.weights import Weight, Weights, stand_ins, value_of
+from still_export.models.read.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
+from still_export.models.read.gguf import read_gguf, read_tokenizer
+from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn, zeros
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.errors import ConfigError
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 NAMES = (
     ("embedding.wte.", "model.embed_tokens."),

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
-from still_export.models.families import Family, make_family
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
-from still_export.models.transnormer import Places
-from still_export.models.weights import Deferred, Weight, value_of
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.families.softmax_families import Family, make_family
+from still_export.models.families.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
+from still_export.models.families.transnormer import Places
+from still_export.models.read.weights import Deferred, Weight, value_of
 
 
 @strict

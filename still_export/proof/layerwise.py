@@ -14,8 +14,8 @@ from torch.nn import functional
 from still_export.mixers.cache import StillCache, state_table
 from still_export.models.base import last_rows
 from still_export.models.load import Source
+from still_export.models.read.weights import Weight, narrow_value_of, row_pieces
 from still_export.models.step import decode_given
-from still_export.models.weights import Weight, narrow_value_of, row_pieces
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
 from still_export.proof.chains import Chain, empty_feed, zeros

@@ -24,7 +24,7 @@ from still_export.targets.registry import packaged_target, runtime_of
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
     from still_export.models.load import Source
-    from still_export.models.weights import Pair
+    from still_export.models.read.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
 

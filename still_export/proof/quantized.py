@@ -17,7 +17,7 @@ from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import rounds_activations
 from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
 from still_export.models.load import Source, load_tokenizer
-from still_export.models.source import find_source
+from still_export.models.read.source import find_source
 from still_export.proof.chains import Chain, nothing
 from still_export.proof.layerwise import LayerwiseModel
 

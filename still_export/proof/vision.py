@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoModel
 
-from still_export.models.source import ModelOptions, find_source
-from still_export.models.vision import Vision
-from still_export.models.weights import value_of
+from still_export.models.families.vision import Vision
+from still_export.models.read.source import ModelOptions, find_source
+from still_export.models.read.weights import value_of
 from still_export.package.calls import Arrays
 from still_export.package.files import VISION, check_hash
 from still_export.package.folder import Package

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from still_export.errors import ConfigError
-from still_export.models.checkpoint import open_tensors, weight_files
-from still_export.models.convert import merge_lora, plain_names
-from still_export.models.files import Adapter, read_checked
-from still_export.models.weights import LORA_A, LORA_B, TOGETHER, Adapted, Deferred, Pair, value_of
+from still_export.models.read.checkpoint import open_tensors, weight_files
+from still_export.models.read.convert import merge_lora, plain_names
+from still_export.models.read.files import Adapter, read_checked
+from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, Adapted, Deferred, Pair, value_of
 
 
 def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair, ...]]:

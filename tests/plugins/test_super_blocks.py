@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from still_export.graph.quantization.read import eight_bits
-from still_export.models.super_blocks import SUPER, from_tiles, tile_numbers, tile_words
+from still_export.models.read.super_blocks import SUPER, from_tiles, tile_numbers, tile_words
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS
 from tests.still_graphs.node_model import node_model, tensor
@@ -65,7 +65,7 @@ def test_tiles_hold_what_the_file_holds(name: str) -> None:
 def test_a_large_weight_is_laid_slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["Q6_K"]
     whole = case.held()
-    monkeypatch.setattr("still_export.models.super_blocks.SLAB_ROWS", 16)
+    monkeypatch.setattr("still_export.models.read.super_blocks.SLAB_ROWS", 16)
     assert np.array_equal(tile_words(case.rows(), 6), whole[0])
     assert np.array_equal(tile_numbers(case.rows(), 6), whole[1])
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from still_export.models.experts import FLOAT32
-from still_export.models.linear_families import LINEAR_FAMILIES
+from still_export.models.families.experts import FLOAT32
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
 from tests.still_export.own_models import OWN as TOKENWISE

@@ -26,10 +26,10 @@ from still_export.evaluation.packages import open_model
 from still_export.evaluation.positions import perplexity_by_position
 from still_export.evaluation.served import ServedModel, is_served
 from still_export.evaluation.synthetic import MAKERS
-from still_export.linearization.texts import read_text
 from still_export.models.load import load_tokenizer
 from still_export.package.folder import is_package, open_package
 from still_export.targets.registry import packaged_target
+from still_export.texts.texts import read_text
 from tools.benchmarks.common import Findings, numbers, parser_of
 
 TASKS = ",".join(["needle", *MAKERS])

@@ -28,10 +28,10 @@ from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import DEFAULT_METHOD, GPTQ, Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.stored import StoredWeight
-from still_export.linearization.texts import python_documentation, read_text, tokenize
-from still_export.models.blocks import BlockWeight, pack
 from still_export.models.load import Source
-from still_export.models.weights import value_of
+from still_export.models.read.blocks import BlockWeight, pack
+from still_export.models.read.weights import value_of
+from still_export.texts.texts import python_documentation, read_text, tokenize
 from still_kernels.forms import pytorch_forms
 
 ROWS, ROW_TOKENS = 32, 512

@@ -13,8 +13,8 @@ from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize, relative_error
 from still_export.graph.quantization.stored import store_values
-from still_export.models.blocks import BlockWeight
-from still_export.models.weights import Deferred, Weight, is_coded, narrow_value_of
+from still_export.models.read.blocks import BlockWeight
+from still_export.models.read.weights import Deferred, Weight, is_coded, narrow_value_of
 from still_graphs.edits import put_in_place
 from still_graphs.ops.experts import EXPERTS
 from still_graphs.ops.experts_nbits import EXPERTS_NBITS

@@ -10,9 +10,9 @@ import numpy as np
 from still_export.errors import UnsupportedError
 from still_export.graph.quantization.policy import DEFAULT_METHOD, DEQUANTIZED, HALF, Quantization
 from still_export.mixers.roles import EMBEDDING
-from still_export.models.blocks import BlockWeight
-from still_export.models.super_blocks import TILE
-from still_export.models.weights import Deferred, Pair, Weight, Weights
+from still_export.models.read.blocks import BlockWeight
+from still_export.models.read.super_blocks import TILE
+from still_export.models.read.weights import Deferred, Pair, Weight, Weights
 
 EXACT = "exact"
 """The method of blocks that are taken over from the source as they are."""

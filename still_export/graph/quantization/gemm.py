@@ -22,9 +22,9 @@ from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, 
 from still_export.graph.quantization.policy import NODES
 from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
-from still_export.models.blocks import BlockWeight, unpack
-from still_export.models.super_blocks import NUMBERS, SUPER, WORDS, tile_numbers, tile_words
-from still_export.models.weights import LORA_A, LORA_B, TOGETHER, value_of
+from still_export.models.read.blocks import BlockWeight, unpack
+from still_export.models.read.super_blocks import NUMBERS, SUPER, WORDS, tile_numbers, tile_words
+from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, value_of
 from still_graphs.edits import CONTRIB, add_node, store, typed
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.matmul_nbits import MATMUL_NBITS

@@ -18,8 +18,8 @@ from still_export.graph.quantization.gemm import PRODUCTS, Float8Product, SuperB
 from still_export.graph.quantization.policy import HALF, Quantization, account
 from still_export.graph.quantization.stored import StoredWeight, cast_value, replace_nodes, store_values
 from still_export.graph.weights_file import VIEW
-from still_export.models.checkpoint import in_range
-from still_export.models.weights import Deferred, Weight, Weights, value_of
+from still_export.models.read.checkpoint import in_range
+from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 from still_graphs.edits import CONTRIB, add_node, store
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from still_export.models.blocks import BlockWeight, Float8Weight, joined, pack
-from still_export.models.rows import int8_rows
+from still_export.models.read.blocks import BlockWeight, Float8Weight, joined, pack
+from still_export.models.read.rows import int8_rows
 
 SLAB_WEIGHTS = 1 << 22
 """Weights that are rounded at once: the searches take some twenty temporaries of that size."""

@@ -20,14 +20,14 @@ from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, 
 from still_export.graph.quantization.policy import FLOAT8
 from still_export.mixers.experts.module import Stacked
 from still_export.models.ahead import weight_name
-from still_export.models.blocks import BlockWeight, Float8Weight, unpack
-from still_export.models.super_blocks import from_tiles
-from still_export.models.weights import TOGETHER, Deferred, Pair, Weight, value_of
+from still_export.models.read.blocks import BlockWeight, Float8Weight, unpack
+from still_export.models.read.super_blocks import from_tiles
+from still_export.models.read.weights import TOGETHER, Deferred, Pair, Weight, value_of
 from still_export.package.files import HEAD, MODEL
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
-    from still_export.models.source import ModelOptions
+    from still_export.models.read.source import ModelOptions
 
 
 WHOLE = slice(None)
@@ -69,7 +69,7 @@ def held_source(
         pairs: Of an adapter that is added while the package runs, by weight.
         device: Where quantized weights are read to.
     """
-    from still_export.models.source import find_source
+    from still_export.models.read.source import find_source
 
     source = with_held_weights(find_source(options), folder, manifest, device)
     weights: dict[str, Weight] = dict(source.weights)

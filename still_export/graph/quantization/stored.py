@@ -12,9 +12,9 @@ from still_export.errors import UnsupportedError
 from still_export.graph.quantization.forms import EXACT, Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import float8, quantize, quantize_outputs, relative_error
-from still_export.models.blocks import BlockWeight
-from still_export.models.super_blocks import SuperBlocks
-from still_export.models.weights import Deferred, Weight, is_coded, narrow_value_of
+from still_export.models.read.blocks import BlockWeight
+from still_export.models.read.super_blocks import SuperBlocks
+from still_export.models.read.weights import Deferred, Weight, is_coded, narrow_value_of
 from still_graphs.edits import put_in_place, store
 
 

@@ -13,7 +13,9 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
-    from still_export.models.families import FAMILIES  # which tells transformers of their configurations
+    from still_export.models.families.softmax_families import (
+        FAMILIES,  # which tells transformers of their configurations
+    )
     from still_export.serving.vllm.config import EXPERTS, ServedConfig
 
     here = __name__

@@ -143,7 +143,7 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
     import torch
     from transformers import AutoConfig
 
-    import still_export.models.families  # noqa: F401  # which tells transformers of the configurations
+    import still_export.models.families.softmax_families  # noqa: F401  # which tells transformers of the configurations
     from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 
     config, tokens = AutoConfig.from_pretrained(settings["model"]), load["context_tokens"]

@@ -15,7 +15,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from still_export.models.build import family_of
-from still_export.models.experts import STACKED, single_experts
+from still_export.models.families.experts import STACKED, single_experts
 from still_export.serving.vllm.attention import ServedAttention
 from still_export.serving.vllm.config import find_quantized, keep_experts
 from still_export.serving.vllm.pages import common_pages, linear_state

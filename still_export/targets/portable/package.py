@@ -16,8 +16,8 @@ from still_export.graph.quantization.policy import Layout, Quantization, parse_b
 from still_export.mixers.cache import state_table
 from still_export.models.ahead import PREFIX, SHARED, weight_name
 from still_export.models.description import describe_model
-from still_export.models.source import find_source
-from still_export.models.weights import is_coded
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import is_coded
 from still_export.package.chat_format import chat_format
 from still_export.package.files import DATA, PORTABLE, VISION
 from still_export.package.folder import Package, write_manifest
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from still_export.models.load import Source
-    from still_export.models.weights import Weight
+    from still_export.models.read.weights import Weight
 
 
 def write_portable(
@@ -109,7 +109,7 @@ def _write_graph(
     """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
-    from still_export.models.checkpoint import give_pages_back
+    from still_export.models.read.checkpoint import give_pages_back
 
     keep = 0 if options.all_logits else 1 + options.speculate
     weights = {**source.weights, **_own(head)}
@@ -180,7 +180,7 @@ def _plan_quantization(
     """The forms of the weights, calibrated where that is asked for; None: they are not quantized."""
     if (asked := options.quantization(layout, to)) is None:
         return None
-    from still_export.models.roles import weight_roles
+    from still_export.models.read.roles import weight_roles
 
     model, own = source.outline(), _own(head)
     roles = weight_roles(model)

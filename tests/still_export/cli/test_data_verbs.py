@@ -14,7 +14,7 @@ import pytest
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError
-from still_export.linearization import public_texts
+from still_export.texts import public_texts
 from tests.docs.stand_ins import CHAT
 from tests.still_export.training import byte_tokenizer, make_base
 
@@ -119,7 +119,7 @@ def test_bench_peer_without_llama_cpp_says_what_installs_it(
 
 @pytest.mark.slow
 def test_write_chats(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("still_export.linearization.chats.ANSWER_TOKENS", 4)
+    monkeypatch.setattr("still_export.texts.chats.ANSWER_TOKENS", 4)
     chats, text = tmp_path / "chat.jsonl", tmp_path / "chat.txt"
     assert exit_code("write-chats", base, chats, "--conversations", 3) == 0
     lines = [json.loads(line) for line in chats.read_text().splitlines()]

@@ -23,17 +23,17 @@ from still_export.evaluation.models import _measured
 from still_export.evaluation.packages import open_model
 from still_export.evaluation.synthetic import PromptWriter
 from still_export.graph.options import ExportOptions
-from still_export.linearization.tasks import TASKS, TaskWriter
-from still_export.linearization.texts import tokenize
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.load import load_model, load_tokenizer
-from still_export.models.rows import DIAGONAL, SCALE
+from still_export.models.read.rows import DIAGONAL, SCALE
 from still_export.package.folder import open_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
+from still_export.texts.tasks import TASKS, TaskWriter
+from still_export.texts.texts import tokenize
 from tests.still_export.test_api import call
 from tests.tolerances import MODEL
 

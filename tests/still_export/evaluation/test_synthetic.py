@@ -16,7 +16,7 @@ from still_export.evaluation import synthetic
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, EvaluationOptions, by_depth, check_answers, measure
 from still_export.evaluation.intervals import interval, share
 from still_export.evaluation.synthetic import MAKERS, PLACES, PromptWriter, words_of
-from still_export.linearization.texts import tokenize
+from still_export.texts.texts import tokenize
 from tests.still_export.evaluation.test_evaluate import Uniform, chat_tokenizer
 from tests.still_export.training import byte_tokenizer
 

@@ -12,8 +12,8 @@ import torch
 
 from still_export.errors import CheckpointError
 from still_export.graph.options import ExportOptions
-from still_export.models import weights
 from still_export.models.load import load_model, open_source
+from still_export.models.read import weights
 from still_export.targets.export import export
 from tests.still_export.tiny import MIXED, still_model
 

@@ -19,15 +19,15 @@ from still_export.errors import ConfigError
 from still_export.linearization import plan as module
 from still_export.linearization import trainer
 from still_export.linearization.budget import RANGES, Budget
-from still_export.linearization.forms import NaturalWriter
 from still_export.linearization.linearize import linearize
 from still_export.linearization.measure import Measured, Yardstick
 from still_export.linearization.needs import Needs
 from still_export.linearization.plan import Plan, Planner
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.texts import python_documentation
 from still_export.mixers.layers import FULL
 from still_export.models.load import load_model, load_tokenizer
+from still_export.texts.forms import NaturalWriter
+from still_export.texts.texts import python_documentation
 from tests.still_export.tiny import STORIES, needs_stories
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
 

@@ -19,7 +19,7 @@ from still_export.linearization import cost, curves
 from still_export.linearization.budget import Budget
 from still_export.linearization.linearize import linearize
 from still_export.linearization.recipe import ROW_TOKENS, Recipe, preset, presets, read_recipe
-from still_export.linearization.texts import python_documentation
+from still_export.texts.texts import python_documentation
 from tests.still_export.training import make_base, make_text, small_recipe
 
 

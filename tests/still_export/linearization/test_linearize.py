@@ -24,16 +24,16 @@ from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import Recipe, read_recipe
 from still_export.linearization.run import Linearization, cross_entropy
-from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
-from still_export.linearization.texts import Batches, held_out_rows, read_corpus
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import far_attention, make_trainable, selection_loss
 from still_export.mixers.layers import Deployment
 from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_export.models import attach_untrained
-from still_export.models.checkpoint import iterate_tensors
 from still_export.models.load import load_model
+from still_export.models.read.checkpoint import iterate_tensors
+from still_export.texts.tasks import TASKS, TaskWriter, Weighing
+from still_export.texts.texts import Batches, held_out_rows, read_corpus
 from still_kernels.hybrid_attention import HybridAttentionConfig
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from still_export.errors import ConfigError, DataError
-from still_export.linearization.forms import RELATIONS, WAYS, NaturalWriter, draw_fact, end_of_turn
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, watched_positions
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.tasks import ANSWER, FEW_ANSWERS, TASKS, TaskWriter, Weighing, places
-from still_export.linearization.texts import Batches, Corpus, read_chats, read_corpus
 from still_export.package.chat_format import chat_format
+from still_export.texts.forms import RELATIONS, WAYS, NaturalWriter, draw_fact, end_of_turn
+from still_export.texts.tasks import ANSWER, FEW_ANSWERS, TASKS, TaskWriter, Weighing, places
+from still_export.texts.texts import Batches, Corpus, read_chats, read_corpus
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
 
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"

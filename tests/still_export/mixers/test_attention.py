@@ -12,7 +12,7 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention import op
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models import attach_untrained
-from still_export.models.convert import fold_householder
+from still_export.models.read.convert import fold_householder
 from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, naive_hybrid_attention
 from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache
 from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
-from still_export.models import checkpoint
-from still_export.models.checkpoint import open_tensors
-from still_export.models.experts import single_experts, stacked_experts
+from still_export.models.families.experts import single_experts, stacked_experts
 from still_export.models.load import load_model, open_source
-from still_export.models.roles import weight_roles
-from still_export.models.weights import Deferred, value_of
+from still_export.models.read import checkpoint
+from still_export.models.read.checkpoint import open_tensors
+from still_export.models.read.roles import weight_roles
+from still_export.models.read.weights import Deferred, value_of
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.models.test_linear_families import LOGITS, far, ids, pieces
 from tests.still_export.tiny import padded

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from still_export.errors import CheckpointError
-from still_export.models.convert import merge_lora
-from still_export.models.fused import split_linear_layers
-from still_export.models.weights import value_of
+from still_export.models.families.fused import split_linear_layers
+from still_export.models.read.convert import merge_lora
+from still_export.models.read.weights import value_of
 
 CONFIG = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2, head_dim=5, hidden_size=14, intermediate_size=11)
 ROWS = {"self_attn.q": 30, "self_attn.k": 10, "self_attn.v": 10, "mlp.gate": 11, "mlp.up": 11}

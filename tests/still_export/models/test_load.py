@@ -25,9 +25,10 @@ from still_export.errors import (
 )
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import Deployment
-from still_export.models import demo, unpickle
+from still_export.models import demo
 from still_export.models.demo import demo_model_path
 from still_export.models.load import load_model, load_tokenizer
+from still_export.models.read import unpickle
 from tests.still_export.tiny import CHUNK, STORIES, family_config, needs_stories, plain_model, random_ids, still_model
 from tests.tolerances import REFERENCE
 

@@ -299,7 +299,7 @@ def test_attach_refuses_other_models() -> None:
 
 
 def test_attention_modules_with_other_parts_are_refused() -> None:
-    from still_export.models.support import check_attention
+    from still_export.models.families.support import check_attention
 
     module = plain_model("llama").model.layers[0].self_attn
     check_attention(module, "layers.0.self_attn", 10)

@@ -12,8 +12,8 @@ import torch
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.read import with_held_weights
 from still_export.models.load import open_source
-from still_export.models.source import find_source
-from still_export.models.weights import Deferred, value_of
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export
 from tests.still_export import fake_tensorrt

@@ -11,7 +11,7 @@ import torch
 
 from still_export.models.build import family_of
 from still_export.models.load import Source, open_source
-from still_export.models.weights import Deferred
+from still_export.models.read.weights import Deferred
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.chains import Call, Chain, nothing
 from still_export.proof.layerwise import MARGINS, LayerwiseModel

@@ -22,7 +22,7 @@ from still_export.mixers.hybrid_attention.paged import part_of
 from still_export.mixers.layers import FULL
 from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
-from still_export.models.linear_families import LINEAR_FAMILIES
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.load import load_model
 from still_export.proof import served
 from still_export.proof.served import (

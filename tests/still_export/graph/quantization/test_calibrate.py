@@ -25,9 +25,9 @@ from still_export.graph.quantization.forms import EXACT, Form, plan_forms
 from still_export.graph.quantization.policy import ONNXRUNTIME, Quantization, parse_budget
 from still_export.graph.quantization.read import with_held_weights
 from still_export.mixers.roles import FEED_FORWARD, PROJECTION
-from still_export.models.roles import weight_roles
-from still_export.models.source import find_source
-from still_export.models.weights import value_of
+from still_export.models.read.roles import weight_roles
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import value_of
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export
 from still_export.targets.trt.target import TRT

@@ -18,9 +18,9 @@ from still_export.graph.quantization.policy import ONNXRUNTIME, Layout, Quantiza
 from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
 from still_export.graph.quantization.stored import StoredWeight
 from still_export.mixers.roles import EMBEDDING, HEAD
-from still_export.models.source import find_source
-from still_export.models.super_blocks import SuperBlocks
-from still_export.models.weights import Deferred, value_of
+from still_export.models.read.source import find_source
+from still_export.models.read.super_blocks import SuperBlocks
+from still_export.models.read.weights import Deferred, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel

@@ -20,8 +20,8 @@ from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import with_held_weights
-from still_export.models.source import find_source
-from still_export.models.weights import value_of
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package

@@ -24,9 +24,9 @@ from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import held_model, with_held_weights
 from still_export.mixers.roles import EMBEDDING, PROJECTION
-from still_export.models.gguf import BLOCKS, _read_blocks, _unpaired
-from still_export.models.source import find_source
-from still_export.models.weights import Deferred, SourceBlocks, value_of
+from still_export.models.read.gguf import BLOCKS, _read_blocks, _unpaired
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import Deferred, SourceBlocks, value_of
 from still_export.package.calls import next_feed
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel

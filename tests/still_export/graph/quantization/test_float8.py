@@ -20,9 +20,9 @@ from still_export.graph.quantization.forms import form_of, plan_forms
 from still_export.graph.quantization.policy import Quantization, rounds_activations
 from still_export.graph.quantization.quantizers import float8, relative_error
 from still_export.graph.quantization.read import in_e4m3, round_activations, with_held_weights
-from still_export.models.blocks import Float8Weight
-from still_export.models.source import find_source
-from still_export.models.weights import value_of
+from still_export.models.read.blocks import Float8Weight
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import value_of
 from still_export.package.folder import Package
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import plan_job

@@ -14,7 +14,7 @@ from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import Quantization, rounds_activations
 from still_export.graph.quantization.read import with_held_weights
-from still_export.models.source import find_source
+from still_export.models.read.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel, native_library

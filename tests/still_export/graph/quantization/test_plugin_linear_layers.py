@@ -23,8 +23,8 @@ from still_export.graph.quantization.gemm import _words
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import with_held_weights
-from still_export.models.source import find_source
-from still_export.models.weights import Deferred, value_of
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import Deferred, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
@@ -58,7 +58,7 @@ def test_words_are_the_bytes() -> None:
 
 def test_blocks_of_a_file_stay_as_they_are() -> None:
     """Of 8 bits too, whose scales may be negative, as those of TensorRT may not."""
-    from still_export.models.weights import SourceBlocks
+    from still_export.models.read.weights import SourceBlocks
 
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     for bits in (4, 8):

@@ -29,10 +29,10 @@ from still_export.graph.quantization.read import (
     with_held_weights,
 )
 from still_export.mixers import roles
-from still_export.models.blocks import BlockWeight, pack, unpack
-from still_export.models.roles import weight_roles
-from still_export.models.source import find_source
-from still_export.models.weights import value_of
+from still_export.models.read.blocks import BlockWeight, pack, unpack
+from still_export.models.read.roles import weight_roles
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import value_of
 from still_export.package.calls import next_feed
 from still_export.package.refusals import RunError
 from still_export.runtime.ort import OrtModel

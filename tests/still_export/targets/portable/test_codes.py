@@ -12,7 +12,7 @@ import torch
 from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
-from still_export.models.source import find_source
+from still_export.models.read.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.torch import TorchModel

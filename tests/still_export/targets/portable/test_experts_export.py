@@ -17,7 +17,7 @@ from still_export.graph.quantization.experts import StackedWeight
 from still_export.graph.quantization.forms import Form
 from still_export.graph.quantization.policy import Quantization
 from still_export.models.load import open_source
-from still_export.models.weights import Deferred
+from still_export.models.read.weights import Deferred
 from still_export.targets.ort.kernels import kernel_variants as variants_for_cuda
 from still_export.targets.registry import target_of
 from still_export.targets.trt.package import demand_kernels, kernel_variants

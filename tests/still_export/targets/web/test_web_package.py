@@ -16,7 +16,7 @@ from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import rounds_activations
 from still_export.graph.quantization.read import held_source
-from still_export.models.weights import value_of
+from still_export.models.read.weights import value_of
 from still_export.package.files import DATA
 from still_export.package.folder import Package, open_package
 from still_export.runtime.ort import OrtModel

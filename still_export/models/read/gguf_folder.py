@@ -13,7 +13,7 @@ def write_folder(gguf: Path, folder: Path) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    from still_export.models.gguf import read_gguf, read_tokenizer
+    from still_export.models.read.gguf import read_gguf, read_tokenizer
 
     family, config, weights = read_gguf(gguf)
     tensors = {name: weight.read() for name, weight in weights.items()}

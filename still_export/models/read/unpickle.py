@@ -1,4 +1,4 @@
-"""Turn a pickled checkpoint into safetensors: python -m still_export.models.unpickle FILE.pt OUT.safetensors
+"""Turn a pickled checkpoint into safetensors: python -m still_export.models.read.unpickle FILE.pt OUT.safetensors
 
 LoLCATs publishes its feature maps and adapters as `model.pt`. The restricted unpickler is used, which builds tensors and containers and
 calls nothing else; a file that needs more is refused.

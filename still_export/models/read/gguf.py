@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.models.blocks import BlockWeight, pack
-from still_export.models.checkpoint import checked, in_range
-from still_export.models.super_blocks import FORMS, SuperBlocks
-from still_export.models.weights import Deferred, SourceBlocks
+from still_export.models.read.blocks import BlockWeight, pack
+from still_export.models.read.checkpoint import checked, in_range
+from still_export.models.read.super_blocks import FORMS, SuperBlocks
+from still_export.models.read.weights import Deferred, SourceBlocks
 
 BLOCK = 32
 K_BYTES = 144

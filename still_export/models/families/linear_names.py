@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, StillExportError
-from still_export.models import fla_config, mamba3, minicpm_sala, rat, rwkv7, transnormer, vision_readings
-from still_export.models.fla import MIXERS
-from still_export.models.weights import Deferred, Weight, Weights, value_of
+from still_export.models import rat, vision_readings
+from still_export.models.families.fla import MIXERS
+from still_export.models.families import fla_config, mamba3, minicpm_sala, rwkv7, transnormer
+from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
 AHEAD, _IMAGES = "layers that guess tokens ahead", "images"
 _ELSEWHERE = {

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError, DataError
-from still_export.linearization.forms import NaturalWriter
-from still_export.linearization.tasks import TASKS, TaskWriter, Weighing
+from still_export.texts.forms import NaturalWriter
+from still_export.texts.tasks import TASKS, TaskWriter, Weighing
 
 _PIECE_CHARACTERS = 1 << 16
 """Texts are tokenized in pieces of about this size, in parallel; a piece ends at a line's end."""

@@ -10,9 +10,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 EPSILON = 1e-6
 """Of its norms; no configuration says so."""

@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
-from still_export.models.experts import FLOAT32
-from still_export.models.files import Config, read_checked, read_json
-from still_export.models.rows import FLOAT_TYPES, PARTS, from_rows, is_part
-from still_export.models.weights import Deferred
+from still_export.models.families.experts import FLOAT32
+from still_export.models.read.files import Config, read_checked, read_json
+from still_export.models.read.rows import FLOAT_TYPES, PARTS, from_rows, is_part
+from still_export.models.read.weights import Deferred
 
 MADV_PAGEOUT = 21
 """Of Linux' madvise: pages are written where they were changed, and dropped."""
@@ -100,7 +100,7 @@ def refuse_pickle(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path} is a pickle: reading it could run any code that its author put in, so it is refused. "
         "Use the model's safetensors, or convert the file with an unpickler that runs nothing: "
-        f"python -m still_export.models.unpickle {path} {path.with_suffix('.safetensors').name}"
+        f"python -m still_export.models.read.unpickle {path} {path.with_suffix('.safetensors').name}"
     )
 
 
@@ -171,7 +171,7 @@ def _dequantizing(
     raw: Mapping[str, Tensor], dtype: torch.dtype | None, quantized: Mapping[str, Any], folder: Path
 ) -> dict[str, Deferred]:
     """Those of a quantized checkpoint, with the codes of their weights."""
-    from still_export.models.quantized import dequantizing
+    from still_export.models.read.quantized import dequantizing
 
     def read(name: str, weight: Tensor | Deferred) -> Tensor:
         value = weight.read() if isinstance(weight, Deferred) else weight

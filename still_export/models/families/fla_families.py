@@ -8,11 +8,11 @@ from typing import Any
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, MOST_ROWS, WINDOWED
-from still_export.models.families import Family, make_family
-from still_export.models.fla import NATS, ROUTED, FlaConfig, fla_stack
-from still_export.models.fla_config import LINEAR
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackForCausalLM
+from still_export.models.families.fla import NATS, ROUTED, FlaConfig, fla_stack
+from still_export.models.families.fla_config import LINEAR
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.families.softmax_families import Family, make_family
+from still_export.models.families.stack import Stack, StackForCausalLM
 
 
 class FlaConfigMixin(LinearConfigMixin):

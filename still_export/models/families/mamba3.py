@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, kept
+from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, kept
 
 
 @strict

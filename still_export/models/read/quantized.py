@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models.blocks import BlockWeight, Float8Weight, pack
-from still_export.models.weights import Deferred, SourceBlocks
+from still_export.models.read.blocks import BlockWeight, Float8Weight, pack
+from still_export.models.read.weights import Deferred, SourceBlocks
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
 """Values of quant_method that are read."""

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from still_export.models.base import StillConfigMixin, StillModelMixin
-from still_export.models.gemma import GemmaConfigMixin, GemmaModelMixin
+from still_export.models.families.gemma import GemmaConfigMixin, GemmaModelMixin
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.mixers.layers import FULL
-from still_export.models.stack import Stack, StackConfig
+from still_export.models.families.stack import Stack, StackConfig
 
 NATS, ROUTED = "neural_attention_search_linear_attn_gdn", "hybrid"
 """NAtS-L's model_type, and what transformers calls its layers that are no plain gated delta rule."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError
-from still_export.linearization.tasks import ANSWER, Weighing, hide, piece, places, room_for_filler, stretch
+from still_export.texts.tasks import ANSWER, Weighing, hide, piece, places, room_for_filler, stretch
 
 OPEN, CLOSE = "\x02", "\x03"
 """Around a value in a text; a space before it belongs to it, because tokenizers join it."""

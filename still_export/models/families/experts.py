@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
-from still_export.models.blocks import BlockWeight, joined
-from still_export.models.weights import Deferred, SourceBlocks, Weight, Weights, narrow_value_of, value_of
+from still_export.models.read.blocks import BlockWeight, joined
+from still_export.models.read.weights import Deferred, SourceBlocks, Weight, Weights, narrow_value_of, value_of
 
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _ONE = re.compile(rf"(.*\.experts)\.(\d{{1,6}})\.({'|'.join(_PARTS)})\.weight")

@@ -11,7 +11,7 @@ from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import WINDOWED
 from still_export.mixers.registry import mixer_of
 from still_export.models.base import StillConfigMixin, StillModelMixin
-from still_export.models.support import check_heads, check_rope, check_window
+from still_export.models.families.support import check_heads, check_rope, check_window
 
 
 @dataclass(frozen=True)

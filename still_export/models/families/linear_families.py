@@ -51,20 +51,20 @@ from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask
-from still_export.models.families import Family, make_family
-from still_export.models.fla_families import FLA_FAMILIES
+from still_export.models.families.fla_families import FLA_FAMILIES
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
+from still_export.models.families.mamba3 import MAMBA3
+from still_export.models.families.minicpm_sala import SALA
+from still_export.models.families.rwkv7 import RWKV7
+from still_export.models.families.softmax_families import Family, make_family
+from still_export.models.families.stack import Stack, StackForCausalLM
+from still_export.models.families.support import SLIDING
+from still_export.models.families.transnormer import TRANSNORMER
 from still_export.models.flux import FLUX
 from still_export.models.landmark import LANDMARK
-from still_export.models.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
-from still_export.models.mamba3 import MAMBA3
-from still_export.models.minicpm_sala import SALA
 from still_export.models.moh import MOH
 from still_export.models.rat import RAT
 from still_export.models.routing import ROUTING
-from still_export.models.rwkv7 import RWKV7
-from still_export.models.stack import Stack, StackForCausalLM
-from still_export.models.support import SLIDING
-from still_export.models.transnormer import TRANSNORMER
 from still_export.models.vision_readings import VISION
 
 _GATED_DELTA = {

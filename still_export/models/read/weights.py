@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from still_export.models.blocks import BlockWeight
-from still_export.models.super_blocks import SuperBlocks
+from still_export.models.read.blocks import BlockWeight
+from still_export.models.read.super_blocks import SuperBlocks
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Suffixes of the inputs that take an adapter's matrices [K, R] and [R, N] while a package runs."""

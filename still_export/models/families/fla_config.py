@@ -9,8 +9,8 @@ from typing import Any
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
-from still_export.models.fla import NATS, ROUTED
-from still_export.models.stack import demand_covered, kept
+from still_export.models.families.fla import NATS, ROUTED
+from still_export.models.families.stack import demand_covered, kept
 from still_graphs.ops.routed_attention import ROUTED_CHUNK
 
 LINEAR = "linear_attention"

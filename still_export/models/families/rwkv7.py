@@ -15,10 +15,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
 from still_export.models.families import make_family
-from still_export.models.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
-from still_export.models.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
-from still_export.models.weights import Deferred, Weight, value_of
+from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
 _PARTS = {"attn": "mixer", "attn_norm": "norm", "ffn": "mixer", "ffn_norm": "norm", "pre_norm": "pre_norm"}

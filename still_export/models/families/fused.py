@@ -13,7 +13,7 @@ from torch import Tensor
 
 from still_export.errors import CheckpointError
 from still_export.mixers.layers import head_size
-from still_export.models.weights import Deferred, Weight, Weights, value_of
+from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
 _FUSED = re.compile(r"(model\.layers\.\d{1,6}\.)(self_attn\.qkv|mlp\.gate_up)_proj\.weight")
 _PART = re.compile(r"(model\.layers\.\d{1,6}\.)(?:self_attn\.([qkv])|mlp\.(gate|up))_proj")

@@ -14,9 +14,9 @@ from torch import Tensor
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
-from still_export.models.checkpoint import in_range
-from still_export.models.fused import whole_pair
-from still_export.models.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
+from still_export.models.families.fused import whole_pair
+from still_export.models.read.checkpoint import in_range
+from still_export.models.read.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.mixers.projections import rotate
-from still_export.models.weights import Deferred, Weight, value_of
+from still_export.models.read.weights import Deferred, Weight, value_of
 
 SEEN = ("qwen3_5", "qwen3_5_moe")
 """Model types whose encoder is covered."""

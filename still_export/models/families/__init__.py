@@ -1,0 +1,1 @@
+"""The classes of models, one file a family."""

@@ -1,0 +1,1 @@
+"""Reading and drawing prompts and texts, for training, proof and measuring."""
