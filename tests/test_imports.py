@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from still_export.proof.op_sources import imports
 from still_graphs.ops import OPS
-from tests.floors import imports
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
