@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from still_export.errors import ModelNotFoundError
+from still_export.errors import ModelNotFoundError, PackageError
 from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
 from still_export.extras import demand
 from still_export.fields import option
@@ -81,8 +81,13 @@ def prove(
     setting = BenchOptions(provider=options.provider, lengths=options.lengths)
     if left := sorted(set(LENGTHS) - set(setting.held(opened.manifest))) if not options.lengths else []:
         missing.append(f"speed at {', '.join(map(str, left))} tokens, which are beyond the package's capacity")
-    for row in bench(opened.path, setting, say):
-        figures |= _speed(row)
+    try:
+        for row in bench(opened.path, setting, say):
+            figures |= _speed(row)
+    except PackageError as error:
+        if report is None or report.passed:
+            raise
+        missing.append(f"speed: {error}")
     manifest = opened.manifest
     quantized = manifest.get("quantization")
     subject = {
@@ -132,7 +137,7 @@ def _figures(report: Report) -> dict[str, Any]:
     wrong = [f"{report.selections.wrong} selections differ without a near tie"] if report.selections.wrong else []
     wrong += ["more selections differ by a near tie than rounding turns"] if report.selections.too_many else []
     wrong += [each.told() for each in report.mismatches[:SHOWN]]
-    wrong += [f"{each.name}: {each.detail}" for each in report.checks if not each.passed]
+    wrong += [f"{each.name}: {each.what}" for each in report.checks if not each.passed]
     return {
         "cases": len({each.case for each in report.outputs}),
         "worst_of_its_bound": round(worst.worst / worst.bound, 4) if worst.bound else 0.0,

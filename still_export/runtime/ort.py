@@ -28,7 +28,7 @@ from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.program import run_program
-from still_export.runtime.sampling import RunError
+from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation
 from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
 
@@ -714,6 +714,7 @@ class OrtModel(Runner):
             return
         for _ in range(count):
             token = self._stepped(token)[NEXT_TOKEN].numpy()[:, -1]
+            checked_token(int(token.min()))
             yield token
 
 
