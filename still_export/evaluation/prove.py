@@ -149,7 +149,7 @@ def _figures(report: Report) -> dict[str, Any]:
     wrong = [f"{report.selections.wrong} selections differ without a near tie"] if report.selections.wrong else []
     wrong += ["more selections differ by a near tie than rounding turns"] if report.selections.too_many else []
     wrong += [each.told() for each in report.mismatches[:SHOWN]]
-    wrong += [f"{each.name}: {each.detail}" for each in report.checks if not each.passed]
+    wrong += [f"{each.name}: {each.what}" for each in report.checks if not each.passed]
     return {
         "cases": len({each.case for each in report.outputs}),
         "worst_of_its_bound": round(worst.worst / worst.bound, 4) if worst.bound else 0.0,

@@ -16,6 +16,7 @@ from still_export.fields import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
 from still_export.proof.sessions import Target
+from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Report, Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
@@ -62,7 +63,7 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What was found; `loss` of a quantized package is what its bits cost, `advice` what to do where recorded answers cannot tell."""
 
     report: Report
@@ -81,7 +82,7 @@ def verify(
     output: Path | None = None,
     *,
     started: Started = lambda count: lambda *done: None,
-) -> Verdict:
+) -> VerifyResult:
     """Compare a package with PyTorch on logits, every state tensor and every selection.
 
     Args:
@@ -119,17 +120,17 @@ def verify(
         from still_export.proof.vision import vision_check
 
         asked = _options(proof.package, options.model, manifest["model"]["dtype"])
-        report = replace(report, checks=[*report.checks, vision_check(proof.package, asked, options.seed)])
+        report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
     if options.calls is not None:
         unsure = not report.passed and report.selections.near_ties and not getattr(cases, "followed", True)
-        return Verdict(report, target, advice=FOLLOW.format(shlex.quote(str(folder))) if unsure else "")
+        return VerifyResult(report, target, advice=FOLLOW.format(shlex.quote(str(folder))) if unsure else "")
     if not proof.quantized:
-        return Verdict(report, target)
+        return VerifyResult(report, target)
     from still_export.proof.quantized import quantization_loss_of
 
     wide = _options(proof.package, options.model, "float32")
     device = options.reference_device or "cpu"
-    return Verdict(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+    return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
 
 
 def record(

@@ -38,7 +38,7 @@ DIGITS = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Worst:
     """On one output of a case. `worst` is the error that is nearest to its `bound` or furthest beyond: of a row in the call `call`, counted
     from 1, or with `median` the median of a head's rows. `place` are the indices of the row, or the head."""
 
@@ -91,10 +91,10 @@ class Bounds:
         }
         """The largest bound of any number, by output."""
 
-    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> Verdict:
+    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> Worst:
         """Hold one output to its bounds, by `row_errors` of all calls of a case: every row, and the median of every head's rows."""
         usual = self._usual(output, case)
-        found = [Verdict(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
+        found = [Worst(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         for number, errors in enumerate(calls):
             own = self._own(output, case.own[number][output])
@@ -103,7 +103,7 @@ class Bounds:
                 at = np.unravel_index(int((np.nan_to_num(errors, posinf=np.inf) / bounds).argmax()), errors.shape)
                 place = tuple(int(i) for i in at[1:])
                 found.append(
-                    Verdict(float(np.nan_to_num(errors[at], posinf=np.inf)), float(bounds[at]), number + 1, place)
+                    Worst(float(np.nan_to_num(errors[at], posinf=np.inf)), float(bounds[at]), number + 1, place)
                 )
                 parts.append((_by_head(errors), _by_head(own)))
         worst = max(found, key=lambda verdict: verdict.share)
@@ -117,7 +117,7 @@ class Bounds:
             bounds = np.maximum(bounds, self.tail_median.get(output, np.zeros(2))[:, None])
             medians = _part_medians(errors)
             at = np.unravel_index(int((medians / np.maximum(bounds, TINY)).argmax()), medians.shape)
-            median = Verdict(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
+            median = Worst(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
             worst = max(worst, median, key=lambda verdict: verdict.share)
         return worst
 

@@ -28,12 +28,12 @@ from still_export.proof.cases import (
     fixed_pair,
     same_best,
 )
-from still_export.proof.checks import Check
 from still_export.proof.codes import has_narrow_caches
 from still_export.proof.selections import told_by
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import give_back
 from still_export.proof.tolerance import LOGITS, Bounds
+from still_export.proof.verdict import Check, Verdict
 from still_graphs.ops import OPS
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
@@ -157,7 +157,13 @@ class OutputReport:
 
 @dataclass
 class Report:
-    """The verdict on a package; `first_diverging_layer` is the lowest one with a failed state."""
+    """The verdict on a package.
+
+    Args:
+        first_diverging_layer: The lowest one with a failed state.
+        command: Polygraphy's.
+        not_asked: What the proof leaves open, one line each; printed beside PASSED.
+    """
 
     outputs: list[OutputReport]
     top1: float
@@ -166,11 +172,16 @@ class Report:
     checks: list[Check]
     first_diverging_layer: int | None
     command: str
+    not_asked: list[str] = field(default_factory=list)
     passed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         good = all(r.passed for r in self.outputs) and all(c.passed for c in self.checks)
         self.passed = good and not self.selections.wrong and not self.selections.too_many
+
+    def including(self, verdict: Verdict) -> Report:
+        """With the checks of another part of the proof."""
+        return replace(self, checks=self.checks + verdict.checks, not_asked=self.not_asked + verdict.not_asked)
 
     @property
     def mismatches(self) -> list[OutputReport]:
@@ -184,7 +195,7 @@ class Report:
             "top1_agreement": self.top1,
             "pytorch_half_top1_agreement": self.own_top1,
             "selections": {**vars(self.selections), "too_many": self.selections.too_many},
-            "checks": [vars(c) for c in self.checks],
+            **Verdict(self.checks, self.not_asked).to_dict(),
             "first_diverging_layer": self.first_diverging_layer,
             "polygraphy": self.command,
             "outputs": [vars(o) for o in self.outputs],
