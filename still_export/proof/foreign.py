@@ -215,9 +215,7 @@ class ForeignProof:
 
             results.append(self._result(f"padding on the {side}", read))
         if any(check.passed for check in results):
-            self.report.unseen += [
-                f"{check.name} does not hold: {check.what}" for check in results if not check.passed
-            ]
+            self.report.unseen += [f"{check.name} does not hold: {check.what}" for check in results if not check.passed]
             results = [check for check in results if check.passed]
         self.report.checks += results
 
