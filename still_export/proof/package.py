@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,6 +109,7 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)
+    held = _weights_held(proof)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
@@ -116,6 +118,7 @@ def verify(
         report = Verifier(proof.package, cases, target, proof.steps).run(output, started(cases.count))
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
+    report = report.including(held)
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
@@ -131,6 +134,32 @@ def verify(
     wide = _options(proof.package, options.model, "float32")
     device = options.reference_device or "cpu"
     return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+
+
+def _weights_held(proof: _Proof) -> Verdict:
+    """Every weight of the package beside the model's, before anything runs."""
+    if proof.options.calls is not None:
+        return Verdict(
+            not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
+        )
+    from still_export.models.read.source import find_source
+    from still_export.proof.held_weights import check_weights
+
+    package = proof.package
+    with _found(package):
+        source = find_source(_options(package, proof.options.model, "float32"))
+    return check_weights(package.path, package.manifest, source)
+
+
+@contextlib.contextmanager
+def _found(package: Package) -> Iterator[None]:
+    """Say of a model that is not there what it is for."""
+    try:
+        yield
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
+        ) from error
 
 
 def record(
@@ -327,16 +356,12 @@ def _torch_cases(
     if dtype == "float32" and has_narrow_caches(package.manifest):
         dtype = "float16"
     manifest = package.manifest
-    try:
+    with _found(package):
         wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
         if dtype == "float32":  # opened once; a configuration says what type its model has
             own = replace(wide, config=deepcopy(wide.config))
         else:
             own = held_source(_options(package, model, dtype), package.path, manifest, pairs, device)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
-        ) from error
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]
