@@ -231,7 +231,7 @@ def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
     if not text.chat:
         raise RunError("this model has no chat format; use /v1/completions.")
     messages = [{k: _characters(v) for k, v in m.plain().items()} for m in request.messages]
-    return text.dialogue(messages, ends=not warm)
+    return text.dialogue(messages, goes_on=warm or None)
 
 
 def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Text) -> list[int]:
