@@ -13,6 +13,7 @@ from still_export.package.files import check_hash
 from still_export.runtime.base import Progress, Runner
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.stop_texts import StopTexts, until
 
 NO_MARKS: Mapping[int, str] = {}
 TAIL = 32
@@ -160,47 +161,6 @@ class TextPieces:
         """What is left, complete or not."""
         known, text = self._decode(self._seen[: self._shown]), self._decode(self._seen)
         return text[len(known) :]
-
-
-class StopTexts:
-    """A text in pieces up to the first of `stops`; what may be the beginning of one is held back.
-
-    Raises:
-        RunError: One is empty.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        if any(not stop for stop in stops):
-            raise RunError("a stop text is empty, so every answer would be. Give at least one character.")
-        self.stops = tuple(stops)
-        self.found = False
-        self._held = ""
-
-    def push(self, piece: str) -> str:
-        """What is certain with this piece; nothing follows it once one was `found`."""
-        held = self._held + piece
-        ends = [place for stop in self.stops if (place := held.find(stop)) >= 0]
-        if ends:
-            self.found, self._held = True, ""
-            return held[: min(ends)]
-        keep = max((n for stop in self.stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
-
-    def end(self) -> str:
-        """What was held back."""
-        return self._held
-
-
-def until(pieces: Iterable[str], stops: StopTexts) -> Iterator[str]:
-    """Pieces of a text up to a stop."""
-    for piece in pieces:
-        if certain := stops.push(piece):
-            yield certain
-        if stops.found:
-            return
-    if rest := stops.end():
-        yield rest
 
 
 class Answer:

@@ -19,7 +19,7 @@ from still_export.package.chat_format import ChatFormat
 from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
-from still_export.runtime.text import StopTexts, until
+from still_export.runtime.stop_texts import StopTexts, until
 
 pytest.importorskip("onnxruntime")
 SMALL = Path(__file__).resolve().parents[2] / "assets/small"
