@@ -17,7 +17,8 @@ from still_export.runtime.base import Runner, checked_prompt
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import NotFiniteError, RunError, Sampling, checked_token
 from still_export.runtime.speculation import Guesser
-from still_export.runtime.text import StopTexts, Text, TextPieces
+from still_export.runtime.stop_texts import StopTexts
+from still_export.runtime.text import Text, TextPieces
 
 Ended = Literal["end", "length", "stop", "failed", "refused"]
 """By the model, by max_tokens, by a stop text, by an error, by the server's own end."""
