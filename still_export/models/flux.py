@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.config import LayersConfig
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families import make_family
+from still_export.models.families.softmax_families import make_family
 
 COVERED: dict[str, tuple[Any, ...]] = {
     "toggle_type": ("streaming",),

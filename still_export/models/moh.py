@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.models.families.linear_mixins import LinearConfigMixin, LlamaModelMixin, Place
-from still_export.models.families import make_family
+from still_export.models.families.softmax_families import make_family
 
 
 class MohConfigMixin(LinearConfigMixin):

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from still_export.errors import ConfigError
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families import make_family
+from still_export.models.families.softmax_families import make_family
 from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 NAMES = (

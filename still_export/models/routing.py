@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families import make_family
+from still_export.models.families.softmax_families import make_family
 from still_export.models.families.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.models import rat, vision_readings
-from still_export.models.families.fla import MIXERS
 from still_export.models.families import fla_config, mamba3, minicpm_sala, rwkv7, transnormer
+from still_export.models.families.fla import MIXERS
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
 AHEAD, _IMAGES = "layers that guess tokens ahead", "images"
