@@ -33,7 +33,7 @@ def add_native(
     if archs or library is None:
         # In the folder, with which it goes where this process is killed.
         with tempfile.TemporaryDirectory(prefix=".build.", dir=folder) as build:
-            variants = kernel_variants(*(folder / name for name in (MODEL) if (folder / name).exists()))
+            variants = kernel_variants(folder / MODEL)
             archive = compile_archive(variants, archs, Path(build) / "kernels.bin")
             build_with_archive(archive, folder / LIBRARY, include)
     else:
