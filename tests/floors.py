@@ -24,10 +24,11 @@ PACKAGES = {"still_export": ".", "still_kernels": "kernels", "still_graphs": "gr
 
 FLOORS = (
     ("errors", "extras", "version"),
-    ("fields",),
+    ("fields", "discovery"),
     ("package",),
     ("mixers",),
     ("models",),
+    ("systems",),
     ("texts",),
     ("runtime", "linearization"),
     ("graph",),

@@ -89,6 +89,7 @@ OWN = (
     "still_export/graph/quantization/",
     "still_export/mixers/",
     "still_export/models/",
+    "still_export/systems/",
     "still_export/linearization/",
     "still_export/cli/",
 )

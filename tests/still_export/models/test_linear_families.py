@@ -18,11 +18,11 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
-from still_export.models.families.fla import NATS
 from still_export.models.families.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.families.linear_names import language_model
 from still_export.models.load import load_model
 from still_export.models.read.roles import weight_roles
+from still_export.systems.nats_l.family import NATS
 from tests.docs.pages import ROOT
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
