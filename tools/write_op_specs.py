@@ -16,7 +16,7 @@ import pathlib
 import sys
 
 from still_graphs.ops import OPS, OpSpec
-from still_graphs.ops.spec import AttributeSpec, StateSpec, TensorSpec
+from still_graphs.spec import AttributeSpec, StateSpec, TensorSpec
 
 PLUGINS = pathlib.Path(__file__).resolve().parents[1] / "plugins"
 TYPES = {

@@ -1,6 +1,6 @@
 """Ahead-of-time archive: every kernel of an op as cubins for the C++ hosts, with its launch plan, compiled without a GPU.
 
-    python -m still_kernels.aot --arch sm_80,sm_90 -o DIR
+    python -m still_kernels.aot OP --arch sm_80,sm_90 -o DIR
 
 writes `index.json` and one file per distinct cubin. docs/reference/kernels.md describes the index.
 """
@@ -187,7 +187,7 @@ def compile_variant(
     return entry, cubins
 
 
-_SOURCES = ("triton_", "gluon_", "cuda_")
+_SOURCES = ("kernels", "triton_", "gluon_", "cuda_")
 
 
 def source_hash(kernels: OpKernels) -> str:
@@ -195,7 +195,7 @@ def source_hash(kernels: OpKernels) -> str:
     digest = hashlib.sha256()
     shared = Path(__file__).with_name("common")
     files = [path for path in kernels.folder.rglob("*") if path.suffix in (".py", ".cu")]
-    own = [p for p in files if p.stem in ("op", "tiles", "plan") or p.stem.startswith(_SOURCES)]
+    own = [p for p in files if "plan" in (p.stem, p.parent.name) or p.stem.startswith(_SOURCES)]
     for path in [*sorted(shared.glob("*_*.py")), *sorted(own)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 0 on success, 2 on a usage error."""
     parser = argparse.ArgumentParser(prog="python -m still_kernels.aot", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="sm_80,sm_86,sm_89,sm_90", help=f"comma-separated, of {', '.join(ARCHS)}")
-    parser.add_argument("--op", default=op_names()[0], help=f"of {', '.join(op_names())}")
+    parser.add_argument("op", choices=op_names())
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--variants", type=Path, help="JSON list of variants (fields of the op's Variant); default: built in"

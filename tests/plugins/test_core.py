@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.spec import CACHE
-from still_kernels.hybrid_attention.plan import PLAN
+from still_graphs.spec import CACHE
+from still_kernels.hybrid_attention.plan.launches import PLAN
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.plan import ELEMENTS, Call
 from tests.plugins.builds import ROOT
 from tests.plugins.core_abi import (

@@ -18,9 +18,10 @@ from still_graphs.ops import DOMAIN, OPS
 from tests.plugins.builds import ROOT, TOY
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 from tests.still_graphs.test_functions import session
-from tests.toy.mixer import naive_decay
+from tests.toy.call import launch_decay
+from tests.toy.meaning import naive_decay
+from tests.toy.plan import KERNELS, Variant
 from tests.toy.spec import DECAY
-from tests.toy.variants import KERNELS, Variant, launch_decay
 
 HEADS, DIM, DECAY_RATE = 3, 5, 0.25
 

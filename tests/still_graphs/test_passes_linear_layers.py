@@ -11,8 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.fuse_linear_layers import fuse_linear_layers
-from still_graphs.passes.sum_in_float32 import sum_in_float32
+from still_kernels.dense_matmul.fuse import fuse_linear_layers, sum_in_float32
 from tests.still_graphs.steps import applied, attach_functions
 
 WIDTH, MIDDLE, EPSILON = 24, 40, 3e-4

@@ -9,8 +9,6 @@ from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.spec import CACHE
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
@@ -19,6 +17,8 @@ from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
+from still_graphs.spec import CACHE
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.protos import attribute, opset_version, walk_nodes
 from tests.still_graphs.small_graph import HYBRID, VOCABULARY, empty_state, small_graph
 from tests.still_graphs.steps import applied

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from still_kernels import aot
 from still_kernels.common import cuda_function
 from still_kernels.hybrid_attention.launch import FUNCTIONS as KERNELS
-from still_kernels.hybrid_attention.tiles import CLUSTERS, tile_table
-from still_kernels.hybrid_attention.variants import BY_TMA, Variant
-from still_kernels.hybrid_attention.variants import KERNELS as OP
+from still_kernels.hybrid_attention.plan import BY_TMA, Variant
+from still_kernels.hybrid_attention.plan import KERNELS as OP
+from still_kernels.hybrid_attention.plan.tiles import CLUSTERS, tile_table
 from still_kernels.plan import Call
 from still_kernels.tile import SHARED_BYTES, TileTable
 
@@ -34,7 +34,18 @@ def build(folder: Path, arch: str, variants: list[dict], cache: Path | None = No
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", "still_kernels.aot", "--arch", arch, "--variants", str(choice), "-o", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "still_kernels.aot",
+        "HybridAttention",
+        "--arch",
+        arch,
+        "--variants",
+        str(choice),
+        "-o",
+        str(folder),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "index.json").read_text())

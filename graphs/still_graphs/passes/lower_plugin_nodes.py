@@ -16,7 +16,7 @@ from still_graphs.edits import Writer, attribute, is_standard, put_in_place
 from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.ops.spec import CACHE
+from still_graphs.spec import CACHE
 
 ACTIVATION_TYPE = "activation_type"
 TYPE_NAMES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}

@@ -11,7 +11,7 @@ from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
 from still_export.models.families.fla import NATS, ROUTED
 from still_export.models.families.stack import demand_covered, kept
-from still_graphs.ops.routed_attention import ROUTED_CHUNK
+from still_kernels.routed_attention.spec import ROUTED_CHUNK
 
 LINEAR = "linear_attention"
 

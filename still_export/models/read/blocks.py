@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from still_graphs.ops.dense_matmul import NUMBERS
+from still_kernels.dense_matmul.spec import NUMBERS
 
 CACHED = 1 << 16
 """Weights that are read back at once, which a processor's cache holds: a pass over all of them costs as much as the arithmetic."""
