@@ -170,7 +170,7 @@ def compile_variant(
         if own["shared_bytes"] > SHARED_BYTES[arch]:
             raise ConfigError(
                 f"{name} of {variant} needs {own['shared_bytes']} bytes of shared memory; sm_{arch} has "
-                f"{SHARED_BYTES[arch]}. Lower its blocks in tiles.py."
+                f"{SHARED_BYTES[arch]}. Lower its blocks in its plan.py."
             )
         file = hashlib.sha256(cubin).hexdigest()[:24] + ".cubin"
         cubins[file] = cubin

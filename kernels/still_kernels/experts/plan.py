@@ -1,4 +1,4 @@
-"""still::Experts: kernels; its definition is `naive.py`."""
+"""still::Experts: kernels; its definition is `meaning.py`."""
 
 from __future__ import annotations
 

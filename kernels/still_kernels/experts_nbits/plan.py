@@ -1,4 +1,4 @@
-"""still::ExpertsNBits: the kernels of still::Experts over words of codes; its definition is `naive.py`."""
+"""still::ExpertsNBits: the kernels of still::Experts over words of codes; its definition is `meaning.py`."""
 
 from __future__ import annotations
 

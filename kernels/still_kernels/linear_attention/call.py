@@ -9,7 +9,7 @@ from still_kernels import launcher
 from still_kernels.forms import has_kernels
 from still_kernels.linear_attention.chunked import chunked_linear_attention, whole_linear_attention
 from still_kernels.linear_attention.meaning import Inputs, empty_state
-from still_kernels.linear_attention.paged import Pages
+from still_kernels.linear_attention.pages import Pages
 from still_kernels.linear_attention.plan import KERNELS
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.recompute import fused, recompute

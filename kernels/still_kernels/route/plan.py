@@ -1,4 +1,4 @@
-"""still::Route: kernels; its definition is `naive.py`."""
+"""still::Route: kernels; its definition is `meaning.py`."""
 
 from __future__ import annotations
 

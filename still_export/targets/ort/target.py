@@ -100,7 +100,7 @@ GUESS = Step(
 )
 BARE = partial(Step, requires=no_functions)
 THIN = tuple(replace(step, only=(KERNELS,)) for step in steps_of_ops(CPU))
-ON_GPUS = tuple(replace(step, only=(OWN_OPS,)) for step in steps_of_ops(CUDA))
+ON_GPUS = steps_of_ops(CUDA)
 BODIES = (
     BARE(
         take_new_opset,
@@ -232,7 +232,7 @@ ORT_CUDA = Target(
             ensures=imported,
         ),
         STRIP,
-        *ON_GPUS,
+        *(replace(step, only=(OWN_OPS,)) for step in ON_GPUS),
         GUESS,
         *BODIES,
     ),

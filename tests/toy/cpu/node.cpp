@@ -59,7 +59,7 @@ private:
 
 } // namespace
 
-Entry decay_entry()
+Entry toy_entry()
 {
     return {"Decay", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
 }
