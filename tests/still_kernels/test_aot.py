@@ -144,6 +144,8 @@ def test_the_largest_projections_fit(
     monkeypatch.setattr(compiler.llvm, "optimize_module", lambda *_: None)
     monkeypatch.setattr(compiler.CUDABackend, "make_ptx", no_ptx)
     monkeypatch.setattr(compiler.CUDABackend, "make_cubin", lambda *_: b"no code")
+    monkeypatch.setattr(aot, "read_entry", lambda cubin, symbol: None)
+    monkeypatch.setattr(aot, "trailing_pointers", lambda *_: 0)
     entry, _ = aot.compile_variant("HybridAttention", Variant(**properties), arch)
     assert {*entry["kernels"], *BY_TMA, *(f"{name}_tma" for name in BY_TMA), *STEPS, "unpack"} == set(KERNELS)
 
@@ -196,13 +198,13 @@ def test_refusals(arguments: list[str], word: str, tmp_path: Path, capsys: pytes
     choice = tmp_path / "choice.json"
     choice.write_text(json.dumps([{"feature_map": "cosine"}]))
     arguments = [str(choice) if a == "choice.json" else a for a in arguments]
-    assert aot.main([*arguments, "-o", str(tmp_path / "out")]) == 2
+    assert aot.main(["HybridAttention", *arguments, "-o", str(tmp_path / "out")]) == 2
     assert word in capsys.readouterr().err
 
 
 def test_folder_that_is_not_empty_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert aot.main(["--arch", "sm_90", "-o", str(tmp_path)]) == 2
+    assert aot.main(["HybridAttention", "--arch", "sm_90", "-o", str(tmp_path)]) == 2
     assert "--force" in capsys.readouterr().err
 
 
