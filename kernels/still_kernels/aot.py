@@ -140,7 +140,7 @@ def demand_launchable(name: str, meta: Any) -> None:
         )
     if getattr(meta, "num_ctas", 1) != 1 or getattr(meta, "launch_cooperative_grid", False):
         raise ConfigError(
-            f"{name} is launched in clusters or as a cooperative grid, which hosts of compiled kernels do not do."
+            f"{name} is launched as a cluster of programs or a cooperative grid, which hosts of compiled kernels do not do."
         )
 
 

@@ -327,15 +327,8 @@ def node_values(spec: OpSpec, attributes: dict[str, Any], absent: set[str]) -> d
     """Attributes of a node with what stand-ins are told beside them."""
     given = {name for name in spec.resolve(attributes).input_names() if name not in absent}
     mask = sum(1 << i for i, name in enumerate(spec.input_names()) if name not in given)
-    cache = {
-        name: value for name, value in attributes.items() if name == CACHE.name
-    }  # last: only the others must be there
-    return {
-        **{n: v for n, v in attributes.items() if n not in cache},
-        "absent_inputs": mask,
-        "activation_type": "float16",
-        **cache,
-    }
+    unsaid = {a.name: a.default for a in spec.attributes if a.name not in attributes}
+    return {**attributes, **unsaid, "absent_inputs": mask, "activation_type": "float16"}
 
 
 def host_arguments(

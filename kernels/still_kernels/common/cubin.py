@@ -1,4 +1,4 @@
-"""What a compiled kernel says of itself: the sizes of its arguments and of its clusters, from `.nv.info` of its cubin, an ELF file."""
+"""What a compiled kernel says of itself: the sizes of its arguments and of a cluster, from `.nv.info` of its cubin, an ELF file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_entry(cubin: bytes, symbol: str) -> Entry:
     try:
         attributes = list(_attributes(_section(cubin, f".nv.info.{symbol}")))
         found = [struct.unpack("<IHHI", data) for kind, data in attributes if kind == PARAMETER]
-        clusters = [struct.unpack("<III", data) for kind, data in attributes if kind == CLUSTER]
+        found_cluster = [struct.unpack("<III", data) for kind, data in attributes if kind == CLUSTER]
     except (struct.error, IndexError, KeyError, ValueError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the cubin of {symbol} does not say what arguments it takes ({error or type(error).__name__})."
@@ -46,7 +46,7 @@ def read_entry(cubin: bytes, symbol: str) -> Entry:
         offset < end for (_, offset, _), end in zip(ordered, ends, strict=False)
     ):
         raise ConfigError(f"the cubin of {symbol} does not say of each argument how large it is.")
-    return Entry(tuple(size for *_, size in ordered), clusters[0] if clusters else (1, 1, 1))
+    return Entry(tuple(size for *_, size in ordered), found_cluster[0] if found_cluster else (1, 1, 1))
 
 
 def trailing_pointers(entry: Entry, symbol: str, types: Sequence[str], cluster: int = 1) -> int:
@@ -57,7 +57,7 @@ def trailing_pointers(entry: Entry, symbol: str, types: Sequence[str], cluster: 
         cluster: Blocks of a cluster that the index says, along x.
 
     Raises:
-        ConfigError: The kernel takes other arguments, or is of other clusters.
+        ConfigError: The kernel takes other arguments, or another cluster of blocks.
     """
     passed = [size for kind in types for size in SIZES[kind]]
     rest = entry.sizes[len(passed) :]
@@ -68,7 +68,7 @@ def trailing_pointers(entry: Entry, symbol: str, types: Sequence[str], cluster: 
         )
     if entry.cluster != (cluster, 1, 1):
         raise ConfigError(
-            f"the compiled {symbol} is of clusters of {list(entry.cluster)} blocks; hosts launch {[cluster, 1, 1]}."
+            f"the compiled {symbol} is of a cluster of {list(entry.cluster)} blocks; hosts launch {[cluster, 1, 1]}."
         )
     return len(rest)
 
