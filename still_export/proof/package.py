@@ -138,18 +138,24 @@ def verify(
 
 
 def _weights_held(proof: _Proof) -> Verdict:
-    """Every weight of the package beside the model's, before anything runs."""
+    """Every weight of the package beside the model's, and the model beside what others read of its files, before anything runs."""
     if proof.options.calls is not None:
         return Verdict(
             not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
         )
+    from still_export.models.load import resolve_source
     from still_export.models.read.source import find_source
     from still_export.proof.held_weights import check_weights
+    from still_export.proof.source_reader import check_source
 
     package = proof.package
+    asked = _options(package, proof.options.model, "float32")
     with _found(package):
-        source = find_source(_options(package, proof.options.model, "float32"))
-    return check_weights(package.path, package.manifest, source)
+        source = find_source(asked)
+    verdict = check_weights(package.path, package.manifest, source)
+    overlays = [resolve_source(overlay) for overlay in asked.overlays]
+    verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
+    return verdict
 
 
 def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]]) -> Verdict:
