@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from still_export.mixers.cache import state_table
 from still_export.mixers.layers import FULL, HYBRID, WINDOWED
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.read.weights import Deferred, value_of
@@ -408,7 +409,8 @@ def _prompts(source: Source, options: ExportOptions) -> list[Tensor]:
         kinds = {still.layer_type(number) for number in range(source.config.num_hidden_layers)}
         if not kinds <= {HYBRID, FULL, WINDOWED}:
             return []
-        most = min(most, 2 * still.chunk_size)
+        growths = [state.growth for state in state_table(source.config, torch.float32) if state.growth]
+        most = min([most, *(2 * int(growth["per"]) for growth in growths if growth["lag"])])
     generator = torch.Generator().manual_seed(0)
     sizes = sorted({min(size, most) for size in PROMPTS})
     return [torch.randint(int(source.config.vocab_size), (1, size), generator=generator) for size in sizes]
