@@ -22,6 +22,7 @@ from still_export.proof.verify import Report, Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target, runtime_of
+from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
@@ -114,7 +115,7 @@ def verify(
         report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    report = report.including(held)
+    report = report.including(held).including(_all_that_runs(proof, target, pairs))
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
@@ -130,18 +131,55 @@ def verify(
 
 
 def _weights_held(proof: _Proof) -> Verdict:
-    """Every weight of the package beside the model's, before anything runs."""
+    """Every weight of the package beside the model's, and the model beside what others read of its files, before anything runs."""
     if proof.options.calls is not None:
         return Verdict(
             not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
         )
+    from still_export.models.load import resolve_source
     from still_export.models.read.source import find_source
     from still_export.proof.held_weights import check_weights
+    from still_export.proof.source_reader import check_source
 
     package = proof.package
+    asked = _options(package, proof.options.model, "float32")
     with _found(package):
-        source = find_source(_options(package, proof.options.model, "float32"))
-    return check_weights(package.path, package.manifest, source)
+        source = find_source(asked)
+    verdict = check_weights(package.path, package.manifest, source)
+    overlays = [resolve_source(overlay) for overlay in asked.overlays]
+    verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
+    return verdict
+
+
+def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]]) -> Verdict:
+    """What a user runs beside the graph and the runtime that were compared."""
+    from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
+    from still_export.proof.whole_package import check_files, check_programs
+
+    package, options, verdict = proof.package, proof.options, Verdict()
+    manifest, device = package.manifest, options.reference_device or "cpu"
+    verdict.add(check_programs(package, options.provider))
+    if options.calls is not None:
+        verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
+        verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
+        return verdict
+    with _found(package):
+        from still_export.models.load import resolve_source
+
+        asked = _options(package, options.model, "float32")
+        verdict.add(check_files(package, resolve_source(asked.model, asked.revision)))
+    if pairs or manifest["target"] != "onnx" or manifest.get("speculate") or proof.runtime.name != "ort":
+        verdict.not_asked.append(
+            "function bodies and the portable graph: verify a package --to onnx, without --speculate"
+        )
+        return verdict
+
+    def cases() -> CaseSource:
+        lengths = other_lengths(StateTable.of(manifest).period)
+        return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
+
+    verdict.add(check_other_graphs(package, target.native, cases))
+    return verdict
 
 
 @contextlib.contextmanager

@@ -242,6 +242,7 @@ class OrtModel(Runner):
         check: Compare the weights with their hashes, beside loading them.
         replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
         watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
+        bodies: Function bodies run, though the package has kernels.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -256,6 +257,7 @@ class OrtModel(Runner):
         check: bool = True,
         replay: bool | None = None,
         watched: tuple[bytes, list[str]] | None = None,
+        bodies: bool = False,
     ) -> None:
         import onnxruntime
 
@@ -276,7 +278,7 @@ class OrtModel(Runner):
         options, self._session_options = session_options(), session_options
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
             raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
-        self.native = native_library(self.folder, self.manifest, self.device)
+        self.native = None if bodies else native_library(self.folder, self.manifest, self.device)
         if self.device == "cuda" and self.native is None:
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
             onnxruntime.set_default_logger_severity(3)
