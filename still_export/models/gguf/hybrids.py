@@ -240,7 +240,7 @@ def _kimi_edits(view: View, config: Config) -> dict[str, Edit]:
     return {
         **dict.fromkeys((f"self_attn.{part}_conv1d" for part in "qkv"), CONVOLUTION),
         "self_attn.A_log": Edit(value=lambda a: torch.log(-a).reshape(1, 1, -1, 1)),
-        "self_attn.kv_b_proj": Edit(value=joined),
+        "self_attn.kv_b_proj": Edit(value=joined, flat=True),
     }
 
 

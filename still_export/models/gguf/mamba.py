@@ -20,7 +20,7 @@ from still_export.models.gguf.shared import (
     rope,
     rotation,
 )
-from still_export.models.gguf.softmax import granite_scales
+from still_export.models.gguf.softmax import QKVO, llama
 from still_export.models.gguf.tensors import Edit
 
 _SSM = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_d": "D", "ssm_a": "A_log", "ssm_out": "out_proj"}
@@ -97,6 +97,17 @@ def _mixer2(view: View) -> Config:
     }
 
 
+def _granite_scales(view: View, size: int) -> Config:
+    """What Granite multiplies with; llama.cpp takes 0 for none."""
+    number = view.keys.number
+    return {
+        "attention_multiplier": number("attention.scale", 0.0) or size**-0.5,
+        "embedding_multiplier": number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": number("logit_scale", 0.0) or 1.0,
+    }
+
+
 def _granite_hybrid(view: View) -> Config:
     """Bamba has this architecture too: it is the one whose attention has positions."""
     keys = view.keys
@@ -108,12 +119,12 @@ def _granite_hybrid(view: View) -> Config:
     sizes = heads(view)
     size = sizes.pop("head_dim")
     routed = "ffn_gate_inp" in view.parts
-    shared = feed_forward(view, "expert_shared_feed_forward_length") if routed else feed_forward(view)
+    shared = feed_forward(view, "expert_shared_feed_forward_length") if routed else view.shape("ffn_up")[0]
     config = {
         **common(view, "granitemoehybrid"),
         **sizes,
         **_mixer2(view),
-        **granite_scales(view, size),
+        **_granite_scales(view, size),
         "rms_norm_eps": epsilon(view),
         "position_embedding_type": "nope",
         "layer_types": view.kinds(linear_attention="ssm_in", full_attention="attn_q"),
@@ -126,6 +137,23 @@ def _granite_hybrid(view: View) -> Config:
     if not routed:
         keys("expert_count", 0), keys("expert_used_count", 0), keys("expert_shared_feed_forward_length", 0)
     return config
+
+
+def _granite(view: View) -> Config:
+    """Granite of softmax layers alone: a hybrid without the others."""
+    config = {**llama(view, "granitemoehybrid")}
+    size = config.pop("head_dim")
+    if size * config["num_attention_heads"] != view.hidden:
+        raise view.refuse(f"{config['num_attention_heads']} heads of {size} channels for {view.hidden}")
+    return {
+        **config,
+        **_granite_scales(view, size),
+        "position_embedding_type": "rope",
+        "layer_types": ["full_attention"] * view.layers,
+        "shared_intermediate_size": config["intermediate_size"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+    }
 
 
 def _granite_edits(view: View, config: Config) -> dict[str, Edit]:
@@ -312,6 +340,9 @@ MAMBA = {
         _GRANITE,
         edits=_granite_edits,
         joined={"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp", "ffn_gate", "ffn_up")},
+    ),
+    "granite": Architecture(
+        _granite, _GRANITE, edits=rotation, joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")}, biases=QKVO
     ),
     "falcon-h1": Architecture(
         _falcon_h1,

@@ -102,7 +102,7 @@ def _tensors(view: View, architecture: Architecture, config: Config, dtype: torc
             continue
         target = _target(view, architecture, prefix, part, name)
         full = _named(prefix, target, part)
-        edit = edits.get(target, AS_IT_IS)
+        edit = AS_IT_IS if target in architecture.joined else edits.get(target, AS_IT_IS)  # a file that has it whole
         if full == f"{prefix}{target}.bias":
             edit = Edit(edit.rows)
         if "{}" in target:

@@ -25,7 +25,8 @@ _NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_OUTPUT_BIASES = (("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down"))
+QKVO = (("attn_q", "attn_k", "attn_v", "attn_output"),)
+_OUTPUT_BIASES = (*QKVO, ("ffn_gate", "ffn_up", "ffn_down"))
 _BIASES = (("attn_q", "attn_k", "attn_v"),)
 _GEMMA_PERIOD = 6
 _GEMMA_27B_LAYERS = 62
@@ -43,7 +44,8 @@ def _dense(view: View, model_type: str) -> Config:
     }
 
 
-def _llama(view: View, model_type: str = "llama") -> Config:
+def llama(view: View, model_type: str = "llama") -> Config:
+    """Fields of a Llama's config.json, and of models that are like it."""
     config = _dense(view, model_type)
     found = {part for part in view.parts if part.endswith(".bias")}
     config["attention_bias"] = any(f"{part}.bias" in found for part in _OUTPUT_BIASES[0])
@@ -116,34 +118,14 @@ def _gemma3(view: View) -> Config:
     }
 
 
-def _granite(view: View) -> Config:
-    config = _llama(view, "granite")
-    size = config.pop("head_dim")
-    if size * config["num_attention_heads"] != view.hidden:
-        raise view.refuse(f"{config['num_attention_heads']} heads of {size} channels for {view.hidden}")
-    return {**config, **granite_scales(view, size)}
-
-
-def granite_scales(view: View, size: int) -> Config:
-    """What Granite multiplies with; llama.cpp takes 0 for none."""
-    number = view.keys.number
-    return {
-        "attention_multiplier": number("attention.scale", 0.0) or size**-0.5,
-        "embedding_multiplier": number("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": number("residual_scale", 0.0) or 1.0,
-        "logits_scaling": number("logit_scale", 0.0) or 1.0,
-    }
-
-
 _LLAMA = ATTENTION | FEED_FORWARD
 SOFTMAX = {
-    "llama": Architecture(_llama, _LLAMA, edits=rotation, biases=_OUTPUT_BIASES),
+    "llama": Architecture(llama, _LLAMA, edits=rotation, biases=_OUTPUT_BIASES),
     "mistral3": Architecture(_mistral, _LLAMA, edits=rotation),
-    "granite": Architecture(_granite, _LLAMA, edits=rotation, biases=_OUTPUT_BIASES),
     "smollm3": Architecture(_smollm3, _LLAMA, edits=rotation),
     "qwen2": Architecture(partial(_without_head_size, model_type="qwen2"), _LLAMA, biases=_BIASES),
-    "qwen3": Architecture(partial(_llama, model_type="qwen3"), _LLAMA, biases=_OUTPUT_BIASES[:1]),
-    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | EXPERTS, biases=_OUTPUT_BIASES[:1]),
+    "qwen3": Architecture(partial(llama, model_type="qwen3"), _LLAMA, biases=QKVO),
+    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | EXPERTS, biases=QKVO),
     "phi3": Architecture(_phi3, {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "olmo2": Architecture(partial(_without_head_size, model_type="olmo2"), {**_LLAMA, **_NORMS}),
     "gemma3": Architecture(

@@ -68,11 +68,13 @@ class Edit:
     Args:
         rows, columns: Numbers of the file's rows and columns [N], [K], in the family's order; None: the same.
         value: After that, of the values; None: the same.
+        flat: The parts of a weight are joined number by number, not row by row.
     """
 
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
     value: Callable[[Tensor], Tensor] | None = None
+    flat: bool = False
 
     def applied(self, tensor: Tensor) -> Tensor:
         """The family's tensor."""
@@ -90,6 +92,8 @@ def weight(name: str, parts: Sequence[Stored], dtype: torch.dtype, edit: Edit = 
     """The weight `name`: rows of `parts` one below the other, edited, as `dtype`."""
     first = parts[0]
     shape = torch.Size((sum(part.shape[0] for part in parts), *first.shape[1:]))
+    if edit.flat:
+        shape = torch.Size((sum(part.shape.numel() for part in parts),))
     kinds = {part.kind for part in parts}
     kind = first.kind if len(kinds) == 1 else ""
     blocks = super_blocks = None
@@ -146,6 +150,8 @@ def _bits(kind: str) -> int:
 def _read(name: str, parts: Sequence[Stored], edit: Edit, dtype: torch.dtype | None) -> Tensor:
     """The values as `dtype`; None: in the file's type of 16 bits."""
     found = [part.values() if dtype is not None else part.halves() for part in parts]
+    if edit.flat:
+        found = [value.flatten() for value in found]
     value = edit.applied(found[0] if len(found) == 1 else torch.cat(found))
     if dtype is not None:
         value = in_range(name, value, dtype, f" in {parts[0].origin}")
