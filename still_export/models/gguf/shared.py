@@ -260,7 +260,7 @@ def _of_table(view: View, found: Config, rotated: int) -> Config:
     published models, which must make the same table."""
     tensor = view.file.tensors["rope_freqs.weight"]
     table = dequantized(tensor.data, tensor.tensor_type, torch.Size((rotated // 2,)), "rope_freqs.weight").numpy()
-    factor, low, high, context = float(table.max()), 1.0, 4.0, 8192
+    factor, low, high, context = round(float(table.max()), 4), 1.0, 4.0, 8192
     turns = context / (2 * np.pi) * found["rope_theta"] ** -(np.arange(0, rotated, 2) / rotated)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
