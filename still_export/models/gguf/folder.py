@@ -12,14 +12,17 @@ def write_folder(gguf: Path, folder: Path) -> Path:
     """
     from safetensors.torch import save_file
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from still_export.models.read.gguf import read_gguf, read_tokenizer
+    from still_export.models.gguf.model import read_gguf
+    from still_export.models.gguf.tokenizer import read_tokenizer
 
     family, config, weights = read_gguf(gguf)
-    tensors = {name: weight.read() for name, weight in weights.items()}
-    described = AutoConfig.for_model(family, **config, dtype="float32")
-    described.architectures = [f"{family.capitalize()}ForCausalLM"]
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    described = AutoConfig.for_model(family, **values, dtype="float32")
+    described.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     described.save_pretrained(folder)
+    tensors = {name: weight.read() for name, weight in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     read_tokenizer(gguf).save_pretrained(folder)
     return folder
