@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 
 from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
-from still_export.targets.ort.library import cached_library, this_cpu
+from still_export.targets.ort.library import cached_library, keep_library, this_cpu
 from tests.plugins import builds
 
 LONGEST = (
@@ -133,6 +132,5 @@ def kernels_cache(library: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     os.environ[CACHE_VARIABLE] = str(folder)
     path = cached_library(this_cpu())
     os.environ[CACHE_VARIABLE] = before
-    path.parent.mkdir(parents=True)
-    shutil.copyfile(library, path)
+    keep_library(Path(library), path)
     return folder

@@ -26,6 +26,7 @@ FLOORS = (
     ("errors", "extras", "version"),
     ("fields",),
     ("package",),
+    ("sources",),
     ("mixers",),
     ("models",),
     ("texts",),

@@ -145,7 +145,7 @@ def open_gguf(path: Path) -> Any:
         reader = _reader(gguf.GGUFReader, path, stat.st_mtime_ns, stat.st_size)
         _value(reader, "general.architecture")
         return reader
-    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError, RecursionError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise CheckpointError(
             f"{path} ({size:,} bytes) is no intact GGUF file: {error}. It is truncated or damaged; fetch it again."
