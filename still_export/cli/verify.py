@@ -18,6 +18,7 @@ from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verif
 from still_export.cli.verify_server import is_server, verify_server
 from still_export.errors import ConfigError
 from still_export.package.folder import open_package
+from still_export.sources import demand_package
 
 if TYPE_CHECKING:
     from still_export.proof.verify import Report
@@ -112,7 +113,10 @@ def verify(
         raise typer.Exit(0 if passed else 1)
     if junit is not None:
         report_folder(junit.parent)
-    if is_foreign(package):
+    foreign = is_foreign(package)
+    if not foreign:
+        demand_package(package, "verify")
+    if foreign:
         flags = {"record": record, "selections": selections, "follow": follow, "report": report, **asked}
         raise typer.Exit(0 if verify_foreign(package, output, flags, out, junit) else 1)
     from still_export.doctor import machine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,8 +36,8 @@ from still_export.models.read.checkpoint import (
 )
 from still_export.models.read.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
+from still_export.sources import local
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -292,20 +291,17 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
 
     Raises:
         ModelNotFoundError: Neither a path nor a hub id that can be reached.
+        CheckpointError: It has a named pipe, a device or a socket.
     """
-    path = Path(source).expanduser()
-    if path.exists():
+    path = local(source)
+    if path is not None:
         if path.is_file() and path.suffix in PICKLE_SUFFIXES:
             raise refuse_pickle(path)
         return path
-    if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
-        raise ModelNotFoundError(
-            f"{source} does not exist. Give a Hugging Face model folder, a hub id (org/name) or a .gguf file."
-        )
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=_HUB_FILES))
     except Exception as error:  # huggingface_hub, its HTTP client and the network raise a dozen unrelated types
         raise ModelNotFoundError(
             f"{source} is no folder here and could not be fetched from the hub: {type(error).__name__}: "

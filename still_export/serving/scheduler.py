@@ -233,6 +233,11 @@ class Scheduler:
         for request in refused:
             self._finish(request, Event("", "refused", "the server is stopping. Ask another one, or later."))
 
+    def give_up(self, error: Exception) -> None:
+        """End every request, and take no more: the model cannot go on."""
+        self.stop()
+        self._fail([row for row in self._rows if row is not None], error)
+
     def step(self) -> bool:
         """One round; False where there was nothing to do. Raises nothing: what fails ends the requests that it is about."""
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from still_export.graph.options import ExportOptions
 from still_export.models import load
-from still_export.models.read import gguf as gguf_reader
+from still_export.models.gguf import shared
 from still_export.models.read.source import find_source
 from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
@@ -125,15 +126,15 @@ def test_faults_of_reading_gguf_are_seen(fault: str, tmp_path: Path, monkeypatch
         assert verdict.passed and len(verdict.checks) == 2, verdict
         return
     if fault == "heads":
-        monkeypatch.setattr(gguf_reader, "_unpaired", lambda weight, heads: weight)
+        monkeypatch.setattr(shared, "unpaired", lambda rows, heads: np.arange(rows))
     else:
-        config: Callable[..., Any] = gguf_reader._config
+        read: Callable[..., Any] = load.read_gguf
 
-        def other(*given: Any) -> dict[str, Any]:
-            found = config(*given)
-            return {**found, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+        def other(*given: Any, **more: Any) -> Any:
+            model_type, config, tensors = read(*given, **more)
+            return model_type, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, tensors
 
-        monkeypatch.setattr(gguf_reader, "_config", other)
+        monkeypatch.setattr(load, "read_gguf", other)
     said = wrong(asked(tmp_path / "m.gguf"))
     assert ("q_proj" in said) if fault == "heads" else ("logits" in said), said
 
