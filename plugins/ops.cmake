@@ -7,7 +7,6 @@ set(STILL_OP_FOLDERS
     "${CMAKE_CURRENT_LIST_DIR}/cpu/matmul_nbits"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/dense_matmul"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/gated_mlp"
-    "${CMAKE_CURRENT_LIST_DIR}/cpu/between_attention"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/rotary_qkv"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/add_rms_norm"
     "${CMAKE_CURRENT_LIST_DIR}/cpu/swi_glu"

@@ -51,7 +51,6 @@ LONGEST = (
     "still_export/linearization/test_fused_losses.py",
     "plugins/test_onnxruntime.py",
     "still_kernels/experts/test_experts.py",
-    "still_kernels/test_parallel.py",
     "still_export/test_auto_classes.py",
     "docs/test_examples.py",
     "still_graphs/test_functions.py",

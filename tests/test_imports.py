@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from still_export.proof.op_sources import imports
 from still_graphs.ops import OPS
-from tests.floors import imports
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -97,7 +97,6 @@ REGISTRATIONS = {
     **{f"still_export/targets/{name}/target.py": {"Experts"} for name in ("trt_rtx", "genai", "web")},
     "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
     "graphs/still_graphs/passes/fuse_linear_layers.py": {"dense_matmul", "gated_mlp"},
-    "graphs/still_graphs/passes/fuse_between_attention.py": {"BetweenAttention", "between_attention", "swi_glu"},
     "graphs/still_graphs/passes/fuse_rotary.py": {"RotaryQkv", "rotary_qkv"},
     "graphs/still_graphs/passes/fuse_rotary_embeddings.py": {
         "RotaryQkv",

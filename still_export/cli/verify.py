@@ -183,6 +183,8 @@ def verify(
             print(loss)
         if found.advice:
             print(found.advice)
+        for line in found.report.not_asked:
+            print(f"not asked: {line}")
         print("PASSED" if found.report.passed else "FAILED: the package does not compute what PyTorch computes")
     raise typer.Exit(0 if found.report.passed else 1)
 
@@ -218,7 +220,7 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
         )
     console.print(table)
     for check in report.checks:
-        print(f"{check.name}: " + ("yes" if check.passed else f"NO, {check.detail}"))
+        print(check)
     chosen = report.selections
     untold = (
         f"; {chosen.untold} tokens with a near tie that the runtime does not tell: their logits, and what later layers keep of "

@@ -97,15 +97,10 @@ class State(Record):
 
 
 class Chat(Record):
-    """Text around the messages of a conversation."""
+    """The model's chat templates by name (Jinja, as of transformers), and the special tokens that they may write by their variables."""
 
-    __pydantic_extra__: dict[str, str]
-
-    start: str
-    system_start: str
-    system_to_user: str
-    user_to_assistant: str
-    assistant_to_user: str
+    templates: dict[str, str]
+    tokens: dict[str, str]
 
 
 class Native(Record):

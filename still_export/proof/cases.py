@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from still_export.package.calls import Arrays, next_feed, without_padding
+from still_export.proof.absolute import Overflow
 from still_export.proof.codes import as_numbers
 from still_kernels.ties import Leads, Pairs, Ties
 
@@ -68,6 +69,7 @@ class Case:
         own_top1: That run's best tokens that are the reference's too, and all.
         untold: By layer, tokens [B, N] with a choice that nearly ties and that the target did not tell: their logits, and what later layers
             keep of each, are not held.
+        overflow, right_overflow: Where PyTorch's own run, and the reference, are not finite; None: nowhere.
         carried: Calls go on from the target's own states, as when it said what it selects: from PyTorch's it may select otherwise.
     """
 
@@ -83,6 +85,8 @@ class Case:
     own_top1: tuple[int, int] = (0, 0)
     went: dict[int, np.ndarray] = field(default_factory=dict)
     untold: Mapping[int, np.ndarray] = field(default_factory=dict)
+    overflow: Overflow | None = None
+    right_overflow: Overflow | None = None
     carried: bool = False
 
     @cached_property

@@ -162,6 +162,11 @@ class Passage:
         """Of each chain, whether it was told keys that may be another token's of those run so far."""
         return [chain.unsure for chain in self._work]
 
+    @property
+    def overflows(self) -> list[int | None]:
+        """Of each chain, the first layer whose hidden states are not finite; None: none so far."""
+        return [chain.overflow for chain in self._work]
+
     @torch.no_grad()
     def through(self, index: int) -> None:
         """All chains through one layer."""
@@ -295,6 +300,7 @@ class _Chain:
         self.lengths = [self._tensor(length) for length in lengths]
         self.outputs: list[Arrays] = [{"present_length": length.astype(np.int64)} for length in lengths[1:]]
         self.unsure = False
+        self.overflow: int | None = None
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
@@ -322,7 +328,16 @@ class _Chain:
                     continue
                 self.hidden[i], states = layer(*at, given("past", call.feed))
             self._keep(i, states | layer.seen, index)
+        if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
+            self.overflow = index
         self.unsure |= layer.unsure is not None and bool(layer.unsure)
+
+    @staticmethod
+    def _is_finite(hidden: Any, new: Tensor) -> bool:
+        """Whether what a layer gave is finite, padding left out."""
+        given = hidden[0] if isinstance(hidden, tuple) else hidden
+        real = torch.arange(given.shape[1], device=given.device) < new[:, None]
+        return bool(given[real].isfinite().all())
 
     def _state(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         if are_zeros(array):  # which need not travel

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from still_export.fields import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
 from still_export.proof.sessions import Target
+from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Report, Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
@@ -62,7 +64,7 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What was found; `loss` of a quantized package is what its bits cost, `advice` what to do where recorded answers cannot tell."""
 
     report: Report
@@ -81,7 +83,7 @@ def verify(
     output: Path | None = None,
     *,
     started: Started = lambda count: lambda *done: None,
-) -> Verdict:
+) -> VerifyResult:
     """Compare a package with PyTorch on logits, every state tensor and every selection.
 
     Args:
@@ -107,6 +109,7 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)
+    held = _weights_held(proof)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
@@ -115,21 +118,48 @@ def verify(
         report = Verifier(proof.package, cases, target, proof.steps).run(output, started(cases.count))
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
+    report = report.including(held)
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
         asked = _options(proof.package, options.model, manifest["model"]["dtype"])
-        report = replace(report, checks=[*report.checks, vision_check(proof.package, asked, options.seed)])
+        report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
     if options.calls is not None:
         unsure = not report.passed and report.selections.near_ties and not getattr(cases, "followed", True)
-        return Verdict(report, target, advice=FOLLOW.format(shlex.quote(str(folder))) if unsure else "")
+        return VerifyResult(report, target, advice=FOLLOW.format(shlex.quote(str(folder))) if unsure else "")
     if not proof.quantized:
-        return Verdict(report, target)
+        return VerifyResult(report, target)
     from still_export.proof.quantized import quantization_loss_of
 
     wide = _options(proof.package, options.model, "float32")
     device = options.reference_device or "cpu"
-    return Verdict(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+    return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+
+
+def _weights_held(proof: _Proof) -> Verdict:
+    """Every weight of the package beside the model's, before anything runs."""
+    if proof.options.calls is not None:
+        return Verdict(
+            not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
+        )
+    from still_export.models.read.source import find_source
+    from still_export.proof.held_weights import check_weights
+
+    package = proof.package
+    with _found(package):
+        source = find_source(_options(package, proof.options.model, "float32"))
+    return check_weights(package.path, package.manifest, source)
+
+
+@contextlib.contextmanager
+def _found(package: Package) -> Iterator[None]:
+    """Say of a model that is not there what it is for."""
+    try:
+        yield
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
+        ) from error
 
 
 def record(
@@ -326,16 +356,12 @@ def _torch_cases(
     if dtype == "float32" and has_narrow_caches(package.manifest):
         dtype = "float16"
     manifest = package.manifest
-    try:
+    with _found(package):
         wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
         if dtype == "float32":  # opened once; a configuration says what type its model has
             own = replace(wide, config=deepcopy(wide.config))
         else:
             own = held_source(_options(package, model, dtype), package.path, manifest, pairs, device)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
-        ) from error
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]

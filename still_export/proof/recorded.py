@@ -8,6 +8,7 @@ from typing import Any
 
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
+from still_export.proof.absolute import Overflow
 from still_export.proof.array_file import ArrayFile, ArrayWriter, written_arrays
 from still_export.proof.cases import EMPTY, Case, CaseSource, Follow
 from still_kernels.ties import near_ties
@@ -17,7 +18,7 @@ ATTEMPTS = 3
 MOST_BYTES = 4 << 30
 """Beyond which no further prompts are kept: every long prompt of a large model has near ties, another one, too."""
 
-FORMAT = 4
+FORMAT = 5
 
 
 def record_cases(
@@ -58,6 +59,7 @@ def _record(
                     "own": [keep_all(errors) for errors in case.own],
                     "own_mean": case.own_mean,
                     "own_top1": case.own_top1,
+                    "overflow": [None if x is None else vars(x) for x in (case.overflow, case.right_overflow)],
                 }
             )
             if near_ties(case.leads) and not told:
@@ -102,6 +104,7 @@ class RecordedCases:
         def read_all(keys: dict[str, str]) -> Arrays:
             return {name: self._file.array(key) for name, key in keys.items()}
 
+        overflow, right = (None if x is None else Overflow(**x) for x in entry["overflow"])
         leads = {int(layer): self._file.array(key) for layer, key in entry["leads"].items()}
         return Case(
             entry["name"],
@@ -114,5 +117,7 @@ class RecordedCases:
             [read_all(keys) for keys in entry["own"]],
             entry["own_mean"],
             tuple(entry["own_top1"]),
+            overflow=overflow,
+            right_overflow=right,
             carried=self.followed,
         )

@@ -11,8 +11,8 @@ import numpy as np
 
 from still_export.package.calls import Arrays, given_of, last_logits, typed_states
 from still_export.package.folder import Package
-from still_export.proof.checks import Check
 from still_export.proof.reference import open_runner
+from still_export.proof.verdict import Check
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.targets.registry import runtime_named
 from still_export.targets.runtime import Opening

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
 from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.chains import Call, Chain, nothing
@@ -102,6 +103,12 @@ class TorchCases:
                 shelf.take([*case.feeds, *case.expected], f".{layer}")
         for shelf in shelves:
             shelf.put_back()
+        for run, name in ((own, "overflow"), (reference, "right_overflow")):
+            left = iter(run.passage.overflows)
+            for case, chains_of in zip(cases, run.asked, strict=True):
+                layers = [layer for layer in [next(left) for _ in chains_of] if layer is not None]
+                if layers:
+                    setattr(case, name, Overflow(min(layers)))
         self._layers = sorted(cases[0].went)
         chains = iter(reference.passage.unsure)
         return cases, [any([next(chains) for _ in (d.chain, *d.further)]) for d in drafts]
@@ -129,6 +136,8 @@ class TorchCases:
         if layer is None:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
+            own_logits, right_logits = ([each[side]["logits"] for each in pairs] for side in (1, 0))
+            case.overflow, case.right_overflow = overflow_of_logits(own_logits), overflow_of_logits(right_logits)
         pairs = self.ties.settle(pairs, case.leads, turned=turned)
         case.own = case.own or [{} for _ in range(len(pairs) + len(further))]
         for name in pairs[0][0]:

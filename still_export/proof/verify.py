@@ -17,6 +17,15 @@ from still_export.graph.quantization.policy import rounds_activations
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
+from still_export.proof.absolute import (
+    LOGITS,
+    Findings,
+    constant_check,
+    finite_check,
+    likeliest_check,
+    overflow_checks,
+    rounding_check,
+)
 from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import (
     EMPTY,
@@ -28,12 +37,12 @@ from still_export.proof.cases import (
     fixed_pair,
     same_best,
 )
-from still_export.proof.checks import Check
 from still_export.proof.codes import has_narrow_caches
 from still_export.proof.selections import told_by
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import give_back
-from still_export.proof.tolerance import LOGITS, Bounds
+from still_export.proof.tolerance import Bounds
+from still_export.proof.verdict import Check, Verdict
 from still_graphs.ops import OPS
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
@@ -62,6 +71,7 @@ class Judged:
         units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
         sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
         same: Where both find the same token the likeliest, over all calls.
+        found: What is absolutely wrong of the target's outputs.
     """
 
     case: Case
@@ -69,6 +79,7 @@ class Judged:
     units: list[Arrays]
     sums: dict[str, np.ndarray]
     same: np.ndarray
+    found: Findings
 
     @classmethod
     def of(
@@ -83,7 +94,8 @@ class Judged:
         errors: list[Arrays] = []
         units: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
-        for expected, actual in pairs:
+        found = Findings()
+        for number, (expected, actual) in enumerate(pairs):
             errors.append({})
             units.append({})
             for name, right in expected.items():
@@ -91,6 +103,7 @@ class Judged:
                 if name in summed:
                     units[-1][name] = UNIT * np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
+            found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.untold:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
             for name, axis in by_token.items():
@@ -99,7 +112,7 @@ class Judged:
                     rows = np.moveaxis(errors[-1][name], axis + 1, 2)[:, :, : tokens.shape[1]]
                     rows[:, tokens[:, : rows.shape[2]]] = np.nan
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
-        return cls(case, errors, units, sums, np.concatenate(same or [np.zeros(0, bool)]))
+        return cls(case, errors, units, sums, np.concatenate(same or [np.zeros(0, bool)]), found)
 
     def held(self, output: str) -> list[np.ndarray]:
         """Of each call the errors of `output` that are held to bounds."""
@@ -157,7 +170,13 @@ class OutputReport:
 
 @dataclass
 class Report:
-    """The verdict on a package; `first_diverging_layer` is the lowest one with a failed state."""
+    """The verdict on a package.
+
+    Args:
+        first_diverging_layer: The lowest one with a failed state.
+        command: Polygraphy's.
+        not_asked: What the proof leaves open, one line each; printed beside PASSED.
+    """
 
     outputs: list[OutputReport]
     top1: float
@@ -166,11 +185,16 @@ class Report:
     checks: list[Check]
     first_diverging_layer: int | None
     command: str
+    not_asked: list[str] = field(default_factory=list)
     passed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         good = all(r.passed for r in self.outputs) and all(c.passed for c in self.checks)
         self.passed = good and not self.selections.wrong and not self.selections.too_many
+
+    def including(self, verdict: Verdict) -> Report:
+        """With the checks of another part of the proof."""
+        return replace(self, checks=self.checks + verdict.checks, not_asked=self.not_asked + verdict.not_asked)
 
     @property
     def mismatches(self) -> list[OutputReport]:
@@ -184,7 +208,7 @@ class Report:
             "top1_agreement": self.top1,
             "pytorch_half_top1_agreement": self.own_top1,
             "selections": {**vars(self.selections), "too_many": self.selections.too_many},
-            "checks": [vars(c) for c in self.checks],
+            **Verdict(self.checks, self.not_asked).to_dict(),
             "first_diverging_layer": self.first_diverging_layer,
             "polygraphy": self.command,
             "outputs": [vars(o) for o in self.outputs],
@@ -371,6 +395,7 @@ class Verifier:
         self, judged: Sequence[Judged], bounds: Bounds, selections: Choices, checks: list[Check], command: str
     ) -> Report:
         reports = [each.report(output, bounds) for each in judged for output in each.errors[0]]
+        checks = [*self._absolute(judged, bounds), *checks]
         failed = {int(r.output.rsplit(".", 1)[1]) for r in reports if not r.passed and "." in r.output}
         own, all_own = (sum(each.case.own_top1[i] for each in judged) for i in range(2))
         return Report(
@@ -382,6 +407,26 @@ class Verifier:
             min(failed, default=None),
             command,
         )
+
+    def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
+        """What holds of any right package, before errors are compared with rounding."""
+        cases = [each.case for each in judged]
+        findings = {each.case.name: each.found for each in judged}
+        checks = overflow_checks(
+            {case.name: case.overflow for case in cases},
+            {case.name: case.right_overflow for case in cases},
+            self.dtype,
+        )
+        rows, tokens = [], []
+        for each in judged:
+            for number, logits in each.found.logits.items():
+                own, held = each.case.own[number][LOGITS][0], each.errors[number][LOGITS][0]
+                bound = np.where(np.isnan(held), np.nan, bounds.row_bounds(each.case, number, LOGITS)[0])
+                rows.append((own[logits.real], logits.spread[logits.real]))
+                tokens.append((each.case.name, number, logits, bound))
+        if not checks:
+            checks.append(rounding_check(rows, self.dtype))
+        return [*checks, finite_check(findings), constant_check(findings), likeliest_check(tokens)]
 
 
 def _by_token(growth: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ def page(content: Mapping[str, Any], runtime: str, package: str, machine: Mappin
     """
     outputs = content["outputs"]
     failed = [entry for entry in outputs if not entry["passed"]]
-    findings = [f"{check['name']}: {check['detail']}" for check in content["checks"] if not check["passed"]]
+    findings = [f"{check['name']}: {check['what']}" for check in content["checks"] if not check["passed"]]
     layer = content["first_diverging_layer"]
     if layer is not None:
         findings.append(f"First diverging layer: {layer}.")
@@ -110,8 +110,9 @@ def _facts(content: Mapping[str, Any]) -> Table:
         ["selections compared", f"{chosen['compared']:,}"],
         ["of them differ by a near tie", f"{chosen['near_ties']:,} (expected: at most some {chosen['expected']:.1f})"],
         ["of them differ without one", f"{chosen['wrong']:,}"],
-        *([check["name"], "yes" if check["passed"] else f"NO: {check['detail']}"] for check in content["checks"]),
+        *([check["name"], "yes" if check["passed"] else f"NO: {check['what']}"] for check in content["checks"]),
     ]
+    rows += [["not asked", line] for line in content.get("not_asked", ())]
     if loss := content.get("quantization_loss"):
         rows += [[f"quantization loss: {name.replace('_', ' ')}", value] for name, value in loss.items()]
     return Table("Agreement", ["what", "value"], rows)

@@ -19,7 +19,7 @@ import numpy as np
 
 from still_export.package.checked import read_manifest
 from still_export.runtime.feeding import Feeding
-from still_export.runtime.sampling import RunError, Sampling, likeliest
+from still_export.runtime.sampling import RunError, Sampling, checked_token, likeliest
 from still_export.runtime.speculation import Speculation
 from still_graphs.states import AHEAD, ANY, StateTable
 
@@ -204,7 +204,7 @@ class Runner(ABC):
         """Run one call as `feed` does, for the likeliest tokens alone.
 
         Returns:
-            Integers [R, 1], or [R, T] where `feed` returns logits of every token.
+            Integers [R, 1], or [R, T] where `feed` returns logits of every token; -1 where they are no finite numbers.
         """
         return likeliest(self.feed(input_ids, new_tokens, first))
 
@@ -363,9 +363,14 @@ class Runner(ABC):
         return logits[0, -1]
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """Tokens [B] that follow `token` [B] greedily, `count` of them."""
+        """Tokens [B] that follow `token` [B] greedily, `count` of them.
+
+        Raises:
+            NotFiniteError: The logits of a sequence are no finite numbers.
+        """
         for _ in range(count):
             token = likeliest(self.step(token))
+            checked_token(int(token.min()))
             yield token
 
     def step(self, token: np.ndarray) -> np.ndarray:
@@ -391,6 +396,7 @@ class Runner(ABC):
 
         Raises:
             RunError: They and the prompt may exceed the capacity; nothing was fed then.
+            NotFiniteError: Logits are no finite numbers.
         """
         stops, prompt = set(stop), list(prompt)
         feeding = self.feeding
@@ -400,7 +406,7 @@ class Runner(ABC):
         if self.speculation is not None:
             rest = self._guessing(token, count - 1, sampling, self.speculation, [*before, *prompt])
         elif sampling.temperature == 0:
-            rest = (int(following[0]) for following in self.greedy(np.array([token]), count - 1))
+            rest = (checked_token(int(following[0])) for following in self.greedy(np.array([token]), count - 1))
         for _ in range(count):
             if token in stops:
                 return
@@ -422,7 +428,7 @@ class Runner(ABC):
                 spent = time.perf_counter() - begun
                 try:
                     for row, guess in zip(rows, [*guesses, -1], strict=True):
-                        said.append(int(row) if greedy else sampling.choose(row))
+                        said.append(checked_token(int(row)) if greedy else sampling.choose(row))
                         yield said[-1]
                         if said[-1] != guess:
                             break

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from still_export.runtime.base import Runner
-from still_export.runtime.sampling import RunError, likeliest
+from still_export.runtime.sampling import NO_TOKEN, RunError, likeliest
 from still_export.runtime.speculation import Guessed, Speculation
 from still_export.runtime.text import Text
 
@@ -55,9 +55,12 @@ class Drafted(Guessed):
         runner.put(0, self.state, self.read)
         logits = runner.prefill(self.tokens[self.read :])
         self.read, self.state = len(self.tokens), {name: array.copy() for name, array in runner.take().items()}
-        guesses = [int(likeliest(logits[:vocabulary]))]
-        while len(guesses) < most:
-            guesses.append(int(likeliest(runner.step(np.array(guesses[-1:]))[0, :vocabulary])))
+        guesses: list[int] = []
+        while (token := int(likeliest(logits[:vocabulary]))) != NO_TOKEN:
+            guesses.append(token)
+            if len(guesses) == most:
+                break
+            logits = runner.step(np.array([token]))[0]
         self.guesses = guesses
         return guesses
 

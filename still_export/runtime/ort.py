@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, HEAD, MODEL, STEP, Hashing, check_hash
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.program import run_program
-from still_export.runtime.sampling import RunError
+from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation
 from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
 
@@ -297,8 +297,6 @@ class OrtModel(Runner):
         self.speculation = Speculation(self.guesses) if self.guesses else None
         # Opened here, not in the midst of an answer.
         self._fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
-        stepping = able and watched is None and STEP in self.manifest["files"]
-        self._step: Any = self._open_beside(STEP, self.replays) if stepping else None
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
@@ -400,7 +398,7 @@ class OrtModel(Runner):
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
-            session = self._fold if wanted == FOLDED else self._session(sequences, tokens)
+            session = self._fold if wanted == FOLDED else self.session
             shapes: dict[str, tuple[int, ...]]
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             if wanted == AHEAD and self.head:
@@ -488,18 +486,14 @@ class OrtModel(Runner):
             self._brought = input_ids, values[LAST_HIDDEN].numpy()
         return self._floats(values[NEXT_TOKEN if greedy and self.says_token else "logits"])
 
-    def _open_beside(self, graph: str, replay: bool = False) -> Any:
+    def _open_beside(self, graph: str) -> Any:
         """Session of another graph over the model's weights, whose hashes were compared."""
         names = weight_files(self.folder, self.manifest, graph)
         assert set(names) <= set(self.manifest["files"])
         options = self._session_options(graph)
         if graph == FOLD:
             options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
-        return open_session(self.folder, self.manifest, options, self.device, self.native, replay, graph)
-
-    def _session(self, sequences: int, tokens: int) -> Any:
-        """Of calls of so many tokens of so many sequences."""
-        return self._step if self._step is not None and sequences == tokens == 1 else self.session
+        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=graph)
 
     def run_apart(self, session: Any, binding: Any) -> None:
         """Run a call that no CUDA graph replays.
@@ -570,7 +564,7 @@ class OrtModel(Runner):
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
-        self.run_apart(self._session(len(counts), tokens), binding)
+        self.run_apart(self.session, binding)
         before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
         others = binding.get_outputs()[before:]
         if count := len(self._watched):
@@ -631,7 +625,7 @@ class OrtModel(Runner):
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
         if (tokens, self._turn) not in self._captured:
-            session = self._session(self.batch, tokens)
+            session = self.session
             binding = session.io_binding()
             shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
             apart = -(-self.batch * tokens // ALIGNED) * ALIGNED
@@ -714,6 +708,7 @@ class OrtModel(Runner):
             return
         for _ in range(count):
             token = self._stepped(token)[NEXT_TOKEN].numpy()[:, -1]
+            checked_token(int(token.min()))
             yield token
 
 

@@ -165,7 +165,7 @@ class PrefixCache:
         """The nodes along `tokens`, and how many of them are in the tree."""
         path, at, node = list[Kept](), 0, self._root
         while at < tokens.size and (child := node.children.get(int(tokens[at]))) is not None:
-            same = _alike(child.edge, tokens[at:])
+            same = alike(child.edge, tokens[at:])
             at += same
             if same < child.edge.size:
                 break
@@ -182,7 +182,7 @@ class PrefixCache:
             if child is None:
                 node.children[first] = child = Kept(tokens[at:].copy(), node)
                 return child
-            same = _alike(child.edge, tokens[at:])
+            same = alike(child.edge, tokens[at:])
             if same < child.edge.size:
                 upper = Kept(child.edge[:same], node, {int(child.edge[same]): child})
                 child.edge, child.parent, node.children[first] = child.edge[same:], upper, upper
@@ -225,8 +225,13 @@ class Reader:
         else:
             self.prefix.restore(self.model, more)
 
-    def begin(self, tokens: list[int], progress: Progress | None = None) -> tuple[int, Progress]:
+    def begin(self, tokens: list[int], progress: Progress | None = None, settled: int = 0) -> tuple[int, Progress]:
         """Put the model behind the longest beginning of `tokens` that is known, and leaves one to read.
+
+        Args:
+            tokens: Behind the prefix.
+            progress: Told of the pieces that are read.
+            settled: As many of them begin later prompts, too; where they are not all, their state is read and kept.
 
         Returns:
             How many need not be read, and what shall be told of the pieces of the others.
@@ -246,6 +251,10 @@ class Reader:
         if self.cache:
             self.cache.asked += len(tokens)
             self.cache.found += found
+            if found < settled < len(tokens):
+                self.model.prefill(tokens[found:settled], progress)
+                self._keep(tokens[:settled])
+                found = settled
 
         def told(done: int, total: int) -> None:
             if done == total:
@@ -267,10 +276,10 @@ class Reader:
         return read
 
 
-def _alike(a: np.ndarray, b: np.ndarray) -> int:
+def alike(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
     """How many tokens two begin alike with."""
-    size = min(a.size, b.size)
-    different = np.flatnonzero(a[:size] != b[:size])
+    size = min(len(one), len(other))
+    different = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
     return int(different[0]) if different.size else size
 
 

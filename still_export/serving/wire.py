@@ -8,11 +8,12 @@ import time
 import traceback
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text
 
 MOST_STOPS = 4
@@ -20,6 +21,9 @@ MOST_STOPS = 4
 
 DEFAULT_TOKENS = 16
 """Of /v1/completions where max_tokens is not given, as of OpenAI."""
+
+MOST_MESSAGE = 1000
+"""Characters of an error: some quote what was asked."""
 
 MEANINGLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -56,7 +60,7 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]} ...")
         self.status, self.param, self.code = status, param, code
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,6 +68,15 @@ class ApiError(Exception):
         kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class _FirstError(FailFast):
+    __hash__ = object.__hash__  # pydantic's has none, which a union needs
+
+
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], _FirstError()]
+"""A list of which the first wrong item is reported: a list of a million would make as many errors."""
 
 
 class _Strict(BaseModel):
@@ -85,7 +98,7 @@ class Generation(_Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=0)
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -94,7 +107,7 @@ class Generation(_Strict):
 class Completion(Generation):
     """Of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
 
 
 class Part(_Strict):
@@ -108,7 +121,7 @@ class Message(_Strict):
     """Of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Listed[Part]
 
     def plain(self) -> dict[str, str]:
         """Role and content as the chat format takes them.
@@ -126,7 +139,7 @@ class Message(_Strict):
 class Chat(Generation):
     """Of /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
@@ -166,6 +179,8 @@ def understood(kind: type[Kind], body: object, served: str) -> Kind:
         request = kind.model_validate(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
+        if not found[0]["loc"]:
+            raise ApiError(400, f"the name of a field is no text: {found[0]['msg']}.", None, "invalid_value") from None
         # Of a union each form complains; the field is what all have in common.
         name = str(found[0]["loc"][0])
         where = ".".join(str(part) for part in found[0]["loc"]) if len(found) == 1 else name
@@ -208,8 +223,12 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
     except RunError as error:
         raise ApiError(400, str(error), "messages" if chat else "prompt") from None
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if len(stop) > MOST_STOPS or not all(stop):
-        raise ApiError(400, f"stop: give at most {MOST_STOPS} texts, none of them empty.", "stop")
+    if len(stop) > MOST_STOPS:
+        raise ApiError(400, f"stop: give at most {MOST_STOPS} texts.", "stop")
+    try:
+        StopTexts(stop)
+    except RunError as error:
+        raise ApiError(400, f"stop: {error}", "stop") from None
     most = request.max_tokens
     if isinstance(request, Chat):
         most = request.max_completion_tokens or most
@@ -231,7 +250,7 @@ def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
     if not text.chat:
         raise RunError("this model has no chat format; use /v1/completions.")
     messages = [{k: _characters(v) for k, v in m.plain().items()} for m in request.messages]
-    return text.dialogue(messages, ends=not warm)
+    return text.dialogue(messages, goes_on=warm or None)
 
 
 def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Text) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from still_export.serving.scheduler import Request, Scheduler
@@ -25,6 +26,7 @@ class Worker:
         self._open = open_scheduler
         self._wake, self._ready = threading.Event(), threading.Event()
         self._ending = False
+        self._moved = time.monotonic()
         self._scheduler: Scheduler | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="still-export model", daemon=True)
@@ -42,6 +44,11 @@ class Worker:
     def alive(self) -> bool:
         """The thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the call of the model that runs has taken so far; 0 without requests."""
+        return 0.0 if self.scheduler.idle else time.monotonic() - self._moved
 
     def submit(self, request: Request) -> None:
         """As of Scheduler."""
@@ -73,6 +80,7 @@ class Worker:
             self._ready.set()
         while True:
             self._wake.clear()  # before the step, which sees what was submitted until then
+            self._moved = time.monotonic()
             if not scheduler.step():
                 if self._ending:
                     return

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
-from still_graphs.ops.between_attention import BETWEEN_ATTENTION
 from still_graphs.ops.dense_matmul import DENSE_MATMUL
 from still_graphs.ops.gated_mlp import GATED_MLP
 from still_graphs.ops.greedy_token import GREEDY_TOKEN
@@ -18,7 +17,6 @@ from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
 from still_graphs.ops.swi_glu import SWI_GLU
 from still_kernels import (
     add_rms_norm,
-    between_attention,
     dense_matmul,
     gated_mlp,
     greedy_token,
@@ -28,7 +26,6 @@ from still_kernels import (
     swi_glu,
 )
 from still_kernels.add_rms_norm import Variant as NormVariant
-from still_kernels.between_attention import Variant as BetweenVariant
 from still_kernels.dense_matmul import Variant
 from still_kernels.gated_mlp import Variant as GatedVariant
 from still_kernels.greedy_token import Variant as TokenVariant
@@ -102,36 +99,6 @@ def test_gated_mlp(
         "float16", int(width % 8 == 0 and middle % 8 == 0), int(width % 64 == 0 and middle % 64 == 0), *spans
     )
     mirror(GATED_MLP, tensors, lambda output: gated_mlp.OP.launch(call, output), variant, {"norm_epsilon": 2e-6})
-
-
-@pytest.mark.parametrize("gate", [576, 0])
-def test_between_attention(gate: int, mirror: Callable[..., None]) -> None:  # noqa: F811
-    """One token, by a kernel in CUDA C++."""
-    width, middle, outputs = 576, 1536, 960
-    tensors = {
-        "attention": made(1, 1, width),
-        "residual": made(1, 1, width),
-        "output_weight": made(width, width),
-        "norm_weight": made(width),
-        "down": made(middle, width),
-        "gate_up": made(width, 2 * middle),
-        "next_norm_weight": made(width),
-        "next_weight": made(width, outputs),
-    }
-    tensors |= {"next_gate_weight": made(width, gate)} if gate else {}
-    attributes = {"norm_epsilon": 2e-6, "gate_width": gate}
-    call = between_attention.Inputs(**tensors, **attributes)  # type: ignore[arg-type]
-    results = {"output": made(1, 1, width), "next": made(1, 1, outputs)} | (
-        {"next_gate": made(1, 1, gate)} if gate else {}
-    )
-    mirror(
-        BETWEEN_ATTENTION,
-        tensors,
-        lambda *given: between_attention.OP.launch(call, *given),
-        BetweenVariant("float16", gate=gate),
-        attributes,
-        results,
-    )
 
 
 @pytest.mark.parametrize(

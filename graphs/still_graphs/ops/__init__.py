@@ -5,7 +5,6 @@ from __future__ import annotations
 from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
 from still_graphs.ops.angle_sum import ANGLE_SUM
 from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.between_attention import BETWEEN_ATTENTION
 from still_graphs.ops.block_attention import BLOCK_ATTENTION
 from still_graphs.ops.causal_conv import CAUSAL_CONV
 from still_graphs.ops.cluster_tokens import CLUSTER_TOKENS
@@ -40,7 +39,6 @@ OPS: dict[str, OpSpec] = {
         MATMUL_NBITS,
         DENSE_MATMUL,
         GATED_MLP,
-        BETWEEN_ATTENTION,
         ROTARY_QKV,
         ADD_RMS_NORM,
         SWI_GLU,

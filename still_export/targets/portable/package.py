@@ -21,6 +21,7 @@ from still_export.models.read.weights import is_coded
 from still_export.package.chat_format import chat_format
 from still_export.package.files import DATA, PORTABLE, VISION
 from still_export.package.folder import Package, write_manifest
+from still_export.package.refusals import RunError
 from still_export.runtime.ort import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import PREFILL_TOKENS
@@ -227,7 +228,7 @@ def _check_speculation(guesses: int, states: list[dict[str, Any]]) -> None:
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
-    """Tokenizer, generation configuration and chat template; the manifest's chat format."""
+    """Tokenizer, generation configuration and chat template; the manifest's chat templates."""
     from still_export.models.load import load_tokenizer
 
     try:
@@ -240,4 +241,10 @@ def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
             f"the tokenizer of {options.model} is a {type(tokenizer).__name__} without a tokenizer.json; "
             "convert it to a fast tokenizer first."
         )
-    return {"chat": chat_format(tokenizer)}
+    found = chat_format(tokenizer)
+    if found is not None:
+        try:
+            found.render([{"role": "user", "content": "Hello."}])
+        except RunError as error:
+            logging.getLogger(__name__).warning("of a message alone, %s", error)
+    return {"chat": found and found.to_dict()}

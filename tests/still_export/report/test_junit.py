@@ -31,7 +31,7 @@ def test_what_failed_says_where() -> None:
     content = copy.deepcopy(PROOF)
     content["outputs"][-1] |= {"passed": False, "worst": 0.5, "worst_place": (0, 2, 7), "worst_call": 3}
     content["selections"] |= {"wrong": 1, "near_ties": 9, "too_many": True}
-    content["checks"][0] |= {"passed": False, "detail": "row 3 <differs>"}
+    content["checks"][0] |= {"passed": False, "what": "row 3 <differs>"}
     root = ElementTree.fromstring(junit(content, "package"))
     failed = {t.get("name"): t.find("failure").get("message") for t in root.iter("testcase") if len(t)}  # type: ignore[union-attr]
     assert failed == {
@@ -44,8 +44,8 @@ def test_what_failed_says_where() -> None:
 
 
 def test_a_decoder_of_others_has_checks_and_what_is_not_seen() -> None:
-    check = {"name": "two rows", "passed": False, "detail": "logits off by 1"}
-    content = {"checks": [check, {"name": "a prompt of 7", "passed": True, "detail": ""}], "unseen": ["padding: none"]}
+    check = {"name": "two rows", "passed": False, "what": "logits off by 1"}
+    content = {"checks": [check, {"name": "a prompt of 7", "passed": True, "what": ""}], "unseen": ["padding: none"]}
     root = ElementTree.fromstring(junit(content, "decoder"))
     assert [each.get("message") for each in root.iter("failure")] == ["logits off by 1"] and root.get("failures") == "1"
     assert [each.get("message") for each in root.iter("skipped")] == ["padding: none"]

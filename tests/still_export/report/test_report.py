@@ -49,7 +49,7 @@ PROOF: dict[str, Any] = {
     "top1_agreement": 1.0,
     "pytorch_half_top1_agreement": 1.0,
     "selections": {"compared": 640, "near_ties": 2, "wrong": 0, "expected": 1.5, "too_many": False},
-    "checks": [{"name": "state is restored", "passed": True, "detail": ""}],
+    "checks": [{"name": "state is restored", "passed": True, "what": ""}],
     "first_diverging_layer": None,
     "outputs": [
         output(case, name)
@@ -69,7 +69,7 @@ def proof() -> Report:
 def failed_proof() -> Report:
     content = copy.deepcopy(PROOF)
     content |= {"passed": False, "first_diverging_layer": 1}
-    content["checks"][0] |= {"passed": False, "detail": "row 3 differs"}
+    content["checks"][0] |= {"passed": False, "what": "row 3 differs"}
     content["selections"]["wrong"] = 3
     broken = [
         entry
