@@ -677,7 +677,7 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        if not self.replays or self.every:
+        if not self.replays or self.feeding.every:
             return super().step(token)
         return self._floats(self._stepped(token)["logits"])[:, -1]
 
@@ -710,7 +710,7 @@ class OrtModel(Runner):
         token is the likeliest."""
         if self.replays:
             self.reserve(count)
-        if self.every or not (self.replays and self.says_token):
+        if self.feeding.every or not (self.replays and self.says_token):
             yield from super().greedy(token, count)
             return
         for _ in range(count):
