@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import os
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
-from still_export.targets.ort.library import cached_library, this_cpu
+from still_export.targets.ort.library import cached_library, keep_library, this_cpu
 from tests import durations
 from tests.durations import pytest_addoption
 from tests.plugins import builds
@@ -91,6 +90,5 @@ def kernels_cache(library: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     os.environ[CACHE_VARIABLE] = str(folder)
     path = cached_library(this_cpu())
     os.environ[CACHE_VARIABLE] = before
-    path.parent.mkdir(parents=True)
-    shutil.copyfile(library, path)
+    keep_library(Path(library), path)
     return folder

@@ -110,6 +110,9 @@ class Runner(ABC):
         self.manifest = read_manifest(self.folder)
         self.table = StateTable.of(self.manifest)
 
+    def check_files(self) -> None:  # noqa: B027
+        """Raise CheckError where a file that the runtime still reads was changed; those that have all in memory read none."""
+
     @property
     def every(self) -> tuple[int, int] | None:
         """Behind how many tokens the model wants one of its own, and which; None: nowhere. `prefill`, `step`, `greedy` and `generate` put

@@ -32,6 +32,16 @@ def exports_once() -> None:
     quick_sessions.install()
 
 
+@pytest.fixture(autouse=True)
+def graph_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verify leaves out what goes through further processes and graphs, which takes seconds a package: tests of these ask them directly,
+    and those marked `whole` ask all."""
+    if request.node.get_closest_marker("whole") is None:
+        from still_export.proof.verdict import Verdict
+
+        monkeypatch.setattr("still_export.proof.package._all_that_runs", lambda *_: Verdict())
+
+
 @pytest.fixture
 def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this test exports is traced, whatever was traced before."""
