@@ -22,6 +22,10 @@ from tests.plugins import builds
 __all__ = ["pytest_addoption"]
 
 
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "triton"))
+"""What Triton compiled, by its sources: for all processes and later runs."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Measure what tests take."""
     config.pluginmanager.register(durations.Durations())
