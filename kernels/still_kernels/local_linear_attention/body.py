@@ -7,15 +7,9 @@ from collections.abc import Mapping
 import onnx
 
 from still_graphs.errors import UnsupportedError
-<<<<<<< HEAD:kernels/still_kernels/local_linear_attention/body.py
-from still_graphs.functions.builder import BOOL, FLOAT, INT64, Body, Scope
-from still_kernels.attention.body import Call, cached_body
-from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTENTION, fault_of
-=======
-from still_graphs.functions.attention import Call, cached_body
 from still_graphs.functions.builder import BOOL, DOUBLE, FLOAT, INT64, Body, Scope
-from still_graphs.ops.local_linear_attention import LARGEST, LOCAL_LINEAR_ATTENTION, MOST, NEAR, fault_of
->>>>>>> N:graphs/still_graphs/functions/local_linear_attention/__init__.py
+from still_kernels.attention.body import Call, cached_body
+from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTENTION, MOST, NEAR, fault_of
 
 LEAST = 2.2250738585072014e-308
 """The least normal float64."""

@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
-<<<<<<< HEAD:kernels/still_kernels/local_linear_attention/meaning.py
 from still_kernels.attention.meaning import BLOCK, AttentionState, blocked_attention
 from still_kernels.attention.meaning import Inputs as AttentionInputs
-from still_kernels.local_linear_attention.spec import LARGEST, fault_of
-=======
-from still_graphs.ops.local_linear_attention import LARGEST, MOST, NEAR, fault_of
-from still_kernels.attention import AttentionState, blocked_attention
-from still_kernels.attention import Inputs as AttentionInputs
-from still_kernels.attention.blocked import BLOCK
->>>>>>> N:kernels/still_kernels/local_linear_attention/naive.py
+from still_kernels.local_linear_attention.spec import LARGEST, MOST, NEAR, fault_of
 
 
 @dataclass(frozen=True)

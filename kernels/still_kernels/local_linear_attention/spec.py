@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-<<<<<<< HEAD:kernels/still_kernels/local_linear_attention/spec.py
-from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
+from still_graphs.spec import OpSpec, TensorSpec
 from still_kernels.attention.spec import COUNTS, HEADS, KEY_AND_VALUE, OUTPUT
-=======
-from still_graphs.ops.attention import COUNTS, HEADS, KEY_AND_VALUE, OUTPUT
-from still_graphs.ops.spec import OpSpec, TensorSpec
->>>>>>> N:graphs/still_graphs/ops/local_linear_attention.py
 
 LOCAL_LINEAR_ATTENTION = OpSpec(
     # With p the weights of softmax attention, k_mean = sum of p k, C = sum of p (k - k_mean) (k - k_mean)^T and l the
