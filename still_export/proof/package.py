@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ from still_export.extras import demand
 from still_export.fields import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
+from still_export.proof.answers import Progress, silent
 from still_export.proof.sessions import Target
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Report, Verifier, check_dtype
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from still_export.models.read.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
-
-Started = Callable[[int], Callable[..., None]]
-"""Told how many cases there are; what it returns is told each that is done."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +63,11 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What was found; `loss` of a quantized package is what its bits cost, `advice` what to do where recorded answers cannot tell."""
+    """What was found; `loss` of a quantized package is what its bits cost."""
 
     report: Report
     target: Target
     loss: QuantizationLoss | None = None
-    advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
@@ -83,7 +79,7 @@ def verify(
     options: VerifyOptions = VerifyOptions(),
     output: Path | None = None,
     *,
-    started: Started = lambda count: lambda *done: None,
+    progress: Progress = silent,
 ) -> VerifyResult:
     """Compare a package with PyTorch on logits, every state tensor and every selection.
 
@@ -91,7 +87,7 @@ def verify(
         package: Its folder.
         options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-        started: Told how many cases there are.
+        progress: Told each step.
 
     Returns:
         The verdict, `report.passed` first.
@@ -110,25 +106,22 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)
-    held = _weights_held(proof)
+    held = _weights_held(proof, progress)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
         output.mkdir(exist_ok=True)
     try:
-        report = Verifier(proof.package, cases, target, proof.steps).run(output, started(cases.count))
+        report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    report = report.including(held).including(_all_that_runs(proof, target, pairs))
+    report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
         asked = _options(proof.package, options.model, manifest["model"]["dtype"])
         report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
-    if options.calls is not None:
-        unsure = not report.passed and report.selections.near_ties and not getattr(cases, "followed", True)
-        return VerifyResult(report, target, advice=FOLLOW.format(shlex.quote(str(folder))) if unsure else "")
-    if not proof.quantized:
+    if options.calls is not None or not proof.quantized:
         return VerifyResult(report, target)
     from still_export.proof.quantized import quantization_loss_of
 
@@ -137,7 +130,7 @@ def verify(
     return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
 
 
-def _weights_held(proof: _Proof) -> Verdict:
+def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     """Every weight of the package beside the model's, and the model beside what others read of its files, before anything runs."""
     if proof.options.calls is not None:
         return Verdict(
@@ -152,19 +145,21 @@ def _weights_held(proof: _Proof) -> Verdict:
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
-    verdict = check_weights(package.path, package.manifest, source)
+    verdict = check_weights(package.path, package.manifest, source, progress)
+    progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in asked.overlays]
     verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
     return verdict
 
 
-def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]]) -> Verdict:
+def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
     """What a user runs beside the graph and the runtime that were compared."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
     from still_export.proof.whole_package import check_files, check_programs
 
     package, options, verdict = proof.package, proof.options, Verdict()
     manifest, device = package.manifest, options.reference_device or "cpu"
+    progress("running the package's programs", 0, 0)
     verdict.add(check_programs(package, options.provider))
     if options.calls is not None:
         verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
@@ -180,6 +175,8 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
             "function bodies and the portable graph: verify a package --to onnx, without --speculate"
         )
         return verdict
+
+    progress("comparing function bodies and the portable graph", 0, 0)
 
     def cases() -> CaseSource:
         lengths = other_lengths(StateTable.of(manifest).period)
@@ -206,7 +203,7 @@ def record(
     options: VerifyOptions = VerifyOptions(),
     *,
     follow: Path | None = None,
-    started: Started = lambda count: lambda *done: None,
+    progress: Progress = silent,
 ) -> int:
     """Write PyTorch's answers to the file `path`, for a machine without PyTorch and for every package lowered from the same one.
 
@@ -228,7 +225,7 @@ def record(
         raise ConfigError(TEXT)
     if follow is None:
         cases = proof.cases({})
-        record_cases(cases, proof.package, path, started(cases.count))
+        record_cases(cases, proof.package, path, progress)
         return cases.count
     if options.lengths or options.decode_steps is not None or options.seed:
         raise ConfigError("--follow says which prompts there are: leave out --lengths, --decode-steps and --seed.")
@@ -236,7 +233,7 @@ def record(
     asked = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
     cases = _Proof(package, asked, record=True).cases({})
     chosen.begin(cases)
-    record_cases(cases, proof.package, path, started(cases.count), chosen.told)
+    record_cases(cases, proof.package, path, progress, chosen.told)
     return cases.count
 
 
@@ -245,7 +242,7 @@ def select(
     path: Path,
     options: VerifyOptions = VerifyOptions(),
     *,
-    started: Started = lambda count: lambda *done: None,
+    progress: Progress = silent,
 ) -> int:
     """Write to the file `path` what the runtime selects in the prompts of a proof, for `record` to follow where PyTorch is.
 
@@ -275,7 +272,7 @@ def select(
     prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed)
     try:
         with target.open() as session:
-            write_selections(session, prompts, proof.package, path, started(prompts.count))
+            write_selections(session, prompts, proof.package, path, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
     return prompts.count
@@ -289,10 +286,6 @@ def _check_written(options: VerifyOptions, flag: str) -> None:
         raise ConfigError(f"{flag} writes a file and --calls reads one; give one of them.")
 
 
-FOLLOW = (
-    "These answers follow no runtime, and what this one selects by a near tie changes all behind it. Let PyTorch select the same: "
-    "still-export verify {} --selections FILE, then --record --follow FILE."
-)
 TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
 
 
@@ -384,7 +377,6 @@ def _torch_cases(
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.prompts import affordable
     from still_export.proof.torch_cases import TorchCases
-    from still_kernels.registry import ties_of
 
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")
@@ -407,7 +399,7 @@ def _torch_cases(
 
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
-    beside = LayerwiseModel(manifest, own, ties_of(manifest).alike, round_inputs if rounded else None, device)
+    beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
     cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
     if HEAD in manifest["files"]:

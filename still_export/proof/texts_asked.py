@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 PROSE = (
     "The lighthouse keeper counted 1,204 waves before breakfast; he hadn't slept. \"Again?\" she asked, 'again'. "
@@ -44,13 +45,25 @@ def asked_texts(special: Iterable[str] = ()) -> list[str]:
     return [*KINDS, *around, "\n".join([PROSE, CODE] * LONG)]
 
 
-CHATS = (
-    [{"role": "user", "content": "Hi"}],
-    [{"role": "system", "content": "Answer in verse."}, {"role": "user", "content": PROSE}],
-    [
-        {"role": "user", "content": CODE},
-        {"role": "assistant", "content": " It sums squares.\n"},
-        {"role": "user", "content": "  Why?\u00a0"},
-    ],
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather \u2014 in a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+CHATS: tuple[tuple[list[dict[str, str]], dict[str, Any]], ...] = (
+    ([{"role": "user", "content": "Hi"}], {}),
+    ([{"role": "system", "content": "Answer in verse."}, {"role": "user", "content": PROSE}], {}),
+    (
+        [
+            {"role": "user", "content": CODE},
+            {"role": "assistant", "content": " It sums squares.\n"},
+            {"role": "user", "content": "  Why?\u00a0"},
+        ],
+        {},
+    ),
+    ([{"role": "user", "content": "Is it raining in Bergen?"}], {"tools": [TOOL]}),
 )
-"""Conversations that a chat format is asked."""
+"""Conversations that a chat format is asked, and what else it is given."""
