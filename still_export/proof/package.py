@@ -17,6 +17,7 @@ from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.sessions import Target
+from still_export.proof.texts_asked import asked_tokens
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Report, Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
@@ -138,6 +139,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
         )
     from still_export.models.load import resolve_source
     from still_export.models.read.source import find_source
+    from still_export.proof.embedding_rows import check_rows
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
 
@@ -146,6 +148,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     with _found(package):
         source = find_source(asked)
     verdict = check_weights(package.path, package.manifest, source, progress)
+    verdict.add(check_rows(package, source))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in asked.overlays]
     verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
@@ -269,7 +272,8 @@ def select(
     target = proof.ready({})
     open_package(proof.package.path)  # it is about to run
     lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
-    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed)
+    words = asked_tokens(proof.package.path, manifest)
+    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
     try:
         with target.open() as session:
             write_selections(session, prompts, proof.package, path, progress)
@@ -401,7 +405,8 @@ def _torch_cases(
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
+    words = asked_tokens(package.path, manifest)
+    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:

@@ -16,7 +16,7 @@ from still_export.errors import StillExportError
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.reference import open_runner
-from still_export.proof.texts_asked import CHATS, PROSE, asked_texts
+from still_export.proof.texts_asked import CHATS, PROSE, Silent, asked_texts
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.bundle import PROGRAMS, RUNTIME
 from still_export.runtime.sampling import RunError, Sampling
@@ -155,13 +155,6 @@ def _first_difference(text: str, right: Sequence[int], found: Sequence[int]) -> 
     return f"{text[:SHOWN]!r} becomes {len(found)} tokens, the model's {len(right)}; from number {place} on {ours}, the model's {theirs}"
 
 
-class _Silent:
-    """What `Text` asks of a runner."""
-
-    def __init__(self, package: Package) -> None:
-        self.folder, self.manifest = package.path, package.manifest
-
-
 def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
     """The chats of the package beside those of the model's template: texts and tokens."""
     name = "the chat format is the model's"
@@ -169,7 +162,7 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
     if not template or not chat:
         wrong = ["the model has none"] * (not template and bool(chat)) + ["the model has one"] * (template and not chat)
         return Verdict.of([Check(name, False, wrong[0], "manifest.json: chat")] if wrong else [])
-    text, wrong, asked = Text(_Silent(package)), list[str](), 0  # type: ignore[arg-type]
+    text, wrong, asked = Text(Silent(package.path, package.manifest)), list[str](), 0  # type: ignore[arg-type]
     for messages, more in CHATS:
         try:
             right = own.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
