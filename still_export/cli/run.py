@@ -30,7 +30,7 @@ A long text is read once and asked many times:
 
 
 def run(
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file, which is exported once.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
     ] = None,
@@ -75,6 +75,7 @@ def run(
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     from still_export.api import load
     from still_export.cli.chat import WHEN_FULL, talk
+    from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.prefix_folder import open_prefixes
@@ -95,6 +96,7 @@ def run(
     if save_state and not given:
         raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
     out = Output(as_json, quiet)
+    package = package_of(package, out)
     if not check:
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from still_export.cli.gguf_package import package_of
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
@@ -48,7 +49,9 @@ Examples:
 
 def verify(
     asked: dict[str, Any],
-    package: Annotated[Path, typer.Argument(help="Package folder; with --runtime vllm a STILL model's folder.")],
+    package: Annotated[
+        Path, typer.Argument(help="Package folder or GGUF file; with --runtime vllm a STILL model's folder.")
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for report and calls.", show_default="PACKAGE/verify")
     ] = None,
@@ -83,6 +86,7 @@ def verify(
     others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
     others |= {"--record": record, "--selections": selections, "--follow": follow, "--report": report, "--junit": junit}
     runtime, out = asked.get("runtime"), Output(as_json, quiet)
+    package = package_of(package, out)
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
         ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)
