@@ -13,7 +13,7 @@ import torch
 
 from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
-from still_export.targets.ort.library import cached_library, keep_library, this_cpu
+from still_export.targets.ort.library import BUILD_VARIABLE, cached_library, keep_library, this_cpu
 from tests.plugins import builds
 
 LONGEST = (
@@ -114,6 +114,7 @@ def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests write no list of trusted files into the home of who runs them, and take no kernels from there."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
     os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
+    os.environ[BUILD_VARIABLE] = "0"  # minutes in each process of tests
 
 
 @pytest.fixture(scope="session")
