@@ -78,7 +78,7 @@ setup(
     package_dir={**{name: f"{root}/{name}" for name, root in ROOTS.items()}, "still_plugins": "plugins"},
     package_data={
         "still_plugins": ["**/*"],
-        "still_kernels": ["**/*.cu"],
+        "still_kernels": ["**/*.cu", "*/cpu/*"],
         "still_export": [
             "package/manifest.schema.json",
             "report/page.html",

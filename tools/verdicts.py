@@ -1,6 +1,6 @@
 """The newest verdicts, a row for each target, machine, subject and type, in docs/reference/verdicts.json; and which of them are old.
 
-  python -m tools.verdicts                                        print the rows
+  python -m tools.verdicts [--old]                                print the rows, or those that are old
   python -m tools.verdicts RECORD ... [--archive records.tar.gz]  take in what runs wrote, and keep the records themselves in the archive
 
 A row is old where today's judge is another one (PROOF_VERSION), or the code of an op that ran has changed; comments and docstrings are no
@@ -124,6 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="*", type=Path)
     parser.add_argument("--archive", type=Path)
+    parser.add_argument("--old", action="store_true", help="print the rows that are old alone")
     options = parser.parse_args(arguments)
     try:
         rows = taken_in(read_rows(VERDICTS), map(read_record, options.records))
@@ -134,9 +135,12 @@ def main(arguments: list[str] | None = None) -> None:
         if options.archive:
             add_to(options.archive, options.records)
     for row in rows:
+        state = state_of(row)
+        if options.old and not state.startswith("old"):
+            continue
         margin = "" if row["margin"] is None else f", {row['margin']} of the bound"
         print(*(row[name] for name in KEY if row[name]), sep=", ", end=": ")
-        print(f"{row['verdict']} ({row['checks']} checks{margin}), {row['date']}; {state_of(row)}")
+        print(f"{row['verdict']} ({row['checks']} checks{margin}), {row['date']}; {state}")
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ def prove(
 def _verified(package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]) -> Report | None:
     """The verdict, None where PyTorch's answers are not here."""
 
-    def started(count: int) -> Callable[..., None]:
-        return lambda *done: say(f"verified {done[0]}" if done else "verified")
+    def progress(phase: str, done: int, total: int) -> None:
+        say(f"verifying: {phase}, {done} of {total}")
 
     asked = VerifyOptions(
         model=options.model,
@@ -122,7 +122,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     )
     try:
         say("verifying")
-        return verify(package.path, asked, started=started).report
+        return verify(package.path, asked, progress=progress).report
     except ModuleNotFoundError as error:
         if options.calls is not None or error.name not in ("torch", "transformers"):
             raise
@@ -135,7 +135,6 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
 def _figures(report: Report) -> dict[str, Any]:
     worst = max(report.outputs, key=lambda each: each.worst / each.bound if each.bound else 0.0)
     wrong = [f"{report.selections.wrong} selections differ without a near tie"] if report.selections.wrong else []
-    wrong += ["more selections differ by a near tie than rounding turns"] if report.selections.too_many else []
     wrong += [each.told() for each in report.mismatches[:SHOWN]]
     wrong += [f"{each.name}: {each.what}" for each in report.checks if not each.passed]
     return {

@@ -130,6 +130,8 @@ class ChatFormat:
         if not isinstance(message.get("role"), str):
             raise RunError(f"message {number} has no role. Give one, such as user.")
         said = dict(message)
+        if message.get("content") is None and message["role"] != "assistant":
+            raise RunError(f"message {number} ({message['role']}) has no content. Give a text.")
         said["content"] = self._content(message.get("content"), number)
         if isinstance(calls := message.get("tool_calls"), Sequence) and calls:
             said["tool_calls"] = [_call(call) for call in calls]

@@ -22,7 +22,7 @@ from still_export.graph.quantization.policy import DEFAULT_METHOD
 from still_export.graph.quantization.read import held_rows
 from still_export.models.ahead import weight_name
 from still_export.models.read.weights import TOGETHER, Deferred, Weight, is_coded, value_of
-from still_export.package.files import FOLD, HEAD, MODEL, PORTABLE, STEP, VISION
+from still_export.package.files import HEAD, MODEL, VISION
 from still_export.proof.verdict import Check, Verdict
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def check_weights(
         CheckpointError: A weight of the model is damaged.
     """
     verdict, findings, seen = Verdict(), list[Finding](), dict[tuple[str, object], None]()
-    graphs = [name for name in (MODEL, PORTABLE, FOLD, STEP, HEAD) if name in manifest["files"]]
+    graphs = [MODEL, *(n for n in manifest["files"] if n.endswith(".onnx") and n not in (MODEL, VISION))]
     judge = _Judge(manifest)
     missing: dict[str, None] = {}
     for graph in graphs:

@@ -67,8 +67,10 @@ class Text:
     def reasoning(self, prompt: Sequence[int]) -> Reasoning:
         """What tells the reasoning of an answer to a chat from its content."""
         thoughts = self.chat.thoughts if self.chat else None
-        end = self.tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False) if thoughts else ""
-        return Reasoning(thoughts, bool(thoughts) and end.rstrip().endswith(thoughts[0]))
+        if thoughts is None:
+            return Reasoning(None, False)
+        end = self.tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
+        return Reasoning(thoughts, end.rstrip().endswith(thoughts[0]))
 
     def dialogue(
         self,
@@ -78,6 +80,7 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
         goes_on: bool | None = None,
+        reply: bool = True,
     ) -> list[int]:
         """Token ids of a chat that the assistant is to answer, as the model's template writes it.
 
@@ -87,6 +90,7 @@ class Text:
             tools: JSON schemas of functions, as of OpenAI.
             arguments: Of the template, such as `enable_thinking`.
             goes_on: The last message goes on; None: where it is the assistant's.
+            reply: End with what begins the assistant's answer.
 
         Raises:
             RunError: The template does not take them, or the package has none.
@@ -97,8 +101,9 @@ class Text:
             goes_on = bool(messages) and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
         if place != "text":
             return self.encode(chat.render_behind(messages, place, goes_on=goes_on, **given), special=False)
-        render = chat.render_open if goes_on else chat.render
-        return self.encode(render(messages, **given), special=False)
+        if goes_on:
+            return self.encode(chat.render_open(messages, **given), special=False)
+        return self.encode(chat.render(messages, **given, reply=reply), special=False)
 
     def opening(self, text: str, system: str | None = None, arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of the beginning of a chat whose first message begins with `text` and is not at its end.

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -63,6 +63,7 @@ class Request:
         stop: Texts that end the answer, and are not part of it.
         ignore_eos: The model does not end the answer; for loads whose answers have a length.
         warm: Nothing is answered: the prompt is read for those who ask behind it.
+        marks: Tokens whose texts are shown, be they special.
 
     Attributes:
         tokens: Of the answer so far. cached: Tokens of the prompt that were not read again.
@@ -76,6 +77,7 @@ class Request:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     warm: bool = False
+    marks: Mapping[int, str] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     arrived: float = 0.0
@@ -90,7 +92,7 @@ class _Row:
         self.number, self.request = number, request
         self.read = 0  # tokens of the prompt
         self.fork = 0  # of them that the prompt has in common with others that were read
-        self.pieces, self.stops = TextPieces(text), StopTexts(request.stop)
+        self.pieces, self.stops = TextPieces(text, request.marks), StopTexts(request.stop)
         self.guesser: Guesser | None = None
 
     def say(self, token: int, ends: Sequence[int]) -> Event:
@@ -231,6 +233,11 @@ class Scheduler:
             self._queue.clear()
         for request in refused:
             self._finish(request, Event("", "refused", "the server is stopping. Ask another one, or later."))
+
+    def give_up(self, error: Exception) -> None:
+        """End every request, and take no more: the model cannot go on."""
+        self.stop()
+        self._fail([row for row in self._rows if row is not None], error)
 
     def step(self) -> bool:
         """One round; False where there was nothing to do. Raises nothing: what fails ends the requests that it is about."""

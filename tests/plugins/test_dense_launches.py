@@ -7,32 +7,30 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
-from still_graphs.ops.dense_matmul import DENSE_MATMUL
-from still_graphs.ops.gated_mlp import GATED_MLP
-from still_graphs.ops.greedy_token import GREEDY_TOKEN
-from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-from still_graphs.ops.swi_glu import SWI_GLU
-from still_kernels import (
-    add_rms_norm,
-    dense_matmul,
-    gated_mlp,
-    greedy_token,
-    low_rank_matmul,
-    rotary_qkv,
-    round_key_value,
-    swi_glu,
-)
-from still_kernels.add_rms_norm import Variant as NormVariant
-from still_kernels.dense_matmul import Variant
-from still_kernels.gated_mlp import Variant as GatedVariant
-from still_kernels.greedy_token import Variant as TokenVariant
-from still_kernels.low_rank_matmul import Variant as LowRankVariant
-from still_kernels.rotary_qkv import Variant as RotaryVariant
-from still_kernels.round_key_value import Variant as RoundVariant
-from still_kernels.swi_glu import Variant as GateVariant
+from still_kernels.add_rms_norm import plan as add_rms_norm
+from still_kernels.add_rms_norm.plan import Variant as NormVariant
+from still_kernels.add_rms_norm.spec import ADD_RMS_NORM
+from still_kernels.dense_matmul import plan as dense_matmul
+from still_kernels.dense_matmul.plan import Variant
+from still_kernels.dense_matmul.spec import DENSE_MATMUL
+from still_kernels.gated_mlp import plan as gated_mlp
+from still_kernels.gated_mlp.plan import Variant as GatedVariant
+from still_kernels.gated_mlp.spec import GATED_MLP
+from still_kernels.greedy_token import plan as greedy_token
+from still_kernels.greedy_token.plan import Variant as TokenVariant
+from still_kernels.greedy_token.spec import GREEDY_TOKEN
+from still_kernels.low_rank_matmul import plan as low_rank_matmul
+from still_kernels.low_rank_matmul.plan import Variant as LowRankVariant
+from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
+from still_kernels.rotary_qkv import plan as rotary_qkv
+from still_kernels.rotary_qkv.plan import Variant as RotaryVariant
+from still_kernels.rotary_qkv.spec import ROTARY_QKV
+from still_kernels.round_key_value import plan as round_key_value
+from still_kernels.round_key_value.plan import Variant as RoundVariant
+from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
+from still_kernels.swi_glu import plan as swi_glu
+from still_kernels.swi_glu.plan import Variant as GateVariant
+from still_kernels.swi_glu.spec import SWI_GLU
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
 pytest.importorskip("triton")

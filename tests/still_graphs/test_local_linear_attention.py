@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_graphs.ops.local_linear_attention import LOCAL_LINEAR_ATTENTION
-from still_kernels.attention import AttentionState
-from still_kernels.local_linear_attention import Inputs, local_linear_attention
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.local_linear_attention.meaning import Inputs, local_linear_attention
+from still_kernels.local_linear_attention.spec import LOCAL_LINEAR_ATTENTION
 from tests.attention_cases import Layer
 from tests.block_cases import SPLITS
 from tests.linear_attention_cases import error
@@ -151,7 +151,7 @@ def test_what_is_not_solved_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
     """Nothing is answered by a solution that is not near."""
     inputs = next(calls("ridge"))[0]
     assert not local_linear_attention(inputs, empty())[0].isnan().any()
-    monkeypatch.setattr("still_kernels.local_linear_attention.naive.MOST", 2)
+    monkeypatch.setattr("still_kernels.local_linear_attention.meaning.MOST", 2)
     assert local_linear_attention(inputs, empty())[0].isnan().any()
 
 

@@ -70,6 +70,11 @@ def test_the_tool_takes_records_in_and_keeps_them(
     verdicts.main([])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].startswith("ort-cpu, ") and lines[0].endswith("; current")
+    verdicts.main(["--old"])
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(records, "PROOF_VERSION", 0)
+    verdicts.main(["--old"])
+    assert [line.endswith("; old: judge") for line in capsys.readouterr().out.splitlines()] == [True, True]
     made[0].write_text(made[0].read_text().replace("0.5", "0.25"))
     with pytest.raises(SystemExit, match=r"^2$"):
         verdicts.main([str(made[0])])

@@ -21,9 +21,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.ops.experts import EXPERTS
-from still_graphs.ops.experts_nbits import EXPERTS_NBITS
 from still_graphs.passes.attach_functions import attach_functions
+from still_kernels.experts.spec import EXPERTS
+from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from tools.benchmarks.common import Findings, numbers, parser_of, time_in_turns
 
 BLOCK = 32

@@ -13,13 +13,13 @@ from torch import Tensor
 from still_kernels import launcher
 from still_kernels.common.cuda_function import can_compile
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.functions import FUNCTIONS
-from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.kernels import FUNCTIONS
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState, state_names
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.plan import PLAN
-from still_kernels.hybrid_attention.state import HybridAttentionState, state_names
-from still_kernels.hybrid_attention.tiles import for_many_rows
-from still_kernels.hybrid_attention.variants import BY_TMA, constants_of, plan_constants, sizes_of, table_of
+from still_kernels.hybrid_attention.plan import BY_TMA, constants_of, plan_constants, sizes_of, table_of
+from still_kernels.hybrid_attention.plan.launches import PLAN
+from still_kernels.hybrid_attention.plan.tiles import for_many_rows
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable, changed

@@ -292,7 +292,7 @@ def round_activations(
 
 def in_e4m3(x: Tensor) -> Tensor:
     """x [..., K] with each token rounded to e4m3 of its own scale."""
-    from still_kernels.dense_matmul.op import rounded_tokens
+    from still_kernels.dense_matmul.plan import rounded_tokens
 
     codes, scales = rounded_tokens(x)
     return (codes.float() * scales).to(x.dtype)

@@ -19,11 +19,11 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.parallel_mamba2.mixer import AttentionAndFixedStates
 from still_export.mixers.roles import ROUTER
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.attention import AttentionState
-from still_kernels.block_attention import Inputs
-from still_kernels.linear_attention import Inputs as RuleInputs
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.linear_attention.meaning import Inputs as RuleInputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 BLOCK = 128
 """Tokens of a block: sinks and windows are whole blocks."""

@@ -22,10 +22,11 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.paged import PagedLinearAttention
 from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.trainable import Trainable, TrainableModule
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState
-from still_kernels.linear_attention import Inputs
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class WindowAndFixedStates(BesideFixedStates[HybridAttentionState], HybridLayer):

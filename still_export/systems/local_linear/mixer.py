@@ -14,9 +14,9 @@ from still_export.mixers.fixed import class_for
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import PROJECTION
-from still_graphs.ops.local_linear_attention import LOCAL_LINEAR_ATTENTION
-from still_kernels.local_linear_attention import Inputs
-from still_kernels.local_linear_attention import local_linear_attention as kernel
+from still_kernels.local_linear_attention.meaning import Inputs
+from still_kernels.local_linear_attention.meaning import local_linear_attention as kernel
+from still_kernels.local_linear_attention.spec import LOCAL_LINEAR_ATTENTION
 
 local_linear_attention = op_of_keys(LOCAL_LINEAR_ATTENTION, Inputs, kernel)
 """Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""

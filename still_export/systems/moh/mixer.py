@@ -13,8 +13,8 @@ from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import Mixer
 from still_export.mixers.experts.op import route
 from still_export.mixers.layers import head_size
-from still_graphs.ops.route import ROUTE
-from still_kernels.route.naive import Inputs, margins, naive_route
+from still_kernels.route.meaning import Inputs, margins, naive_route
+from still_kernels.route.spec import ROUTE
 
 
 class ChosenHeads(SoftmaxAttention):

@@ -12,7 +12,7 @@ from still_export.errors import ConfigError
 from still_export.models.families.fla import FlaGatedDeltaNet, FlaKind, GatedRMSNorm
 from still_export.models.families.fla_config import LINEAR, gated_delta_net_heads
 from still_export.models.families.fla_families import fla_family
-from still_graphs.ops.routed_attention import ROUTED_CHUNK
+from still_kernels.routed_attention.spec import ROUTED_CHUNK
 
 NATS, ROUTED = "neural_attention_search_linear_attn_gdn", "hybrid"
 """The model_type, and what transformers calls its layers that are no plain gated delta rule."""

@@ -23,18 +23,18 @@ from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import unit_length
 from still_export.mixers.roles import GATE, ROUTER
 from still_export.systems.nats_l.op import routed_attention
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_graphs.ops.route import ROUTE
-from still_graphs.ops.routed_attention import ROUTED_ATTENTION, ROUTED_CHUNK
-from still_kernels.attention import AttentionState
-from still_kernels.block_attention import Inputs
-from still_kernels.linear_attention import Inputs as RuleInputs
-from still_kernels.route.naive import Inputs as RouteInputs
-from still_kernels.route.naive import margins, naive_route
-from still_kernels.routed_attention import Inputs as RoutedInputs
-from still_kernels.routed_attention import RoutedState
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.linear_attention.meaning import Inputs as RuleInputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.route.meaning import Inputs as RouteInputs
+from still_kernels.route.meaning import margins, naive_route
+from still_kernels.route.spec import ROUTE
+from still_kernels.routed_attention.meaning import Inputs as RoutedInputs
+from still_kernels.routed_attention.meaning import RoutedState
+from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
 
 
 @dataclass(frozen=True)

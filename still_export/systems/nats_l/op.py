@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
-from still_graphs.ops.routed_attention import ROUTED_ATTENTION
-from still_graphs.ops.spec import AttributeValue
-from still_kernels.routed_attention import Inputs, RoutedState
-from still_kernels.routed_attention import routed_attention as compute
+from still_graphs.spec import AttributeValue
+from still_kernels.routed_attention.meaning import Inputs, RoutedState
+from still_kernels.routed_attention.meaning import routed_attention as compute
+from still_kernels.routed_attention.spec import ROUTED_ATTENTION
 
 
 def _computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:

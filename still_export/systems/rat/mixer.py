@@ -18,12 +18,12 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import PROJECTION
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_graphs.ops.strided_attention import STRIDED_ATTENTION
-from still_kernels.attention import AttentionState
-from still_kernels.linear_attention import Inputs as ScanInputs
-from still_kernels.strided_attention import Inputs
-from still_kernels.strided_attention import strided_attention as kernel
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.linear_attention.meaning import Inputs as ScanInputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.strided_attention.meaning import Inputs
+from still_kernels.strided_attention.meaning import strided_attention as kernel
+from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 strided_attention = op_of_keys(STRIDED_ATTENTION, Inputs, kernel)
 """Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""

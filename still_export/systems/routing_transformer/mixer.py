@@ -20,15 +20,15 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.projections import rotate, unit_length
 from still_export.mixers.roles import PROJECTION, ROUTER
 from still_export.mixers.torch_ops import op_of_one_state
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.cluster_tokens import CLUSTER_TOKENS
-from still_graphs.ops.route import ROUTE
-from still_kernels.attention import AttentionState
-from still_kernels.block_attention import Inputs
-from still_kernels.cluster_tokens import Inputs as ClusterInputs
-from still_kernels.cluster_tokens import cluster_tokens as kernel
-from still_kernels.route.naive import Inputs as RouteInputs
-from still_kernels.route.naive import margins, naive_route
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.cluster_tokens.meaning import Inputs as ClusterInputs
+from still_kernels.cluster_tokens.meaning import cluster_tokens as kernel
+from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
+from still_kernels.route.meaning import Inputs as RouteInputs
+from still_kernels.route.meaning import margins, naive_route
+from still_kernels.route.spec import ROUTE
 
 cluster_tokens = op_of_one_state(CLUSTER_TOKENS, ClusterInputs, kernel)
 """Of inputs and the clusters so far: blocks int32 [B, T, HK, cluster_window], and the clusters after the call."""

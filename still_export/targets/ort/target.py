@@ -24,20 +24,11 @@ from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Ta
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, opset_at_least, still_nodes
 from still_graphs.later_ir import ir
 from still_graphs.ops import FUSED_OPSET, OPS, OPSET
-from still_graphs.passes.add_greedy_token import add_greedy_node, gives_next_token
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.fuse_gates import all_gates_fused, fuse_all_gates
-from still_graphs.passes.fuse_low_rank import (
-    fuse_low_rank,
-    fuse_low_rank_floats,
-    low_rank_floats_fused,
-    low_rank_fused,
-)
-from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings, rotary_embeddings_fused
 from still_graphs.passes.keep_replay import fold_graph, gives_replay, keep_replay
 from still_graphs.passes.part_head import has_head, part_head
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import CPU, CUDA, Step, steps_of_ops
 
 PREFILL_TOKENS, GPU_PREFILL_TOKENS, GPU_PREFILL_NUMBERS = 512, (2048, 8192), 1 << 23
 """Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host. There
@@ -108,22 +99,8 @@ GUESS = Step(
     ensures=gives_replay,
 )
 BARE = partial(Step, requires=no_functions)
-THIN = BARE(
-    fuse_low_rank_floats,
-    "a kernel of ours takes what is one node for one token, and gives the same for several",
-    only=(KERNELS,),
-    ensures=low_rank_floats_fused,
-)
-ON_GPUS = (
-    BARE(
-        fuse_low_rank,
-        "its CUDA provider launches what lies between two products node by node",
-        ensures=low_rank_fused,
-    ),
-    BARE(fuse_rotary_embeddings, "the same between a product and its attention", ensures=rotary_embeddings_fused),
-    BARE(fuse_all_gates, "the same of the gate of a feed-forward layer", ensures=all_gates_fused),
-    BARE(add_greedy_node, "greedy decoding stays on the device", ensures=gives_next_token),
-)
+THIN = tuple(replace(step, only=(KERNELS,)) for step in steps_of_ops(CPU))
+ON_GPUS = steps_of_ops(CUDA)
 BODIES = (
     BARE(
         take_new_opset,
@@ -225,7 +202,7 @@ ORT_CPU = Target(
         )
     },
     own_layouts=has_kernels,
-    steps=(SCALES, FUSE, STRIP, THIN, GUESS, *BODIES),
+    steps=(SCALES, FUSE, STRIP, *THIN, GUESS, *BODIES),
     speculates=True,
     sees=True,
     finish=finish,

@@ -108,9 +108,13 @@ def test_content_has_the_form_that_the_template_takes() -> None:
         (either, "One", "One"),
         (alone, "One", "One"),
         (alone, parts, "Onetwo"),
-        (text, None, "<|u|><|e|>\n<|a|>"),
     ):
         assert ChatFormat({"default": template}, {}).render([{"role": "user", "content": said}]) == wanted
+    chat = ChatFormat({"default": text}, {})
+    assert chat.render([{"role": "assistant", "content": None}], reply=False) == "<|a|><|e|>\n"
+    for said, wanted in ((None, "has no content"), (5, "is a int"), (["x"], "part 1 of message 1 is of type 'str'")):
+        with pytest.raises(RunError, match=wanted):
+            chat.render([{"role": "user", "content": said}])
 
 
 def test_arguments_of_calls_may_be_json() -> None:

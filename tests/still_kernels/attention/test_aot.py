@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels import aot
-from still_kernels.attention.variants import KERNELS, Variant
+from still_kernels.attention.plan import KERNELS, Variant
 from still_kernels.tile import SHARED_BYTES
 from tests.still_kernels.test_descriptors import descriptors, instructions
 
