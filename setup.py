@@ -84,6 +84,7 @@ setup(
             "report/page.html",
             "serving/page/*",
             "linearization/recipes/*.yaml",
+            "systems/*/*.yaml",
         ],
     },
     include_package_data=False,

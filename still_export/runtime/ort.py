@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, HEAD, MODEL, Hashing, check_hash
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.program import run_program
-from still_export.runtime.sampling import RunError
+from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation
 from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
 
@@ -242,6 +242,7 @@ class OrtModel(Runner):
         check: Compare the weights with their hashes, beside loading them.
         replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
         watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
+        bodies: Function bodies run, though the package has kernels.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -256,6 +257,7 @@ class OrtModel(Runner):
         check: bool = True,
         replay: bool | None = None,
         watched: tuple[bytes, list[str]] | None = None,
+        bodies: bool = False,
     ) -> None:
         import onnxruntime
 
@@ -276,7 +278,7 @@ class OrtModel(Runner):
         options, self._session_options = session_options(), session_options
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
             raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
-        self.native = native_library(self.folder, self.manifest, self.device)
+        self.native = None if bodies else native_library(self.folder, self.manifest, self.device)
         if self.device == "cuda" and self.native is None:
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
             onnxruntime.set_default_logger_severity(3)
@@ -286,6 +288,7 @@ class OrtModel(Runner):
         self.replays = able if replay is None else replay
         graph, self._watched = watched or (MODEL, [])
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
+        self._weights = Held(self.folder / name for name in weights)
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
             self.session = open_session(
@@ -309,6 +312,10 @@ class OrtModel(Runner):
         self._graphs = 0  # captured so far
         self._adapter: dict[str, Any] = {}  # values of the inputs that an adapter has
         self._given: dict[str, Any] = {}  # of those that images have, for the call that is made
+
+    def check_files(self) -> None:
+        """As of Runner: ONNX Runtime maps the weights."""
+        self._weights.check()
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
@@ -670,7 +677,7 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        if not self.replays or self.every:
+        if not self.replays or self.feeding.every:
             return super().step(token)
         return self._floats(self._stepped(token)["logits"])[:, -1]
 
@@ -703,11 +710,12 @@ class OrtModel(Runner):
         token is the likeliest."""
         if self.replays:
             self.reserve(count)
-        if self.every or not (self.replays and self.says_token):
+        if self.feeding.every or not (self.replays and self.says_token):
             yield from super().greedy(token, count)
             return
         for _ in range(count):
             token = self._stepped(token)[NEXT_TOKEN].numpy()[:, -1]
+            checked_token(int(token.min()))
             yield token
 
 

@@ -117,7 +117,7 @@ def main() -> None:
                 row = {"form": name, "activation": options.activation, "bits": bits, "tokens": tokens}
                 row |= {"megabytes": round(size / 1e6, 1), "read_ms": round(read * 1e3, 3), **wall[name].figures()}
                 found.add(**row, processor_ms=round(used[name].best * 1e3, 4))
-    found.record(options.record, "experts, ONNX Runtime CPU", {"sizes": options.sizes}, ["plugins", "still_graphs"])
+    found.record(options.record, "experts, ONNX Runtime CPU", {"sizes": options.sizes})
 
 
 if __name__ == "__main__":

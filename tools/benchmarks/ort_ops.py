@@ -202,7 +202,7 @@ def main() -> None:
     found = Findings()
     for row in measure(options, forms_of(options)):
         found.add(**row)
-    found.record(options.record, f"{options.op}, ONNX Runtime CPU", {"op": options.op}, ["plugins", "still_graphs"])
+    found.record(options.record, f"{options.op}, ONNX Runtime CPU", {"op": options.op})
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def main() -> None:
     with torch.no_grad():
         run(options, SMALL if options.small else dict(WORK.sizes), findings)
     subject = {"geometry": LLAMA_8B, "dtype": str(DTYPE)[6:], "what": options.verb}
-    findings.record(options.record, "hybrid attention in pages", subject, ["still_kernels"])
+    findings.record(options.record, "hybrid attention in pages", subject)
 
 
 if __name__ == "__main__":

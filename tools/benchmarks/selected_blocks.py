@@ -154,7 +154,7 @@ def main() -> int:
         if options.prompt:
             prompt_rows(options.prompt, settings, found)
     subject = {"geometry": "MiniCPM-SALA", "dtype": "float16", "device": torch.cuda.get_device_name()}
-    found.record(options.record, "selected blocks, one layer", subject, ["still_kernels"])
+    found.record(options.record, "selected blocks, one layer", subject)
     return 0
 
 

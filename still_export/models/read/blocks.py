@@ -87,6 +87,12 @@ class BlockWeight:
         zero, offsets = (None if x is None else x[order] for x in (self.zero_points, self.offsets))
         return replace(self, packed=self.packed[order], scales=self.scales[order], zero_points=zero, offsets=offsets)
 
+    def columns(self, order: np.ndarray | slice) -> BlockWeight:
+        """The same weight without zero points, its blocks of inputs in another order."""
+        assert self.zero_points is None
+        offsets = None if self.offsets is None else self.offsets[:, order]
+        return replace(self, packed=self.packed[:, order], scales=self.scales[:, order], offsets=offsets)
+
 
 class Float8Weight(BlockWeight):
     """The same of codes in e4m3: w = scale * number."""

@@ -281,5 +281,5 @@ def test_verify_of_a_quantized_engine(
     loss = json.loads((folder / "verify/report.json").read_text())["quantization_loss"]
     assert loss["kl"] > 0 and loss["kl_rounded"] is None
     shutil.rmtree(folder / "verify")
-    monkeypatch.setattr(read, "_held_weights", lambda *_: {})
+    monkeypatch.setattr(read, "held_rows", lambda *_: {})
     assert call("verify", *arguments) == 1
