@@ -119,6 +119,7 @@ def rms_normalization(
     if axis != -1:
         raise r.unsupported(node, f"is handled for axis -1 only, here it has axis {axis};")
     (x, scale), dtype, hint = node.inputs, _type(node, r), node.name or node.outputs[0].name
+    assert x is not None
     wide = x if dtype == ir.DataType.FLOAT else r.node("Cast", [x], hint=f"{hint}.wide", to=ir.DataType.FLOAT)
     square = r.node("Mul", [wide, wide], hint=f"{hint}.square")
     mean = r.mean(square, f"{hint}.mean")

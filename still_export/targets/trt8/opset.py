@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from still_graphs.edits import attribute
@@ -32,5 +33,8 @@ def _shape(node: ir.Node, r: Lowering) -> int:
     return 1
 
 
-OWN = {"RMSNormalization": partial(rms_normalization, settle=choose), "Shape": _shape}
+OWN: dict[str, Callable[[ir.Node, Lowering], int]] = {
+    "RMSNormalization": partial(rms_normalization, settle=choose),
+    "Shape": _shape,
+}
 lower_opset, lowered = lowering(17, OWN)
