@@ -27,6 +27,7 @@ def open_runner(
     plugin: Path | None = None,
     check: bool = True,
     watch: tuple[str, ...] = (),
+    tensors: tuple[str, ...] = (),
 ) -> Runner:
     """The runner of the package `folder`.
 
@@ -39,6 +40,7 @@ def open_runner(
         plugin: TensorRT's plugin library in the place of the package's.
         check: Compare the weights with their hashes.
         watch: Ops whose first outputs are asked for, where the runtime can tell them.
+        tensors: Of the graph, which are asked for behind them; of ONNX Runtime alone.
 
     Raises:
         ConfigError: The provider is unknown, or not one of this runtime.
@@ -49,4 +51,4 @@ def open_runner(
         raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
     if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
-    return record.open(Opening(folder, manifest, provider, threads, plugin, check, watch))
+    return record.open(Opening(folder, manifest, provider, threads, plugin, check, watch, tensors))

@@ -13,7 +13,8 @@ from still_export.runtime.base import Runner
 @dataclass(frozen=True)
 class Opening:
     """A package that a runner is to open: provider of ONNX Runtime, threads (0: the runtime's choice), TensorRT's plugin library in the
-    place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for."""
+    place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for, and tensors of the
+    graph that it asks for behind them."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -22,6 +23,7 @@ class Opening:
     plugin: Path | None = None
     check: bool = True
     watch: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
