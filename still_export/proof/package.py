@@ -47,6 +47,7 @@ class VerifyOptions:
     )
     decode_steps: int | None = option(None, "Single-token steps after a prefill.", least=1, shown="72, of engines 256")
     seed: int = option(0, "Seed of the prompts.")
+    quick: bool = option(False, "Two prompts of 1 and 65 tokens and four steps; says what it leaves out.")
     runtime: str | None = option(None, "ort, trt, torch or vllm.", shown="the package's target")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     plugin: Path | None = option(None, "trt: plugin library in the place of the package's.")
@@ -56,6 +57,8 @@ class VerifyOptions:
     reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
 
     def __post_init__(self) -> None:
+        if self.quick and (self.lengths or self.decode_steps is not None or self.calls is not None):
+            raise ConfigError("--quick says which prompts there are: leave out --lengths, --decode-steps and --calls.")
         if self.adapter is not None and self.calls is not None:
             raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
         if self.reference_device is not None and self.calls is not None:
@@ -117,6 +120,9 @@ def verify(
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
     report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
+    if options.quick:
+        left_out = f"--quick: prompts of other lengths than {', '.join(map(str, QUICK))}, and steps behind the first {QUICK_STEPS}"
+        report = report.including(Verdict([], [left_out]))
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
@@ -290,6 +296,8 @@ def _check_written(options: VerifyOptions, flag: str) -> None:
         raise ConfigError(f"{flag} writes a file and --calls reads one; give one of them.")
 
 
+QUICK, QUICK_STEPS = (1, 65), 4
+"""Prompts and steps of `--quick`."""
 TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
 
 
@@ -308,6 +316,11 @@ class _Proof:
             raise ConfigError(TEXT)
         _check_lengths(options.lengths, self.package)
         self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
+        if options.quick:
+            capacity = manifest["capacity"]
+            most = capacity["capacity_tokens"] if capacity["bounded"] else max(QUICK)
+            lengths = tuple(n for n in QUICK if n <= most)
+            self.options, self.steps = replace(options, quick=False, lengths=lengths), QUICK_STEPS
 
     def ready(self, added: dict[str, Any]) -> Target:
         """The runtime, with what an adapter adds.
