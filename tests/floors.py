@@ -26,6 +26,7 @@ FLOORS = (
     ("errors", "extras", "version"),
     ("fields", "discovery"),
     ("package",),
+    ("sources",),
     ("mixers",),
     ("models",),
     ("systems",),

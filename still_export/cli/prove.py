@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Output, TrustNative, report_folder
+from still_export.cli.output import Output, PackageFolder, TrustNative, report_folder
+from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:
@@ -20,7 +21,7 @@ Examples:
 
 def prove(
     asked: dict[str, Any],
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: PackageFolder,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the record.", show_default="PACKAGE/proofs")
     ] = None,
@@ -29,6 +30,7 @@ def prove(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build engines, compare with PyTorch, measure, and write a record of it; exit 1 on a mismatch. What cannot be shown here is said."""
+    demand_package(package, "prove")
     from still_export.evaluation.prove import ProveOptions
     from still_export.evaluation.prove import prove as show
     from still_export.package.trust import trust_package

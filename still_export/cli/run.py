@@ -11,6 +11,7 @@ import typer
 
 from still_export.cli.output import Guess, Output, TrustNative
 from still_export.errors import ConfigError, PackageError
+from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:
@@ -30,7 +31,7 @@ A long text is read once and asked many times:
 
 
 def run(
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file, which is exported once.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
     ] = None,
@@ -77,8 +78,10 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
+    demand_package(package, "run")
     from still_export.api import load
     from still_export.cli.chat import WHEN_FULL, talk
+    from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.prefix_folder import open_prefixes
@@ -100,6 +103,7 @@ def run(
         raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
     arguments = _arguments(chat_template_kwargs)
     out = Output(as_json, quiet)
+    package = package_of(package, out)
     if not check:
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:

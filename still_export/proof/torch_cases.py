@@ -67,7 +67,7 @@ class TorchCases:
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
-        """As of CaseSource. Experts are followed in a second run, which the first one says the layers for and where it needs one; so are
+        """As of CaseSource. Choices are followed in a second run, which the first one says the layers for and where it needs one; so are
         keys of which the reference cannot say whose they are."""
         told = {number: follow.get(number, Told()) for number in numbers}
         drafts = [self._followed(number, told[number]) for number in numbers]

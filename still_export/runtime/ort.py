@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, HEAD, MODEL, Hashing, check_hash
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
@@ -288,6 +288,7 @@ class OrtModel(Runner):
         self.replays = able if replay is None else replay
         graph, self._watched = watched or (MODEL, [])
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
+        self._weights = Held(self.folder / name for name in weights)
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
             self.session = open_session(
@@ -311,6 +312,10 @@ class OrtModel(Runner):
         self._graphs = 0  # captured so far
         self._adapter: dict[str, Any] = {}  # values of the inputs that an adapter has
         self._given: dict[str, Any] = {}  # of those that images have, for the call that is made
+
+    def check_files(self) -> None:
+        """As of Runner: ONNX Runtime maps the weights."""
+        self._weights.check()
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
@@ -672,7 +677,7 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        if not self.replays or self.every:
+        if not self.replays or self.feeding.every:
             return super().step(token)
         return self._floats(self._stepped(token)["logits"])[:, -1]
 
@@ -705,7 +710,7 @@ class OrtModel(Runner):
         token is the likeliest."""
         if self.replays:
             self.reserve(count)
-        if self.every or not (self.replays and self.says_token):
+        if self.feeding.every or not (self.replays and self.says_token):
             yield from super().greedy(token, count)
             return
         for _ in range(count):

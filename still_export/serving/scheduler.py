@@ -143,15 +143,16 @@ class Scheduler:
         piece: int = 256,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        if model.every:
+        if model.feeding.every:
             raise RunError(
-                f"this model wants a token of its own behind every {model.every[0]}, which `still-export run` and `evaluate` give it; it "
-                "is not served."
+                f"this model wants a token of its own behind every {model.feeding.every}, which `still-export run` and `evaluate` give it; "
+                "it is not served."
             )
         self.model, self.text, self.waiting, self.prefixes = model, text, waiting, prefixes
         self.context = context or model.table.capacity_tokens
         model.check_capacity(self.context - 1)  # the last token of an answer is not fed
-        self.piece = min(piece, model.prefill_tokens)
+        whole = model.feeding.whole_prompts
+        self.piece = model.prefill_tokens if whole else min(piece, model.prefill_tokens)
         model.start(rows)
         self.stopping = False
         self.broken = ""
@@ -232,6 +233,11 @@ class Scheduler:
             self._queue.clear()
         for request in refused:
             self._finish(request, Event("", "refused", "the server is stopping. Ask another one, or later."))
+
+    def give_up(self, error: Exception) -> None:
+        """End every request, and take no more: the model cannot go on."""
+        self.stop()
+        self._fail([row for row in self._rows if row is not None], error)
 
     def step(self) -> bool:
         """One round; False where there was nothing to do. Raises nothing: what fails ends the requests that it is about."""

@@ -86,6 +86,8 @@ def lower(
 def demand(target: Target, asked: ExportOptions, options: Any) -> None:
     """Raise ConfigError, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
     target.demand(asked, options)
+    if asked.dtype != "auto":
+        target.check_dtype(asked.dtype)
     if asked.speculate and not target.speculates:
         known = ", ".join(t.name for t in registry.TARGETS if t.speculates)
         raise ConfigError(f"--speculate is for {known}, not for {target.name}. Export without it.")

@@ -188,5 +188,6 @@ class Scope:
 
 
 FLOAT = TensorProto.FLOAT
+DOUBLE = TensorProto.DOUBLE
 INT64 = TensorProto.INT64
 BOOL = TensorProto.BOOL

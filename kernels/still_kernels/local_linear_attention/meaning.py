@@ -10,7 +10,7 @@ from torch import Tensor
 from still_graphs.errors import ShapeError
 from still_kernels.attention.meaning import BLOCK, AttentionState, blocked_attention
 from still_kernels.attention.meaning import Inputs as AttentionInputs
-from still_kernels.local_linear_attention.spec import LARGEST, fault_of
+from still_kernels.local_linear_attention.spec import LARGEST, MOST, NEAR, fault_of
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,11 @@ class Inputs(AttentionInputs):
     """As of attention, and one of these.
 
     correction: What multiplies keys, not scaled, [B, T, H, D].
-    ridge: Above 0, [H], with `ridge_steps`, those of its solution.
+    ridge: Above 0, [H].
     """
 
     correction: Tensor | None = None
     ridge: Tensor | None = None
-    ridge_steps: int = 0
 
     def check(self) -> tuple[int, int]:
         batch, tokens = super().check()
@@ -33,7 +32,7 @@ class Inputs(AttentionInputs):
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise ShapeError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}.")
         given = [name for name in ("correction", "ridge") if getattr(self, name) is not None]
-        if fault := fault_of(given, self.ridge_steps):
+        if fault := fault_of(given):
             raise ShapeError(f"LocalLinearAttention: {fault}.")
         if self.ridge is not None and not bool((self.ridge > 0).all()):
             raise ShapeError(
@@ -43,7 +42,7 @@ class Inputs(AttentionInputs):
 
     def attend(self, rows: slice, query: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
         """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, .., D] have them already."""
-        wide = torch.promote_types(query.dtype, torch.float32)
+        wide = torch.float64 if self.correction is None else torch.promote_types(query.dtype, torch.float32)
         heads, dim = query.shape[2:]
         kept = keys.shape[1]
         outputs = []
@@ -67,7 +66,7 @@ class Inputs(AttentionInputs):
                 mean = weights @ k
                 ridge = self.ridge.to(wide).view(1, kept, -1, 1).expand(len(q), -1, -1, end - length - start).flatten(2)
                 ridge = ridge * (-logits.logsumexp(-1)).clamp_max(LARGEST).exp()
-                corrected = solved(weights, k, mean, mean - q, ridge[..., None], self.ridge_steps)
+                corrected = solved(weights, k, mean, mean - q, ridge[..., None])
             scores = corrected @ k.transpose(2, 3)
             scores = scores - (weights * scores).sum(-1, keepdim=True)
             mixed = (weights * (1 - scores)) @ v
@@ -75,9 +74,19 @@ class Inputs(AttentionInputs):
         return torch.cat(outputs, dim=1).to(query.dtype) if outputs else torch.zeros_like(query)
 
 
-def solved(weights: Tensor, keys: Tensor, mean: Tensor, right: Tensor, ridge: Tensor, ridge_steps: int) -> Tensor:
-    """(C + ridge I)^-1 right [B, HK, M, D], C being the keys' covariance under `weights` [B, HK, M, N]; `keys` [B, HK, N, D], their means
-    [B, HK, M, D], `ridge` [B, HK, M, 1]."""
+def solved(weights: Tensor, keys: Tensor, mean: Tensor, right: Tensor, ridge: Tensor) -> Tensor:
+    """(C + ridge I)^-1 right, C being the keys' covariance under the weights; all in float64.
+
+    Args:
+        weights: [B, HK, M, N].
+        keys: [B, HK, N, D].
+        mean: Of the keys, [B, HK, M, D].
+        right: [B, HK, M, D].
+        ridge: [B, HK, M, 1].
+
+    Returns:
+        [B, HK, M, D]; NaN where the steps did not lead to a solution.
+    """
     scale = (weights @ (keys * keys) - mean * mean).clamp_min(0) + ridge
 
     def times(x: Tensor) -> Tensor:
@@ -88,14 +97,17 @@ def solved(weights: Tensor, keys: Tensor, mean: Tensor, right: Tensor, ridge: Te
     x, rest = torch.zeros_like(right), right
     way = near = rest / scale
     size = (rest * near).sum(-1, keepdim=True)
-    for _ in range(ridge_steps):
+    enough = NEAR * size
+    for _ in range(MOST):
         moved = times(way)
         step = size / (way * moved).sum(-1, keepdim=True).clamp_min(least)
         x, rest = x + step * way, rest - step * moved
         near = rest / scale
         before, size = size, (rest * near).sum(-1, keepdim=True)
         way = near + size / before.clamp_min(least) * way
-    return x
+        if not bool((size > enough).any()):
+            break
+    return torch.where(size <= enough, x, torch.nan)
 
 
 def local_linear_attention(

@@ -14,7 +14,7 @@ import numpy as np
 from still_export.errors import CheckpointError, UnsupportedModelError
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_LIBRARY_ERRORS = (ValueError, IndexError, KeyError, OSError, OverflowError, TypeError, MemoryError)
+_LIBRARY_ERRORS = (ValueError, IndexError, KeyError, OSError, OverflowError, TypeError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)

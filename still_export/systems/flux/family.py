@@ -22,7 +22,12 @@ COVERED: dict[str, tuple[Any, ...]] = {
 
 
 class FluxConfigMixin(LinearConfigMixin):
-    """What does not fit."""
+    """Its prompts are fed whole, as a layer decides by all of one; what does not fit."""
+
+    @property
+    def feeding(self) -> dict[str, Any]:
+        """As of the manifest."""
+        return {"whole_prompts": True}
 
     def check(self, still: LayersConfig) -> None:
         super().check(still)

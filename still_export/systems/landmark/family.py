@@ -1,4 +1,4 @@
-"""Llama with landmark attention: every so many tokens there is a landmark, which whoever runs the model puts there (`every`)."""
+"""Llama with landmark attention: every so many tokens there is a landmark, which whoever runs the model puts there (`feeding`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LandmarkConfigMixin(LinearConfigMixin):
         return config.mem_freq + 1
 
     @property
-    def every(self) -> dict[str, int]:
+    def feeding(self) -> dict[str, Any]:
         """As of the manifest."""
         config: Any = self
-        return {"tokens": config.mem_freq, "id": config.mem_id}
+        return {"inserted": {"every": config.mem_freq, "id": config.mem_id}}
 
     def read_still(self) -> LayersConfig:
         config: Any = self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from operator import index
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ class FlaLocalLinear(FlaAttention):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.ridge, self.ridge_steps = config.ridge, config.ridge_steps
+        self.ridge = config.ridge
 
 
 class FlaParallax(FlaLocalLinear):
@@ -51,13 +50,12 @@ def parallax_heads(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_linear_heads(given: Mapping[str, Any]) -> dict[str, Any]:
-    ridge, steps = float(given.get("ridge", 1.0)), index(given.get("ridge_steps", 32))
-    if not 0 < ridge < math.inf or steps < 1:
+    ridge = float(given.get("ridge", 1.0))
+    if not 0 < ridge < math.inf:
         raise ConfigError(
-            f"ridge={ridge:g} and ridge_steps={steps} in config.json; a ridge is above 0, as what is solved for may have no solution "
-            "otherwise, and has at least 1 step. Fix them."
+            f"ridge={ridge:g} in config.json; a ridge is above 0, as what is solved for may have no solution otherwise. Fix it."
         )
-    return parallax_heads(given) | {"ridge": ridge, "ridge_steps": steps}
+    return parallax_heads(given) | {"ridge": ridge}
 
 
 def _covered(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -68,8 +66,8 @@ def _parallax_covered(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {**_covered(config), "qk_norm": (True, False)}
 
 
-FIELDS = {"qk_norm": (bool, False), "ridge": (float, 0.0), "ridge_steps": (int, 0)}
-"""Norms of Parallax' queries, corrections and keys; of local linear attention the ridge, and steps of its solution (0: there is none)."""
+FIELDS = {"qk_norm": (bool, False), "ridge": (float, 0.0)}
+"""Norms of Parallax' queries, corrections and keys; the ridge of local linear attention."""
 DEFAULTS = {"num_heads": 32, "use_short_conv": False}
 FAMILIES = tuple(
     fla_family(

@@ -27,15 +27,12 @@ class LocalLinearAttention(KeyedAttention):
 
     def __init__(self, base: Any, head_dim: int) -> None:
         super().__init__(base, head_dim)
-        self.ridge, self.ridge_steps = base.ridge, base.ridge_steps
+        self.ridge = base.ridge
 
     def beside(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
         """What the op has beside query [B, T, H, D], keys and values."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        return {
-            "ridge": torch.full((query.shape[2],), self.ridge, dtype=wide, device=query.device),
-            "ridge_steps": self.ridge_steps,
-        }
+        return {"ridge": torch.full((query.shape[2],), self.ridge, dtype=wide, device=query.device)}
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         heads = self.project_heads(hidden, position_embeddings)
@@ -65,14 +62,14 @@ MODULES: dict[str, type[LocalLinearAttention]] = {"FlaParallax": Parallax, "FlaL
 
 
 class LocalLinearAttentionMixer(KeysMixer):
-    """Layers of type "local_linear_attention"; a family's configuration has `ridge` and `ridge_steps`, 0 where keys are projected on."""
+    """Layers of type "local_linear_attention"."""
 
     name = "local_linear_attention"
     of_families = True
     as_numbers = "corrects values by keys, which are kept as numbers"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        return (LayerOp(LOCAL_LINEAR_ATTENTION, {"ridge_steps": config.ridge_steps}, sizes(config)),)
+        return (LayerOp(LOCAL_LINEAR_ATTENTION, {}, sizes(config)),)
 
     def made(self, base: nn.Module, config: Any, index: int) -> LocalLinearAttention:
         return class_for(base, MODULES, "local linear attention")(base, head_size(config))

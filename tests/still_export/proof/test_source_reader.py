@@ -127,8 +127,8 @@ def test_faults_of_reading_gguf_are_seen(fault: str, tmp_path: Path, monkeypatch
         return
     read: Callable[..., Any] = load.read_gguf
 
-    def other(*given: Any) -> Any:
-        kind, config, tensors = read(*given)
+    def other(*given: Any, **more: Any) -> Any:
+        kind, config, tensors = read(*given, **more)
         if fault == "positions":
             return kind, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, tensors
         name = "model.layers.1.self_attn.q_proj.weight"

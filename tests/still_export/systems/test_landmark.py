@@ -75,7 +75,8 @@ def opened(folder: Path) -> Any:
 def test_prompts_and_answers(folders: dict[str, Path], package: str, length: int) -> None:
     model, prompt = opened(folders[package]), TEXT[:length].tolist()
     assert list(model.generate(prompt, 15, Sampling())) == likeliest(folders["model"], prompt, 15)
-    assert int(model.length[0]) == model.rows(length + 14) and model.given(int(model.length[0])) == length + 14
+    assert int(model.length[0]) == model.feeding.length(length + 14)
+    assert model.feeding.given(int(model.length[0])) == length + 14
 
 
 def test_logits_of_a_text(folders: dict[str, Path]) -> None:
@@ -94,7 +95,7 @@ def test_sequences_of_different_lengths(folders: dict[str, Path]) -> None:
     model.start(2)
     rows = [TEXT[:23].tolist(), TEXT[30:40].tolist()]
     for row, tokens in enumerate(rows):
-        model.feed(model.between(np.array([tokens]))[0], first=row)
+        model.feed(model.feeding.fed(np.array([tokens]))[0], first=row)
     for token in range(3, 9):
         found = model.step(np.array([token, token + 1]))
         for row, tokens in enumerate(rows):
