@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from still_export.discovery import recognised
 from still_export.errors import (
     CheckpointError,
     ConfigError,
@@ -113,7 +114,7 @@ def look(source: str | Path) -> Found:
         config = _object(path / "config.json")
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
-        model_type = str(config.get("model_type", ""))
+        model_type = recognised(config)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)
     if (path / "adapter_config.json").is_file():
