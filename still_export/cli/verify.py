@@ -17,11 +17,12 @@ from still_export.cli.output import Output, ReportFile, TrustNative, command_lin
 from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
 from still_export.cli.verify_server import is_server, verify_server
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, ModelNotFoundError
 from still_export.package.folder import open_package
 from still_export.sources import demand_package
 
 if TYPE_CHECKING:
+    from still_export.proof.verdict import Verdict
     from still_export.proof.verify import Report
 
 LOGITS = "logits"
@@ -125,6 +126,7 @@ def verify(
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.proof import package as proof
+    from still_export.proof.own_weights import AGAINST, verify_own
     from still_export.report import verify as looks
     from still_export.report.junit import write_junit
     from still_export.report.render import check_report, write_report
@@ -147,6 +149,7 @@ def verify(
     folder = (output or package / "verify") if file is None else file.parent
 
     report_folder(folder)
+    own: Verdict | None = None
     with out.phases() as progress:
         if file is not None:
             if record is not None:
@@ -162,7 +165,19 @@ def verify(
                 f"next: {verb} {more}",
             )
             return
-        found = proof.verify(package, options, folder, progress=progress)
+        try:
+            found = proof.verify(package, options, folder, progress=progress)
+        except ModelNotFoundError as error:
+            if options.model is not None or options.calls is not None:
+                raise
+            own = verify_own(package, options.provider, options.seed, str(error), progress)
+    if own is not None:
+        said = {"passed": own.passed, "against": AGAINST, **own.to_dict()}
+        with staged_files(folder) as work:
+            (work / "report.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        lines = [*map(str, own.checks), *(f"not asked: {line}" for line in own.not_asked)]
+        out.result(said, *lines, f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}")
+        raise typer.Exit(0 if own.passed else 1)
     content, target, loss = found.to_dict(), found.target, found.loss
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -170,10 +185,10 @@ def verify(
         out.result(content)
     else:
         rounded = rounds_activations(opened.manifest)
-        own = (
+        beside = (
             "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
         )
-        _print(found.report, folder, target.title, target.native, own, repeatable=options.adapter is None)
+        _print(found.report, folder, target.title, target.native, beside, repeatable=options.adapter is None)
         if loss is not None:
             print(loss)
         for line in found.report.not_asked:

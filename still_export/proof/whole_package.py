@@ -26,6 +26,8 @@ TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 SPECIAL_MOST = 64
 """Special tokens whose texts are asked in every place; of all others, their ids."""
+CONTROL = (3, 4)
+"""Types of a GGUF file's tokens that may end an answer beside the one that it names: of control, and those that its maker added."""
 TOKENS = 12
 """That a program generates."""
 TIMEOUT_S = 600
@@ -197,6 +199,8 @@ def _check_ends(package: Package, source: Path) -> Verdict:
         reader = GGUFReader(source)
         ends = [reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         right, more = ({int(f.contents()) for f in part if f is not None} for part in (ends[:1], ends))
+        kinds = reader.get_field("tokenizer.ggml.token_type")
+        more |= set() if kinds is None else {i for i, kind in enumerate(kinds.contents()) if kind in CONTROL}
     else:
         said = _json(source / GENERATION)
         right = _ids(said.get("eos_token_id"))

@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 
+from still_export.errors import ModelNotFoundError
 from still_export.graph.options import ExportOptions
 from still_export.models.read.source import find_source
 from still_export.package.folder import Package, open_package
@@ -21,7 +22,7 @@ from still_export.proof.verdict import Verdict
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.conftest import Exporter
-from tests.still_export.models.test_load import write_gguf
+from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.proof.plants import exchange, planted, with_weights
 from tests.still_export.tiny import plain_model
 
@@ -187,7 +188,9 @@ def test_layouts_of_all_targets_pass(final: str, scheme: str | None, export_tiny
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
-def test_gguf_codes_are_taken_over_exactly(quantize: str | None, exports_once: None, tmp_path: Path) -> None:
+def test_gguf_codes_are_taken_over_exactly(
+    quantize: str | None, exports_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of a GGUF file: one code that is off by a step, half a step being allowed to rounding alone, is seen."""
     gguf = pytest.importorskip("gguf")
     from gguf.quants import quantize as rounded
@@ -195,9 +198,13 @@ def test_gguf_codes_are_taken_over_exactly(quantize: str | None, exports_once: N
     kind = gguf.GGMLQuantizationType.Q4_0
 
     def coded(name: str, value: torch.Tensor) -> Any:
-        return (rounded(value.numpy(), kind), kind) if "_proj" in name else None
+        return (rounded(value.numpy(), kind), kind) if name.startswith("blk.") and value.dim() == 2 else None
 
-    write_gguf(tmp_path / "m.gguf", "llama", plain_model("llama", torch.float32, **SIZES), coded)
+    def no_tokenizer(*_: Any) -> None:
+        raise ModelNotFoundError("none")
+
+    monkeypatch.setattr("still_export.models.load.load_tokenizer", no_tokenizer)
+    write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32, **SIZES), coded)
     options = ExportOptions(str(tmp_path / "m.gguf"), attach_untrained=True, quantize=quantize)
     package = export(options, tmp_path / "package", options=OrtOptions(native=False))
     assert held(package).passed
