@@ -282,6 +282,7 @@ def _rwkv7(view: View) -> Config:
         "norm_bias": "attn_norm.bias" in view.parts,
         "norm_first": "token_embd_norm.weight" in view.file.tensors,
         "hidden_act": "sqrelu",
+        "fuse_norm": False,  # keys of length 1 without a term under the root, as llama.cpp and the published definition have them
         **{f"{ours}_low_rank_dim": keys.whole(f"attention.{theirs}_lora_rank") for ours, theirs in ranks.items()},
     }
 
