@@ -33,6 +33,8 @@ _AHEAD = {
     "nextn.enorm": "mtp.pre_fc_norm_embedding",
     "nextn.hnorm": "mtp.pre_fc_norm_hidden",
     "nextn.shared_head_norm": "mtp.norm",
+    "nextn.embed_tokens": "mtp.embed_tokens",
+    "nextn.shared_head_head": "mtp.lm_head",
 }
 _DELTA = {
     **ATTENTION,
