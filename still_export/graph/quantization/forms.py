@@ -95,7 +95,9 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
             blocks
             and blocks.float8 == asked.float8
             and blocks.size % asked.block_of(blocks.bits, weight.shape[-1]) == 0
-            and blocks.bits <= bits
+            and (
+                blocks.bits <= bits or base.bits < blocks.bits
+            )  # the latter: of fewer bits, which no narrower form holds
             and (asked.layout.zero_points or not blocks.zero_points)
             # TensorRT wants positive scales, which a file may not have.
             and (blocks.bits < 8 or asked.layout.nodes != DEQUANTIZED or blocks.positive)
