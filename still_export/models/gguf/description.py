@@ -9,11 +9,13 @@ from typing import Any
 from still_export.errors import ModelNotFoundError, StillExportError
 from still_export.models.gguf.container import Container, open_gguf
 from still_export.models.gguf.model import read_gguf
+from still_export.models.gguf.quants import BLOCKS
 from still_export.models.gguf.shared import BLOCK
 from still_export.models.gguf.tensors import bits_of
 from still_export.models.gguf.tokenizer import read_tokenizer
+from still_export.models.read.super_blocks import FORMS
 
-_KEPT = ("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0")
+_KEPT = {*BLOCKS, *FORMS}
 """Types whose blocks packages keep (docs/reference/quantization.md)."""
 
 
@@ -67,7 +69,7 @@ def _weights(file: Container) -> str:
         named = ", ".join(f"{count} {name}" if len(types) > 1 else name for name, count in types.most_common())
         said.append(f"{kind} in {named}")
     coded = {name for types in found.values() for name in types if bits_of(name)}
-    lost = sorted(coded - set(_KEPT))
+    lost = sorted(coded - _KEPT)
     said.append(f"dequantized, as no kernel reads them: {', '.join(lost)}" if lost else "")
     return "; ".join(part for part in said if part)
 

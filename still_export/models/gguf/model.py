@@ -146,6 +146,10 @@ def _target(view: View, architecture: Architecture, prefix: str, part: str, name
     table = architecture.parts if prefix else architecture.whole
     if (target := table.get(part)) is not None:
         return target
+    if prefix.startswith(
+        "mtp."
+    ):  # of layers that guess tokens ahead, which are left out where the family has no place for them
+        return part
     base = part.removesuffix(".bias")
     if base != part and base in table and _takes_bias(architecture, base):
         return table[base]

@@ -42,7 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(layer_types=["sliding_attention"] * 3),
     "mistral": dict(sliding_window=None),
 }
-FAMILIES = [name for name in ARCHITECTURES if name not in ("granite", "jamba", "kimi_linear", "nemotron_h")]
+FAMILIES = [name for name in ARCHITECTURES if name not in ("granite", "jamba", "kimi_linear", "nemotron_h", "rwkv7")]
 
 
 def made(family: str) -> Any:
@@ -50,7 +50,8 @@ def made(family: str) -> Any:
     changes = CHANGES.get(family, {})
     if family_of(family).linear:
         model = linear_model(family, **changes)
-        model.config._experts_implementation = "eager"  # the others want sizes that are multiples
+        if family != "rwkv7":
+            model.config._experts_implementation = "eager"  # the others want sizes that are multiples
         return model
     return plain_model(family, torch.float32, **changes)
 
@@ -59,7 +60,7 @@ def opened(path: Path, family: str) -> Any:
     return open_source(path, attach_untrained=not family_of(family).linear)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "jamba", "kimi_linear", "nemotron_h"])
+@pytest.mark.parametrize("family", [*FAMILIES, "jamba", "kimi_linear", "nemotron_h", "rwkv7"])
 def test_a_file_is_the_model(family: str, tmp_path: Path) -> None:
     """Against transformers' own class; dimensions all differ."""
     model = made(family)
@@ -72,7 +73,7 @@ def test_a_file_is_the_model(family: str, tmp_path: Path) -> None:
 
 
 def test_every_architecture_is_tried() -> None:
-    assert set(READ) - set(ARCHITECTURES.values()) == {"olmo2", "nemotron_h", "rwkv7"}
+    assert set(READ) - set(ARCHITECTURES.values()) == {"olmo2", "nemotron_h"}
 
 
 @pytest.mark.parametrize("add, said", [
