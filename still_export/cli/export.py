@@ -11,8 +11,10 @@ import typer
 
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, command_line
+from still_export.sources import demand_model
 
 if TYPE_CHECKING:
+    from still_export.graph.options import ExportOptions
     from still_export.package.folder import Package
     from still_export.targets.target import Target
 
@@ -56,9 +58,6 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
-    from still_export.targets import export as exporting
-    from still_export.targets.registry import target_of
-
     if output is None:
         raise typer.BadParameter("give the package folder to write: -o DIR", param_hint="-o")
     if model is None and config is None:
@@ -66,6 +65,13 @@ def export(
     if ("dtype" in asked) + fp16 + bf16 > 1:
         raise typer.BadParameter("give one of --dtype, --fp16, --bf16")
     asked |= {"dtype": "float16" if fp16 else "bfloat16"} if fp16 or bf16 else {}
+    if model is not None:
+        overlays, untrained = asked.get("overlays") or (), config is not None or bool(asked.get("attach_untrained"))
+        found = demand_model(model, "export", overlays, untrained)
+        _check_dtype(asked.get("to"), asked.get("dtype", "auto"), found.dtype)
+    from still_export.targets import export as exporting
+    from still_export.targets.registry import target_of
+
     asked |= {} if model is None else {"model": model}
     job = exporting.plan_job(asked.pop("to", None), asked, exporting.read_manifest(config) if config else None)
     out, target = Output(as_json, quiet), target_of(job.to, job.options)
@@ -80,7 +86,11 @@ def export(
             progress=progress,
             dump_dir=dump_dir,
         )
+        progress("running a short text")
+        overflow = _overflow(job.asked, package)
         engines, lacking = _engines(package, target, progress)
+    if overflow:
+        out.say(overflow)
     _say_what_lacks(package, target, out)
     _say_what_was_rounded(package, out)
     if lacking:
@@ -95,6 +105,17 @@ def export(
     out.result(content, f"{output}: {made}", next_commands(output, target.to, ready=bool(engines) or not target.built))
 
 
+def _check_dtype(to: str | None, asked: str, stored: str) -> None:
+    """Refuse at once a type that no target by the name `to` computes in."""
+    from still_export.targets.registry import names, targets_of
+
+    dtype = stored if asked == "auto" else asked
+    if dtype == "bfloat16" and asked == "auto":
+        return  # becomes float32
+    if to in names() and dtype and not any(dtype in target.dtypes for target in targets_of(to)):
+        targets_of(to)[0].check_dtype(dtype)
+
+
 def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path], str]:
     """The engines of a package, where its target has some; or none, and why."""
     from still_export.targets.target import NoBuilderError
@@ -103,6 +124,20 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
         return ([], "") if target.build is None else (target.build(package, None, progress), "")
     except NoBuilderError as error:
         return [], str(error)
+
+
+def _overflow(asked: ExportOptions, package: Package) -> str:
+    """The warning of a model that overflows in the package's type; empty where it does not, or has bfloat16's range."""
+    from still_export.proof.overflow import overflow_of
+
+    dtype = package.manifest["model"]["dtype"]
+    found = None if dtype == "bfloat16" else overflow_of(asked)
+    if found is None:
+        return ""
+    advice = "Export it with --dtype bfloat16 or float32." if dtype == "float16" else "Its weights may be damaged."
+    return (
+        f"warning: this model overflows in {dtype} {found.where} on a short text, so its answers are useless. {advice}"
+    )
 
 
 def _say_what_was_rounded(package: Package, out: Output) -> None:

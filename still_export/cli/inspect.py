@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, ReportFile
+from still_export.cli.output import Output, PackageFolder, ReportFile
+from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:
@@ -20,12 +20,13 @@ Examples:
 
 
 def inspect(
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: PackageFolder,
     report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Sizes of the state only.")] = False,
 ) -> None:
     """Show capacity, the state's size by context length beside full attention's cache, layers, types, what runs it here, and files."""
+    demand_package(package, "inspect")
     from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
     from still_export.package.inspect import inspect as look

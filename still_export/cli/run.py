@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Guess, Output, TrustNative
+from still_export.cli.output import Guess, Output, PackageFolder, TrustNative
 from still_export.errors import ConfigError, PackageError
+from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:
@@ -30,7 +31,7 @@ A long text is read once and asked many times:
 
 
 def run(
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: PackageFolder,
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
     ] = None,
@@ -77,6 +78,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
+    demand_package(package, "run")
     from still_export.api import load
     from still_export.cli.chat import WHEN_FULL, talk
     from still_export.runtime.conversation import Conversation

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from still_export.cli.output import Guess, Output, TrustNative
+from still_export.cli.output import Guess, Output, PackageFolder, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.extras import demand
+from still_export.sources import demand_package
 
 if TYPE_CHECKING:
     from still_export.serving.app import Settings
@@ -27,7 +28,7 @@ Examples:
 
 
 def serve(
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: PackageFolder,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 = a free one.")] = 8000,
     name: Annotated[
@@ -76,6 +77,7 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
 ) -> None:
     """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
+    demand_package(package, "serve")
     demand("starlette", "uvicorn")
     from still_export.api import load
     from still_export.runtime.cuda_driver import CudaError
@@ -132,6 +134,8 @@ def serve(
                 file=sys.stderr,
             )
         Server(worker, settings, stop_timeout).run(sockets=[sock])
+        if worker.failure is not None:
+            raise PackageError(str(worker.failure)) from worker.failure
         out.log("stopped")
         worker.join(5)
         if scheduler.prefixes is not None:

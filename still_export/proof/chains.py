@@ -34,9 +34,6 @@ class Call:
         tokens: [B, T], right-padded.
         new_tokens: Tokens that each sequence brings, int64 [B].
         keep: Of the outputs `present_<state>.<layer>`, those that are kept.
-        right: Outputs whose choices every layer must have made. A layer that chose otherwise repeats the call from the states of `feed`,
-            or, without one, leaves those of `right` to the next call.
-        feed: The right states before the call, `past_<state>.<layer>`.
         every: Logits of every token, where the package gives those of the last.
         given: What the call has of images, by `still_graphs.states.GIVEN`, over its tokens.
     """
@@ -44,8 +41,6 @@ class Call:
     tokens: np.ndarray
     new_tokens: np.ndarray
     keep: Keep = everything
-    right: Arrays | None = None
-    feed: Arrays | None = None
     every: bool = False
     given: Arrays = field(default_factory=dict)
 

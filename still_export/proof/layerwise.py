@@ -19,7 +19,6 @@ from still_export.models.step import decode_given
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
 from still_export.proof.chains import Chain, empty_feed, zeros
-from still_export.proof.codes import as_numbers
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
 
@@ -43,7 +42,6 @@ class LayerwiseModel:
         manifest: Of the package.
         source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round what they give:
             few processors have half arithmetic, and without it these layers take most of the time.
-        alike: Whether two calls' outputs chose the same; see `Call.right`.
         prepare: Changes the model before it runs, whose weights are not read yet.
         device: Where it computes.
         dtype: What it computes in, None: as the source has it.
@@ -53,12 +51,11 @@ class LayerwiseModel:
         self,
         manifest: dict[str, Any],
         source: Source,
-        alike: Callable[[Arrays, Arrays], bool] = lambda right, found: True,
         prepare: Callable[[Any], None] | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.source, self.alike, self.prepare, self.device = source, alike, prepare, torch.device(device)
+        self.source, self.prepare, self.device = source, prepare, torch.device(device)
         self.config = source.config
         self.asked, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
         self.table = state_table(self.config, self.dtype)
@@ -162,6 +159,11 @@ class Passage:
         """Of each chain, whether it was told keys that may be another token's of those run so far."""
         return [chain.unsure for chain in self._work]
 
+    @property
+    def overflows(self) -> list[int | None]:
+        """Of each chain, the first layer whose hidden states are not finite; None: none so far."""
+        return [chain.overflow for chain in self._work]
+
     @torch.no_grad()
     def through(self, index: int) -> None:
         """All chains through one layer."""
@@ -171,7 +173,7 @@ class Passage:
             last = index == of.layers - 1
             layer = _Layer(self._model, self._cache, index, last, of.states_of(index), self._linear)
             for chain in self._work:
-                chain.through(index, layer, of.alike)
+                chain.through(index, layer)
         self._linear.forget()
 
     @torch.no_grad()
@@ -295,17 +297,15 @@ class _Chain:
         self.lengths = [self._tensor(length) for length in lengths]
         self.outputs: list[Arrays] = [{"present_length": length.astype(np.int64)} for length in lengths[1:]]
         self.unsure = False
+        self.overflow: int | None = None
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
 
-    def through(self, index: int, layer: _Layer, alike: Callable[[Arrays, Arrays], bool]) -> None:
+    def through(self, index: int, layer: _Layer) -> None:
         """All calls through one layer."""
-
-        def given(side: str, arrays: Arrays) -> dict[str, Tensor]:
-            return {name: self._state(arrays[f"{side}_{name}.{index}"], kind) for name, kind in layer.states.items()}
-
-        states = given("past", self.chain.start)
+        start = self.chain.start
+        states = {name: self._state(start[f"past_{name}.{index}"], kind) for name, kind in layer.states.items()}
         follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
         layer.told, layer.unsure = None if told is None else torch.from_numpy(told).to(self.device), None
         for i, call in enumerate(self.chain.calls):
@@ -313,16 +313,18 @@ class _Chain:
             layer.given = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
-            at = (self.hidden[i], self.tokens[i], self.new[i], self.lengths[i])
-            self.hidden[i], states = layer(*at, states)
-            if call.right is not None and not self._right(call.right, _named(states, index), alike):
-                if call.feed is None:
-                    self._keep(i, states | layer.seen, index)
-                    states = given("present", call.right)
-                    continue
-                self.hidden[i], states = layer(*at, given("past", call.feed))
+            self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
             self._keep(i, states | layer.seen, index)
+        if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
+            self.overflow = index
         self.unsure |= layer.unsure is not None and bool(layer.unsure)
+
+    @staticmethod
+    def _is_finite(hidden: Any, new: Tensor) -> bool:
+        """Whether what a layer gave is finite, padding left out."""
+        given = hidden[0] if isinstance(hidden, tuple) else hidden
+        real = torch.arange(given.shape[1], device=given.device) < new[:, None]
+        return bool(given[real].isfinite().all())
 
     def _state(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         if are_zeros(array):  # which need not travel
@@ -336,10 +338,6 @@ class _Chain:
         within = (places < told.shape[1])[..., None]
         found = told.gather(1, places.clamp_max(told.shape[1] - 1)[..., None].expand(-1, -1, told.shape[2]))
         return torch.where(within, found, -1)
-
-    @staticmethod
-    def _right(right: Arrays, found: Arrays, alike: Callable[[Arrays, Arrays], bool]) -> bool:
-        return alike(as_numbers({name: right[name] for name in found}), as_numbers(found))
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
         """States, and margins, that the call keeps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.proof.answers import Question
 from still_export.proof.chains import Call, Chain
 from still_export.runtime.images import image_positions
 from still_export.targets.registry import packaged_target
@@ -105,10 +106,10 @@ class Prompts:
         self.drawn[number] = self._drafts[number]()
         return self.drawn[number]
 
-    def begin(self, number: int) -> Sequence[Arrays]:
+    def begin(self, number: int) -> Question:
         """As of CaseSource."""
         draft = self.draft(number)
-        return draft.feeds[:1] if draft.steps else draft.feeds
+        return Question(draft.feeds[:1] if draft.steps else draft.feeds, draft.steps, draft.places)
 
     def _kinds(self) -> Iterator[Callable[[], Draft]]:
         for length in self.lengths:

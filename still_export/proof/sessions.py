@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, given_of, last_logits, typed_states
+from still_export.package.files import MODEL
 from still_export.package.folder import Package
-from still_export.proof.checks import Check
 from still_export.proof.reference import open_runner
+from still_export.proof.verdict import Check
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.targets.registry import runtime_named
 from still_export.targets.runtime import Opening
@@ -183,6 +184,8 @@ class Target:
         plugin: TensorRT's plugin library in the place of the package's.
         adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
         genai: Ask onnxruntime-genai too, beside ONNX Runtime's runner.
+        bodies: Function bodies run, though the package has kernels.
+        graph: Of the package.
     """
 
     def __init__(
@@ -193,8 +196,10 @@ class Target:
         plugin: Path | None = None,
         adapter: Arrays | None = None,
         genai: bool = False,
+        bodies: bool = False,
+        graph: str = MODEL,
     ) -> None:
-        self.genai = genai
+        self.genai, self.bodies, self.graph = genai, bodies, graph
         self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
         self.adapter = adapter or {}
         self.record = runtime_named(runtime)
@@ -222,7 +227,15 @@ class Target:
         manifest = self.package.manifest
         # The hashes were compared when the package was opened.
         model = open_runner(
-            self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin, check=False, watch=self.watch
+            self.package.path,
+            manifest,
+            self.runtime,
+            self.provider,
+            plugin=self.plugin,
+            check=False,
+            watch=self.watch,
+            bodies=self.bodies,
+            graph=self.graph,
         )
         if self.adapter:
             model.use_adapter(self.adapter, "adapter")

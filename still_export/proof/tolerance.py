@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from still_export.proof.absolute import LOGITS
 from still_export.proof.cases import TINY, Case
 
-LOGITS = "logits"
 ROW = {"float32": 48.0, "float16": 12.0}
 """Times the error of PyTorch's own run, in that row or over all rows of the output (root of the mean square), that any row may err, by the
 package's type. Clean float16 packages on a CPU reach 9, and 5.6 in the median of a part (`python -m tests.faults`). In float32 a trained
@@ -38,7 +38,7 @@ DIGITS = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Worst:
     """On one output of a case. `worst` is the error that is nearest to its `bound` or furthest beyond: of a row in the call `call`, counted
     from 1, or with `median` the median of a head's rows. `place` are the indices of the row, or the head."""
 
@@ -91,19 +91,22 @@ class Bounds:
         }
         """The largest bound of any number, by output."""
 
-    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> Verdict:
+    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> Worst:
         """Hold one output to its bounds, by `row_errors` of all calls of a case: every row, and the median of every head's rows."""
         usual = self._usual(output, case)
-        found = [Verdict(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
+        found = [Worst(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         for number, errors in enumerate(calls):
             own = self._own(output, case.own[number][output])
             if errors.size:
                 bounds = self._row_bounds(output, own, usual)
-                at = np.unravel_index(int((np.nan_to_num(errors, posinf=np.inf) / bounds).argmax()), errors.shape)
+                # What is no finite number is beyond any bound.
+                with np.errstate(over="ignore"):
+                    shares = np.where(np.isinf(errors), np.inf, np.nan_to_num(errors) / bounds)
+                at = np.unravel_index(int(shares.argmax()), errors.shape)
                 place = tuple(int(i) for i in at[1:])
                 found.append(
-                    Verdict(float(np.nan_to_num(errors[at], posinf=np.inf)), float(bounds[at]), number + 1, place)
+                    Worst(float(np.nan_to_num(errors[at], posinf=np.inf)), float(bounds[at]), number + 1, place)
                 )
                 parts.append((_by_head(errors), _by_head(own)))
         worst = max(found, key=lambda verdict: verdict.share)
@@ -117,9 +120,13 @@ class Bounds:
             bounds = np.maximum(bounds, self.tail_median.get(output, np.zeros(2))[:, None])
             medians = _part_medians(errors)
             at = np.unravel_index(int((medians / np.maximum(bounds, TINY)).argmax()), medians.shape)
-            median = Verdict(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
+            median = Worst(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
             worst = max(worst, median, key=lambda verdict: verdict.share)
         return worst
+
+    def row_bounds(self, case: Case, number: int, output: str) -> np.ndarray:
+        """What rows of a call's output may err, [2, ...] as `row_errors`."""
+        return self._row_bounds(output, self._own(output, case.own[number][output]), self._usual(output, case))
 
     def arguments(self, half: bool) -> list[str]:
         """Polygraphy's flags: a median in half precision, where a tie may turn whole rows, else every number."""
@@ -146,6 +153,7 @@ class Bounds:
 
     def _row_bounds(self, output: str, own: np.ndarray, usual: np.ndarray) -> np.ndarray:
         """Of errors [2, ...]."""
+        own = np.where(np.isfinite(own), own, 0.0)  # where PyTorch's own run overflows it allows nothing
         across = (2, *[1] * (own.ndim - 1))
         usual, tail = (side.reshape(across) for side in (usual, self.tail.get(output, np.zeros(2))))
         bounds = np.maximum(self.row * np.fmax(own, usual), tail)

@@ -16,7 +16,10 @@ import still_graphs
 from still_export.package.checked import SCHEMA
 
 RUNTIME = "runtime"
-SHARED = ("base", "sampling", "speculation", "text", "stop_texts", "reasoning", "conversation", "prefixes", "program")
+SHARED = (
+    *("base", "feeding", "sampling", "speculation", "text", "stop_texts", "reasoning", "conversation", "prefixes"),
+    "program",
+)
 CHECKS = ("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format")
 RUNNERS = {"ort": ("head",), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""

@@ -135,7 +135,7 @@ class Conversation:
     def _check_room(self, message: str, prompt: int) -> None:
         table = self.model.table
         before = self.prefix.length if self.prefix else 0
-        before, rows = self.model.given(before), self.model.rows
+        before, rows = self.model.feeding.given(before), self.model.feeding.length
         if not table.bounded or not self.turns:
             return  # one message that is too long is refused by `generate`
         for gone in range(len(self.turns) + 1):

@@ -206,7 +206,7 @@ class LanguageModel:
             progress: Told of the pieces that were read.
 
         Raises:
-            RunError: It does not fit, or the package has no chat format.
+            RunError: It does not fit, the package has no chat format, or the model asks for whole prompts.
         """
         if chat and self._prefix is not None:
             raise RunError("a chat begins with its first text: restore(None) first.")
@@ -222,7 +222,7 @@ class LanguageModel:
     def snapshot(self) -> Snapshot:
         """What was read and answered by the last call; `Snapshot.save` writes it."""
         said = self._said + (self._last.tokens if self._last else [])
-        given = self.runner.given
+        given = self.runner.feeding.given
         read = given(int(self.runner.length[0])) - (given(self._prefix.length) if self._prefix else 0)
         return Snapshot.of(self.runner, self._place, tuple(said[read:]))
 

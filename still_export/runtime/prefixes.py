@@ -215,7 +215,7 @@ class Reader:
     def __init__(self, model: Runner, cache: PrefixCache | None, prefix: Snapshot | None) -> None:
         self.model, self.cache, self.prefix = model, cache, prefix
         self._beginning = list(prefix.key()) if prefix else []
-        self._base = model.given(prefix.length) if prefix else 0
+        self._base = model.feeding.given(prefix.length) if prefix else 0
         self._has: list[int] = []  # what the model has read behind the prefix, where that is known
 
     def restart(self, more: int = 0) -> None:
@@ -238,8 +238,9 @@ class Reader:
         """
         has, self._has = self._has, []
         live = len(has) if tokens[: len(has)] == has and len(has) < len(tokens) else 0
-        if self.model.length.tolist() != [self.model.rows(self._base + live)]:  # someone else has used the model
-            live = 0
+        feeding = self.model.feeding
+        if feeding.whole_prompts or self.model.length.tolist() != [feeding.length(self._base + live)]:
+            live = 0  # the model decides anew, or someone else has used it
         kept = self.cache.find(self._beginning + tokens) if self.cache else None
         found = kept.tokens - len(self._beginning) if kept else 0
         if self.cache and kept and found > live:
@@ -269,7 +270,7 @@ class Reader:
 
     def _keep(self, tokens: list[int]) -> list[int]:
         length = int(self.model.length[0])
-        read = tokens[: self.model.given(length) - self._base]
+        read = tokens[: self.model.feeding.given(length) - self._base]
         if self.cache:
             self.cache.keep(self._beginning + read, self.model.take(), length, lasting=True)
         return read

@@ -9,20 +9,51 @@ import numpy as np
 
 from still_export.package.refusals import RunError as RunError
 
+NO_TOKEN = -1
+"""What `likeliest` says where the largest logit is no finite number."""
+INFINITY = 0x7C00
+"""Bits of float16's infinity."""
 LIKELY = 64
 """Tokens among which the mass top_p is looked for first."""
 
 
 def likeliest(logits: np.ndarray) -> np.ndarray:
     """The first of the likeliest tokens [...] by logits [..., V]; where the largest is a zero of both signs, the first without one.
+    NO_TOKEN where a logit is NaN or the largest is infinite: the model overflowed.
 
     NumPy compares float16 one by one, 0.1 ms and more for a vocabulary: a step's time on a GPU. As integers of the same order they are
     compared as vectors.
     """
     if logits.dtype != np.float16:
-        return np.asarray(logits.argmax(-1))
+        found = logits.argmax(-1)  # of the first NaN where there is one
+        return np.where(np.isfinite(np.take_along_axis(logits, found[..., None], -1)[..., 0]), found, NO_TOKEN)
     bits = logits.view(np.int16)
-    return np.asarray((bits ^ (bits >> 15 & 0x7FFF)).argmax(-1))
+    order = bits ^ (bits >> 15 & 0x7FFF)
+    found = order.argmax(-1)
+    largest = np.take_along_axis(order, found[..., None], -1)[..., 0]
+    finite = (largest < INFINITY) & (largest > ~INFINITY) & (order.min(-1) >= ~INFINITY)  # NaN of both signs lie beyond
+    return np.where(finite, found, NO_TOKEN)
+
+
+def checked_token(token: int) -> int:
+    """A token of `likeliest`.
+
+    Raises:
+        RunError: It is NO_TOKEN.
+    """
+    if token < 0:
+        raise NotFiniteError()
+    return token
+
+
+class NotFiniteError(RunError):
+    """The logits of one request are no finite numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are not finite numbers (NaN or infinity), so there is no next token: it overflows on this input, or its "
+            "weights are damaged. Export it again with --dtype float32 or bfloat16; `still-export verify` names the layer."
+        )
 
 
 @dataclasses.dataclass
@@ -44,11 +75,18 @@ class Sampling:
         self.random = np.random.default_rng(None if self.seed == -1 else self.seed)
 
     def choose(self, logits: np.ndarray) -> int:
-        """Next token from logits [V]."""
+        """Next token from logits [V].
+
+        Raises:
+            NotFiniteError: A logit is NaN, or the largest is infinite.
+        """
         if self.temperature == 0:
-            return int(likeliest(logits))
+            return checked_token(int(likeliest(logits)))
+        largest = float(logits.max())  # NaN where one is
+        if not math.isfinite(largest):
+            raise NotFiniteError()
         with np.errstate(over="ignore"):  # the smallest temperatures: -inf, and weight 0
-            weight = np.exp((logits.astype(np.float64) - float(logits.max())) / self.temperature)
+            weight = np.exp((logits.astype(np.float64) - largest) / self.temperature)
         tokens = self._kept(weight)
         mass = np.cumsum(weight if tokens is None else weight[tokens])
         place = int(np.searchsorted(mass / mass[-1], self.random.random(), side="right"))

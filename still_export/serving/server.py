@@ -84,6 +84,10 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(report_once())
         await super().startup(sockets)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: asked ten times a second."""
+        return await super().on_tick(counter) or not self.worker.alive
+
     async def shutdown(self, sockets: Any = None) -> None:
         """Refuse what comes, finish what runs."""
         self.worker.stop()

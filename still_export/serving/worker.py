@@ -6,7 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from still_export.package.refusals import CheckError
 from still_export.serving.scheduler import Request, Scheduler
+
+CHECK_S = 1.0
+"""Time between two looks at the files that the model reads."""
 
 PAUSE_S = 1.0
 """Longest sleep without requests; a new one ends it."""
@@ -29,6 +33,8 @@ class Worker:
         self._moved = time.monotonic()
         self._scheduler: Scheduler | None = None
         self._error: BaseException | None = None
+        self.failure: CheckError | None = None
+        """Why the thread ended by itself."""
         self._thread = threading.Thread(target=self._run, name="still-export model", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -78,7 +84,16 @@ class Worker:
             return
         finally:
             self._ready.set()
+        checked = time.monotonic()
         while True:
+            if time.monotonic() - checked >= CHECK_S:
+                checked = time.monotonic()
+                try:
+                    scheduler.model.check_files()
+                except CheckError as error:
+                    self.failure = error
+                    scheduler.give_up(error)
+                    return
             self._wake.clear()  # before the step, which sees what was submitted until then
             self._moved = time.monotonic()
             if not scheduler.step():

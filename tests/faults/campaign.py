@@ -15,16 +15,15 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
-from still_export.package.calls import Arrays
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
-from still_export.proof.cases import EMPTY, Case, Follow, Told
+from still_export.proof.answers import EMPTY, Follow, Question, Told, silent
+from still_export.proof.cases import Case
 from still_export.proof.package import _torch_cases
 from still_export.proof.sessions import Session, Target
 from still_export.proof.tolerance import Bounds
-from still_export.proof.verify import Judged, Report, Verifier
+from still_export.proof.verify import Report, Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
-from still_kernels.ties import Choices
 from tests.faults import graph, native, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model
@@ -72,6 +71,7 @@ class Drawn:
     """Cases of prompts drawn once and judged often; of each what PyTorch answered to what a runtime chose."""
 
     follows = True
+    progress = staticmethod(silent)
 
     def __init__(self, package: Package, seed: int) -> None:
         self.source = _torch_cases(package, None, LENGTHS, STEPS, seed, {}, "cpu")
@@ -83,7 +83,7 @@ class Drawn:
     def cases(self) -> list[list[Case]]:
         return [[case for _, case in known] for known in self.known.values()]
 
-    def begin(self, number: int) -> Sequence[Arrays]:
+    def begin(self, number: int) -> Question:
         return self.calls[number]
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
@@ -142,18 +142,17 @@ class Subject:
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
         """Verify a runner."""
         verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
-        total, session = Choices(), Session(model)
-        told = verifier._begun(session)
-        drawn = self.drawn.draw(range(self.drawn.count), told)
-        settled = sorted(verifier._settled(session, drawn, total, lambda done: None, told), key=lambda each: each[0])
-        judged = [Judged.of(case, pairs) for _, case, pairs, _ in settled]
+        answers = verifier.ask(Session(model), self.drawn.calls)
+        drawn = self.drawn.draw(range(self.drawn.count), answers.told)
+        judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
         bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
-        return verifier._judge(judged, bounds, total, [], ""), settled
+        pairs = [(case, case.pairs(answers.cases[number].outputs)) for number, case in enumerate(drawn)]
+        return verifier.judge(judged, bounds, answers, ""), pairs
 
     def clean(self) -> Report:
         """Verify it without a fault."""
         report, settled = self.judge(self.open())
-        self.right = {case.name: [actual for _, actual in pairs] for _, case, pairs, _ in settled}
+        self.right = {case.name: [actual for _, actual in pairs] for case, pairs in settled}
         return report
 
     def with_fault(self, fault: Fault, seed: int) -> Outcome | None:
@@ -170,7 +169,7 @@ class Subject:
             if self.runtime == "native":
                 native.switch(native.build(self.package.path.parent / "native"), 0)
         moved, changed = 0.0, report.selections.wrong > 0
-        for _, case, pairs, _ in settled:
+        for case, pairs in settled:
             for (_, actual), right in zip(pairs, self.right[case.name], strict=False):
                 spread = float(right["logits"].std()) or 1.0
                 off = np.abs(actual["logits"] - right["logits"]).max(initial=0) / spread

@@ -7,10 +7,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from still_graphs.conditions import plugin_nodes
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.spec import CACHE
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
@@ -19,6 +18,8 @@ from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.passes.take_general_branches import take_general_branches
+from still_graphs.spec import CACHE
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.protos import attribute, opset_version, walk_nodes
 from tests.still_graphs.small_graph import HYBRID, VOCABULARY, empty_state, small_graph
 from tests.still_graphs.steps import applied
@@ -275,12 +276,14 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     absent = {n for i, n in enumerate(names) if attribute(node, "absent_inputs") >> i & 1}
     assert absent == {"window_factor", "past_salient_score"}
     assert len(node.input) == len(names) - 2 and len(node.output) == len(HYBRID.output_names()) - 1
-    unsaid = [declared for declared in HYBRID.attributes if attribute(node, declared.name) is None]
-    assert unsaid == [CACHE], "what only caches in 8 bits need is not there without them"
+    assert all(attribute(node, declared.name) is not None for declared in HYBRID.attributes)
+    assert attribute(node, CACHE.name) == CACHE.default
     position = [n for n in names if n not in absent].index("new_tokens")
     assert list(node.input[position : position + 2]) == ["new_tokens", "past_length"], "the graph's own inputs, int32"
     before = model.SerializeToString(deterministic=True)
     assert applied(lower_plugin_nodes, model) == 0 and model.SerializeToString(deterministic=True) == before
+    node.attribute.remove(next(a for a in node.attribute if a.name == CACHE.name))
+    assert "without the attributes of plugins" in applied(plugin_nodes, model)
 
 
 def test_counts_that_the_graph_computes_are_cast_for_the_plugin() -> None:

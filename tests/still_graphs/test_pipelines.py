@@ -30,6 +30,7 @@ def test_trt_graph_is_valid_and_typed(dtype: str, one_row: bool) -> None:
     assert without == [
         "fix_shapes",
         "fuse_linear_layers",
+        "fuse_feed_forward",
         "fuse_norms",
         "fuse_gates",
         "fuse_rotary",

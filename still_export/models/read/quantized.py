@@ -168,9 +168,8 @@ def _grouped(weight: Grouped) -> Deferred:
     if not ragged and (
         of_input is None or torch.equal(torch.bincount(of_input), torch.full((weight.groups,), weight.size))
     ):
-        positive = weight.bits == 8 and bool((weight.scales() > 0).all())
         kind = (max(weight.bits, 4), False, False, weight.blocks, weight.size, weight.zero_points is not None)
-        blocks = SourceBlocks(*kind, order, positive)
+        blocks = SourceBlocks(*kind, order)
     return Deferred(torch.Size((outputs, inputs)), torch.float32, weight.values, blocks, weight.bits)
 
 
@@ -395,7 +394,7 @@ def _fp4(packed: Tensor, scales: Tensor) -> Deferred:
         torch.Size((outputs, inputs)),
         torch.float32,
         values,
-        SourceBlocks(8, False, False, blocks, size, positive=bool((scales > 0).all())),
+        SourceBlocks(8, False, False, blocks, size),
         4,
     )
 

@@ -19,24 +19,16 @@ from still_export.targets.trt.runtime import TENSORRT
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
 from still_graphs.passes.fix_shapes import fix_shapes, fixed_shapes
-from still_graphs.passes.fuse_gates import fuse_gates, low_bit_gates_fused
-from still_graphs.passes.fuse_linear_layers import fuse_linear_layers, linear_layers_fused
-from still_graphs.passes.fuse_norms import fuse_norms, norms_fused
-from still_graphs.passes.fuse_rotary import fuse_rotary, rotary_fused
-from still_graphs.passes.fuse_rounding import fuse_rounding, rounding_fused
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lower_opset, lowered
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.merge_heads import merge_heads
 from still_graphs.passes.part_head import leave_head, no_head
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.passes.sum_in_float32 import sum_in_float32, sums_in_float32
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import PLUGINS, Step, steps_of_ops
 
 ONE_ROW = "one row"
 """Trait: the model is to run one row (sequence) at a time."""
-FUSE = partial(Step, requires=no_functions)
-"""A step that fuses nodes to ones of ours."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -98,21 +90,7 @@ TRT = Target(
             ensures=fixed_shapes,
         ),
         Step(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token),
-        Step(
-            sum_in_float32,
-            "8.6 sums products of prompts in half precision; of later versions nothing here has shown how they sum",
-            requires=no_functions,
-            ensures=sums_in_float32,
-        ),
-        FUSE(
-            fuse_linear_layers,
-            "what lies between two plugins is compiled and launched apart",
-            ensures=linear_layers_fused,
-        ),
-        FUSE(fuse_norms, "the same between products that do not take norms", ensures=norms_fused),
-        FUSE(fuse_gates, "the same between the products of a low-bit feed-forward layer", ensures=low_bit_gates_fused),
-        FUSE(fuse_rotary, "the same between a product and its attention", ensures=rotary_fused),
-        FUSE(fuse_rounding, "the same of caches in 8 bits", ensures=rounding_fused),
+        *steps_of_ops(PLUGINS),
         Step(
             lower_opset,
             "every TensorRT since 8.6 reads opset 17; quantized weights, for 10 and later, need 21",

@@ -200,7 +200,7 @@ def test_answers_travel_to_a_machine_without_pytorch(
         np.savez(tmp_path / "other.npz", **arrays)
         refused("--calls", tmp_path / "other.npz", words=words)
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-    key = next(iter(head["cases"][0][0]["expected"][0].values()))
+    key = next(iter(head["cases"][0]["expected"][0].values()))
     for changed in ({**arrays, key: arrays[key] * 1.01}, {name: x for name, x in arrays.items() if name != key}):
         np.savez(tmp_path / "other.npz", **changed)
         refused("--calls", tmp_path / "other.npz", words="was changed after it was recorded")

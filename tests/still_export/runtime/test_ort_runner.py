@@ -20,7 +20,7 @@ from still_export.runtime.ort import MOST_THREADS, OrtModel, default_threads
 from still_export.runtime.program import talk
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
-from still_graphs.passes.add_greedy_token import add_greedy_node
+from still_kernels.greedy_token.fuse import add_greedy_node
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
 from tests.still_graphs.steps import applied, attach_functions

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import still_export
 from still_export.errors import ConfigError
 from still_export.runtime.conversation import Conversation
+from still_export.runtime.feeding import Feeding
 from still_export.runtime.prefix_folder import PrefixFolder, open_prefixes
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import Sampling
@@ -142,7 +143,7 @@ def test_a_cache_larger_than_memory_is_refused(tmp_path: Path) -> None:
 
 def model() -> Any:
     """What a digest asks of a runner."""
-    return SimpleNamespace(manifest={"files": {}}, table=TABLE, adapter="", every=None)
+    return SimpleNamespace(manifest={"files": {}}, table=TABLE, adapter="", feeding=Feeding())
 
 
 def shelf(folder: Path, package: str = "p", most: int = 1 << 20) -> PrefixCache:

@@ -28,6 +28,7 @@ class Served:
     port: int
     worker: Worker
     server: Server
+    thread: threading.Thread
 
     def client(self, key: str = "any", **options: Any) -> Any:
         """OpenAI's own."""
@@ -63,7 +64,7 @@ def serve(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
-            yield Served(sock.getsockname()[1], worker, server)
+            yield Served(sock.getsockname()[1], worker, server, thread)
         finally:
             server.should_exit = True
             thread.join(20)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import http.client
+import os
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -195,3 +201,45 @@ def test_health_says_busy_when_nothing_moves(served: Served, monkeypatch: pytest
     asking.join()
     assert status == 503 and "busy" in said["error"]["message"]
     assert served.ask("GET", "/health")[0] == 200
+
+
+def test_a_package_that_is_written_while_it_is_served_ends_the_server(byte_package: Path, tmp_path: Path) -> None:
+    package = shutil.copytree(byte_package, tmp_path / "package")
+    weights = package / "model.onnx.data"
+    with serve(package, Settings("tiny"), rows=1) as served:
+        assert served.ask("POST", "/v1/completions", BASE)[0] == 200
+        os.utime(weights, ns=(1, 1))
+        served.thread.join(20)
+        assert not served.thread.is_alive()
+        assert "model.onnx.data was changed while it was used" in str(served.worker.failure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["cut", "written", "exchanged"])
+def test_the_verb_ends_with_a_sentence(byte_package: Path, tmp_path: Path, change: str) -> None:
+    """Never by SIGBUS; a package whose file is exchanged for another is served on as it was."""
+    package = shutil.copytree(byte_package, tmp_path / "package")
+    weights = package / "model.onnx.data"
+    content = weights.read_bytes()
+    command = [sys.executable, "-m", "still_export.cli.main", "serve", package, "--port", "0", "--name", "tiny"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split("127.0.0.1:")[1].split("/")[0])
+        served = Served(port, None, None, None)  # type: ignore[arg-type]
+        assert served.ask("POST", "/v1/completions", BASE)[0] == 200
+        if change == "cut":
+            os.truncate(weights, 0)
+        elif change == "written":
+            weights.write_bytes(content[::-1])
+        else:
+            (package / "new").write_bytes(content[::-1])
+            os.replace(package / "new", weights)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            served.ask("POST", "/v1/completions", BASE)
+        if change == "exchanged":
+            time.sleep(2.5)
+            assert served.ask("POST", "/v1/completions", BASE)[0] == 200
+            process.send_signal(signal.SIGTERM)
+        code, said = process.wait(30), process.stderr.read()
+        assert code == (0 if change == "exchanged" else 2)
+        assert change == "exchanged" or "LostPages: " in said or "was changed while it was used" in said

@@ -69,6 +69,21 @@ def test_built_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None
     assert find_library() is None
 
 
+@pytest.mark.parametrize("damage", ["cut", "exchanged", "without a hash"])
+def test_a_damaged_library_is_built_again(compiler: Compiler, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before it is copied, trusted or loaded."""
+    cached = build_library()
+    if damage == "cut":
+        os.truncate(cached, 3)
+    elif damage == "exchanged":
+        cached.write_bytes(b"another")
+    else:
+        cached.with_name(library.DIGEST).unlink()
+    assert find_library() is None and "is not the file that was built" in capsys.readouterr().err
+    assert build_library() == cached == find_library()
+    assert len(compiler.builds) == 2 and cached.read_text() == "library 2 None"
+
+
 def test_other_sources_are_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "core").mkdir()
     (tmp_path / "core/op.cpp").write_text("one")
