@@ -289,6 +289,11 @@ def _read_transformers(path: Path, adapters: Sequence[Path]) -> Theirs:
 def _logits_of(model: Any) -> Callable[[Tensor], Tensor]:
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the others want sizes that are multiples
+    for module in model.modules():
+        if hasattr(module, "time_step_limit") and hasattr(model.config, "time_step_limit"):
+            module.time_step_limit = tuple(
+                model.config.time_step_limit
+            )  # Nemotron-H's is another one in transformers (#48989)
 
     def logits(ids: Tensor) -> Tensor:
         with torch.inference_mode():
