@@ -274,14 +274,14 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
     given = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
     check_tokenizer_files(path)
     if (path / "config.json").is_file():
-        read_config(path)  # transformers reads it for the tokenizer, too, and tells of its faults as of the tokenizer's
+        read_config(path)  # transformers reads it for the tokenizer, too, and would blame the tokenizer
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # a model's own code is never run
     except BaseException as error:  # of half a dozen libraries, one of which panics beside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())
-        if path.is_dir() and (why := _config_fault(path)) == reason:
+        if (why := _config_fault(path)) == reason:
             raise CheckpointError(f"{path / 'config.json'}: transformers cannot read it: {why}") from error
         if given:
             lacks = "" if path / "tokenizer.json" in given else " without tokenizer.json"

@@ -38,6 +38,10 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
     """What a model of transformers answers to tokens [1, T]: logits [T, V]."""
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the others want sizes that are multiples
+    for module in model.modules():
+        if hasattr(module, "time_step_limit") and hasattr(model.config, "time_step_limit"):
+            # Nemotron-H's class clamps steps by time_step_min, the published code by this.
+            module.time_step_limit = tuple(model.config.time_step_limit)
 
     def logits(ids: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -45,7 +45,10 @@ class Mamba2(FixedStateModule):
         demand_silu(base)
         self.heads, self.groups = base.num_heads, base.n_groups
         self.dim, self.size = base.ssm_state_size, base.head_dim
-        self.limits = tuple(x if math.isfinite(x) else None for x in base.time_step_limit)
+        limits = getattr(
+            config, "time_step_limit", base.time_step_limit
+        )  # transformers clamps Nemotron-H by another field (#48989)
+        self.limits = tuple(None if x is None or math.isinf(x) else x for x in limits)
         """The least and the largest step; None: no bound, which TensorRT takes no infinity for."""
 
     def project(self, hidden: Tensor) -> Tensor:

@@ -94,6 +94,30 @@ def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> N
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.0, 2e-4), (3e-4, 0.5)])
+def test_steps_of_nemotron_h_are_clamped_as_published(limit: tuple[float, float], tmp_path: Path) -> None:
+    """Its published code reads time_step_limit; transformers' class clamps to time_step_min."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    sizes: Any = dict(hidden_size=24, intermediate_size=20, num_attention_heads=2, num_key_value_heads=1, head_dim=12)
+    sizes |= dict(mamba_num_heads=2, mamba_head_dim=12, ssm_state_size=6, n_groups=1, conv_kernel=3)
+    kinds = ["mamba", "attention"]
+    config = NemotronHConfig(
+        vocab_size=60, layers_block_type=kinds, num_hidden_layers=2, time_step_limit=limit, **sizes
+    )
+    theirs = NemotronHForCausalLM(config).float().eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.fill_(-8.0)  # steps of 3.4e-4, below time_step_min
+    theirs.save_pretrained(tmp_path)
+    ours, tokens = load_model(tmp_path), torch.randint(0, 60, (1, 40))
+    for module in theirs.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = limit
+    assert far(ours(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits) <= LOGITS
+
+
+@torch.no_grad()
 def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
     theirs, ours = pair
     tokens = ids(tokens=24)
