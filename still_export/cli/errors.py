@@ -57,6 +57,35 @@ def end_at_lost_pages() -> None:
     ctypes.CDLL(None).signal(signal.SIGBUS, _on_lost_pages)
 
 
+def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseException]) -> Callable[..., None]:
+    """`progress` of a training (stage, steps done, steps in all, measurements) that raises `stop` behind the step in which Ctrl-C or
+    SIGTERM came. A second one ends the process at once, as both do before the first step and behind the last."""
+    before: dict[signal.Signals, object] = {}
+    asked = False
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        before.clear()
+
+    def on_signal(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        restore()
+        print("stopping behind this step, with a checkpoint; once more: at once", file=sys.stderr)
+
+    def reported(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
+        if done == total:
+            restore()
+        elif not before and not asked and threading.current_thread() is threading.main_thread():
+            before.update({number: signal.signal(number, on_signal) for number in INTERRUPTS})
+        progress(stage, done, total, measured)
+        if asked:
+            raise stop
+
+    return reported
+
+
 def complain_interrupted() -> None:
     """What is said when Ctrl-C or SIGTERM ended the command."""
     complain("Interrupted", "nothing half-written was left behind.")

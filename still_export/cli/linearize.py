@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from still_export.cli.errors import complain, stopping_behind_steps
 from still_export.cli.output import Output, ReportFile, command_line
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
@@ -74,6 +77,7 @@ def linearize(
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.linearize import linearize as run
     from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
+    from still_export.linearization.trainer import StopTraining
     from still_export.report import linearize as looks
     from still_export.report.render import check_report, write_report
 
@@ -113,8 +117,16 @@ def linearize(
             recipe, softmax_layers, output.with_name(f"{output.name}.layers"), force=force or resume, log=out.log
         )
         recipe = replace(recipe, layer_types=chosen.layer_types)
-    with out.training() as progress:
-        result = run(recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log)
+    with out.training() as bar:
+        progress = stopping_behind_steps(bar, StopTraining)
+        try:
+            result = run(
+                recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log
+            )
+        except StopTraining:
+            words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
+            complain("Interrupted", f"a checkpoint is kept. Go on: {shlex.join(['still-export', *words, '--resume'])}")
+            raise typer.Exit(2) from None
     leave_processes()
     content = {"recipe": recipe.to_dict(), **result.to_dict()}
     if report is not None and out.first:

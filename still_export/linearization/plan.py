@@ -36,6 +36,10 @@ PROBE = 256
 MEASURING = 0.4
 """Share of the time that measuring may take: the base, the trials' text and what was reached, MEASUREMENTS of the whole in all."""
 MEASUREMENTS = 3.4
+PASSES = 4
+"""Forward passes that a training step takes as long as, at least: the teacher's, the student's, and its gradients."""
+FEW_STEPS = 100
+"""Of the time that is advised where a budget has none for training."""
 RESERVED = 1.5
 """Measurements of what was reached that time is kept for: some runs keep more layers and measure again."""
 
@@ -181,6 +185,7 @@ class Planner:
             with torch.no_grad(), self.run.accelerator.autocast():
                 float(last_hidden(model, ids.to(self.run.accelerator.device)).sum())
         speed = ids.numel() / (time.monotonic() - begin)
+        self._demand_time(PASSES * self.run.recipe.row_tokens * self.run.recipe.batch_size / speed)
         whole, tokens = self.stick.tokens, int(speed * MEASURING * 60 * self.budget.time / MEASUREMENTS)
         if tokens >= whole:
             return 0
@@ -190,6 +195,20 @@ class Planner:
             f"{self.stick.tokens:,}: text to {max(self.stick.contexts):,} tokens, {len(self.stick.prompts)} questions"
         )
         return max(1, tokens)
+
+    def _demand_time(self, step_s: float, lacking_s: float | None = None) -> None:
+        """Raise ConfigError where the budget has no time for a step of `step_s`, of which so much is lacking (None: measuring is ahead)."""
+        whole = 60 * self.budget.time
+        if lacking_s is None:
+            lacking_s = time.monotonic() - self.run.started + self.reading + step_s - (1 - MEASURING) * whole
+        if not self.asked.finetune_steps or lacking_s <= 0:
+            return
+        steps = min(FEW_STEPS, self.asked.finetune_steps)
+        enough = math.ceil((whole + (lacking_s + steps * step_s) / (1 - MEASURING)) / 60)
+        raise ConfigError(
+            f"budget {self.asked.budget!r}: nothing can be trained in {self.budget.time:g} minutes, since a step takes some {step_s:.1f} s "
+            f"here beside reading and measuring. Some {enough} minutes leave {steps} steps: time {enough}"
+        )
 
     def more(self, plan: Plan, count: int, loss: float) -> int:
         """Softmax layers that bring `loss`, which `count` of them have, within the budget, by the needs of those that are left."""
@@ -208,6 +227,8 @@ class Planner:
         # To write the model takes about as long as to read the base.
         self.until = run.started + 60 * self.budget.time - self.reading - RESERVED * (1 + asked) * seconds - step
         steps = max(0, min(self.asked.finetune_steps, 1 + math.floor((self.until - time.monotonic()) / step)))
+        if not steps:
+            self._demand_time(step, time.monotonic() - self.until)
         run.log(
             f"cost: {steps} steps of {step:.1f} s, {spoken(steps * step)} of the {self.budget.time:g} minutes in all"
         )
@@ -235,7 +256,8 @@ class Planner:
             count = min(wanted, plan.most)
             run.log(f"that is beyond the budget ({self.budget}), so {count} layers stay softmax")
         run.adopt(self.recipe(plan, count))
-        state = self.state(count, plan.salient)
+        state, minutes = self.state(count, plan.salient), (time.monotonic() - run.started) / 60
+        promises = kept_promises(self.budget, plan.base, reached, state, minutes)
         return {
             "budget": str(self.budget),
             "expected_loss": plan.expected(),
@@ -244,17 +266,31 @@ class Planner:
             "loss": loss,
             "state": state,
             "softmax_layers": sorted(plan.needs.ranked()[:count]),
-            "minutes": (time.monotonic() - run.started) / 60,
-            "met": met,
-            "said": f"{'reached' if met else 'NOT reached'}: {reached.beside(plan.base)}"
-            f"{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers softmax, state "
-            f"{state:.0%} of the base's cache at {run.context:,} tokens; promised: {self.budget}",
+            "minutes": minutes,
+            "promises": promises,
+            "met": all(promise == MET for promise in promises.values()),
+            "said": f"{reached.beside(plan.base)}{'' if reached.asked else '; no question was asked'}; {count} of {run.layers} layers "
+            f"softmax, state {state:.0%} of the base's cache at {run.context:,} tokens, {minutes:.1f} minutes. Promised {self.budget}: "
+            + ", ".join(f"{name} {promise}" for name, promise in promises.items()),
         }
 
 
 def worst(student: Measured, base: Measured) -> float:
     """Greatest share by which bits per byte are above the base's."""
     return max(student.losses(base).values())
+
+
+MET, BROKEN, UNMEASURED = "met", "NOT met", "NOT MEASURED"
+
+
+def kept_promises(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
+    """Of each promise of a budget whether it was met; facts are not measured where no question was asked or the base knows no answer."""
+    found = MET if budget.found == 0 or reached.found >= math.ceil(budget.found * base.found) else BROKEN
+    if budget.found and not (reached.asked and base.found):
+        found = UNMEASURED
+    kept = {"loss": worst(reached, base) <= budget.loss, "state": state <= budget.state, "time": minutes <= budget.time}
+    verdicts = {name: MET if met else BROKEN for name, met in kept.items()}
+    return {"loss": verdicts["loss"], "state": verdicts["state"], "found": found, "time": verdicts["time"]}
 
 
 def set_modes(attentions: list[Trainable], softmax: Any) -> None:

@@ -32,6 +32,10 @@ KEPT_CHECKPOINTS = 2
 Arguments = ParamSpec("Arguments")
 
 
+class StopTraining(BaseException):
+    """Raised by a progress callback: a checkpoint is kept, and the run ends."""
+
+
 @dataclass
 class StageReport:
     """What a stage did.
@@ -166,7 +170,12 @@ class Trainer:
                 speed = recipe.batch_size * recipe.row_tokens / seconds
                 rate = max(group["lr"] for group in optimizer.param_groups)
                 curves.add(report.steps, loss, validated, rate, speed, report.seconds)
-                self.progress(self.name, report.steps, steps, {"loss": loss, "tokens/s": speed})
+                try:
+                    self.progress(self.name, report.steps, steps, {"loss": loss, "tokens/s": speed})
+                except StopTraining:
+                    if accelerator.num_processes == 1:  # others do not know of it, and all write a checkpoint together
+                        self._save(module, optimizer, report)
+                    raise
             if report.done or report.steps % recipe.checkpoint_every == 0:
                 self._save(module, optimizer, report)
         if curves is not None:

@@ -73,13 +73,30 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
         title=f"{model}: linearized from {content['recipe']['base']}",
         verdict=f"Bits per byte of held-out text: {said}. Training took {seconds:,.0f} s.",
         parts=[
+            *([_promises(content["plan"])] if content.get("plan") else []),
             Plots("Training", plots),
-            Table("Cost", columns, rows),
+            *([Table("Cost", columns, rows)] if rows else []),
             Table("Recipe", ["option", "value"], recipe, folded=True),
         ],
         machine=machine,
         command=command,
     )
+
+
+def _promises(plan: dict[str, Any]) -> Table:
+    """What a budget promised, what was reached, and whether that is it."""
+    base, reached = plan["base"], plan["reached"]
+    values = {
+        "loss": f"bits per byte {plan['loss']:+.1%} at most",
+        "state": f"{plan['state']:.0%} of the base's cache",
+        "found": f"{reached['found']} of {reached['asked']} facts, the base {base['found']}",
+        "time": f"{plan['minutes']:.1f} minutes",
+    }
+    softmax = ", ".join(map(str, plan["softmax_layers"])) or "none"
+    rows = [[name, values[name], promise] for name, promise in plan["promises"].items()]
+    failed = frozenset(number for number, row in enumerate(rows) if row[2] != "met")
+    rows.append(["layers that stay softmax", softmax, ""])
+    return Table(f"Budget: {plan['budget']}", ["promise", "reached", "verdict"], rows, failed=failed)
 
 
 def thinned(losses: list[float]) -> list[tuple[float, float]]:

@@ -74,12 +74,12 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class _FirstError(FailFast):
+class _AtFirst(FailFast):
     __hash__ = object.__hash__  # pydantic's has none, which a union needs
 
 
 Item = TypeVar("Item")
-Listed = Annotated[list[Item], _FirstError()]
+Listed = Annotated[list[Item], _AtFirst()]
 """A list of which the first wrong item is reported: a list of a million would make as many errors."""
 
 

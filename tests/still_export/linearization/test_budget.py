@@ -122,15 +122,15 @@ def test_layers_are_kept_until_the_budget_is_met(
     base, text = STORIES, stories
     monkeypatch.setattr(module, "LEFT", 0.0)  # what trials expect is too good
     said: list[str] = []
-    result = linearize(budgeted(base, text, "loss 0%"), tmp_path / "model", log=said.append)
+    result = linearize(budgeted(base, text, "loss 0%, found 0%"), tmp_path / "model", log=said.append)
     assert result.plan is not None and result.plan["met"] and result.plan["loss"] == 0
     layers = len(result.plan["softmax_layers"])
     assert layers == 5 and result.plan["state"] == 1
-    assert any(line.startswith("that is beyond the budget (loss 0%, found 85%, time 15), so") for line in said)
+    assert any(line.startswith("that is beyond the budget (loss 0%, found 0%, time 15), so") for line in said)
     assert len([line for line in said if line.startswith("reached with")]) > 1
     assert load_model(tmp_path / "model").config.still.layer_types == (FULL,) * 5
 
-    easy = linearize(budgeted(base, text, "loss 1000%"), tmp_path / "easy", log=said.append)
+    easy = linearize(budgeted(base, text, "loss 1000%, found 0%"), tmp_path / "easy", log=said.append)
     assert easy.plan is not None and easy.plan["met"] and len(easy.plan["softmax_layers"]) == 1
     assert load_model(tmp_path / "easy").config.still.layer_types.count(FULL) == 1
     saved = json.loads((tmp_path / "easy" / "linearize.json").read_text())
@@ -143,7 +143,8 @@ def test_what_is_not_reached_is_said(stories: Path, tmp_path: Path, three_steps:
     recipe = budgeted(STORIES, stories, "loss 0%")
     result = linearize(replace(recipe, budget="loss 0%, state 90%"), tmp_path / "model")
     assert result.plan is not None and not result.plan["met"] and result.plan["loss"] > 0
-    assert result.plan["said"].startswith("NOT reached: bits per byte +") and result.plan["state"] <= 0.9
+    assert result.plan["said"].startswith("bits per byte +") and "loss NOT met, state met" in result.plan["said"]
+    assert result.plan["state"] <= 0.9
     with pytest.raises(
         ConfigError, match=r"a state of 1% cannot be had; with no softmax layer .* it is \d\d% of the base"
     ):
@@ -174,7 +175,8 @@ def test_a_stopped_run_goes_on_by_its_plan(
     resumed = linearize(recipe, tmp_path / "model", resume=True)
     assert resumed.stages[0].losses == whole.stages[0].losses
     assert resumed.plan is not None and whole.plan is not None
-    assert {**resumed.plan, "minutes": 0} == {**whole.plan, "minutes": 0}
+    untimed = {"minutes": 0, "said": ""}
+    assert {**resumed.plan, **untimed} == {**whole.plan, **untimed}
 
 
 def test_training_ends_with_its_time(base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +194,57 @@ def test_training_ends_with_its_time(base: Path, text: Path, tmp_path: Path, mon
     recipe = budgeted(base, text, "loss 1000%, time 1", sequence_length=256, finetune_steps=100, validate_every=1000)
     said: list[str] = []
     result = linearize(recipe, tmp_path / "model", log=said.append)
-    assert result.plan is not None and result.plan["met"] and any(line.startswith("cost: 100 steps") for line in said)
+    assert result.plan is not None and result.plan["promises"]["loss"] == "met"
+    assert any(line.startswith("cost: 100 steps") for line in said)
     assert result.stages[0].steps == len(result.stages[0].losses) == 4 and result.stages[0].done
     assert load_model(tmp_path / "model")
     monkeypatch.setattr(module, "step_seconds", lambda *_: 61.0)  # of one minute nothing is left
-    late = linearize(recipe, tmp_path / "late", log=said.append)
-    assert late.stages == [] and late.plan is not None and late.plan["minutes"] < 1
+    with pytest.raises(
+        ConfigError, match=r"nothing can be trained in 1 minutes, since a step takes some 61.0 s here .*: time \d+$"
+    ):
+        linearize(recipe, tmp_path / "late", log=said.append)
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_step_too_long_is_known_before_anything_is_measured(
+    base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PASSES", 1e9)
+    monkeypatch.setattr(module, "needs_of", lambda *_: pytest.fail("measured first"))
+    with pytest.raises(ConfigError, match="nothing can be trained in 15 minutes"):
+        linearize(budgeted(base, text, "loss 2%", sequence_length=256), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_every_promise_is_met_or_not_or_not_measured() -> None:
+    budget, base = Budget(loss=0.02, state=0.4, found=0.85, time=5), Measured({1024: 1.0}, 8, 9)
+    good = Measured({1024: 1.01}, 7, 9)
+    for reached, state, minutes, wanted in (
+        (good, 0.4, 5.0, ["met", "met", "met", "met"]),
+        (Measured({1024: 1.03}, 7, 9), 0.5, 11.0, ["NOT met", "NOT met", "met", "NOT met"]),
+        (Measured({1024: 1.01}, 6, 9), 0.4, 5.0, ["met", "met", "NOT met", "met"]),
+        (Measured({1024: 1.01}), 0.4, 5.0, ["met", "met", "NOT MEASURED", "met"]),
+    ):
+        assert list(module.kept_promises(budget, base, reached, state, minutes).values()) == wanted
+    assert module.kept_promises(budget, Measured({1024: 1.0}, 0, 9), good, 0.4, 5.0)["found"] == "NOT MEASURED"
+    assert module.kept_promises(replace(budget, found=0.0), base, Measured({1024: 1.0}), 0.4, 5.0)["found"] == "met"
+
+
+def test_a_stopped_step_leaves_a_checkpoint(base: Path, text: Path, tmp_path: Path, three_steps: None) -> None:
+    """Between two that are written anyway."""
+    recipe = budgeted(base, text, "loss 1000%", checkpoint_every=100, sequence_length=256)
+    raised: list[int] = []
+
+    def stop(stage: str, step: int, *_: Any) -> None:
+        if step == 2 and not raised:
+            raised.append(step)
+            raise trainer.StopTraining
+
+    with pytest.raises(trainer.StopTraining):
+        linearize(recipe, tmp_path / "model", progress=stop)
+    seen: list[int] = []
+    result = linearize(recipe, tmp_path / "model", resume=True, progress=lambda stage, step, *_: seen.append(step))
+    assert seen == [3] and result.stages[0].steps == 3
 
 
 def test_a_budget_chooses_alone(base: Path, text: Path) -> None:

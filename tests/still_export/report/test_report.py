@@ -119,7 +119,18 @@ def linearization() -> Report:
         "losses": losses,
         "validation": [[500, 0.1], [1000, 0.05]],
     }
+    plan = {
+        "budget": "loss 2%, time 15",
+        "base": {"found": 8, "asked": 9},
+        "reached": {"found": 0, "asked": 0},
+        "loss": 0.01,
+        "state": 0.4,
+        "minutes": 21.0,
+        "softmax_layers": [3, 7],
+        "promises": {"loss": "met", "state": "met", "found": "NOT MEASURED", "time": "NOT met"},
+    }
     content = {
+        "plan": plan,
         "recipe": {"base": "BASE", "texts": ["corpus.txt"], "start": None},
         "bits_per_byte": {"teacher": 1.0, "after attention transfer": 1.2, "after LoRA": 1.1},
         "stages": [
@@ -128,6 +139,12 @@ def linearization() -> Report:
         ],
     }
     return linearize.page(content, "STILL", MACHINE, COMMAND)
+
+
+def test_the_page_of_a_training_says_what_was_promised() -> None:
+    (table,) = [part for part in linearization().parts if part.title.startswith("Budget: loss 2%")]
+    assert [row[2] for row in table.rows] == ["met", "met", "NOT MEASURED", "NOT met", ""]
+    assert table.failed == {2, 3} and table.rows[3][1] == "21.0 minutes" and table.rows[4][1] == "3, 7"
 
 
 def inspection() -> Report:
