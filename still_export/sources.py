@@ -124,12 +124,18 @@ def look(source: str | Path) -> Found:
     return Found(path, "none")
 
 
+GGUF_VERBS = ("run", "verify", "inspect")
+"""Verbs that take a GGUF file in the place of a package."""
+
+
 def demand_package(path: Path, verb: str) -> None:
     """Raise PackageError unless `path` is a package, with the command that makes one of what it is."""
     if not path.exists():
         raise PackageError(
             f"{path} does not exist. {verb} takes a package. Make one with `still-export MODEL --to onnx -o {shlex.quote(str(path))}`."
         )
+    if verb in GGUF_VERBS and path.suffix == ".gguf" and path.is_file():
+        return
     found = look(path)
     if found.kind in ("package", "none"):
         return  # what has no manifest, or a damaged one, is the reader's to refuse

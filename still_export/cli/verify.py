@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from still_export.cli.gguf_package import package_of
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
@@ -55,7 +56,7 @@ def verify(
         str,
         typer.Argument(
             metavar="PACKAGE",
-            help="Package folder; with --runtime vllm a STILL model's folder; or the address of a running server.",
+            help="Package folder or GGUF file; with --runtime vllm a STILL model's folder; or the address of a running server.",
         ),
     ],
     output: Annotated[
@@ -105,7 +106,7 @@ def verify(
         raise typer.Exit(0 if passed else 1)
     if name is not None:
         raise ConfigError("--as names a server's model: give the server's address in the place of the package.")
-    package = Path(subject)
+    package = package_of(Path(subject), out)
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
         ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)

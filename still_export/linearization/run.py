@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from still_export.linearization import adapter
-from still_export.linearization.folder import RunFolder, save_model
+from still_export.linearization.folder import RunFolder, rehearse_save, save_model
 from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
 from still_export.linearization.recipe import Recipe
@@ -81,6 +81,7 @@ class LinearizationRun:
         self.start = adapter.Start(recipe) if recipe.start else None
         self.adopt(recipe)
         model = self.load_base()
+        rehearse_save(model, self.tokenizer)
         self.base_weights = weights_digest(model)
         if recipe.reuse is not None:
             Reuse.read(Path(recipe.reuse), self.layers).check(recipe.reuse, self.base_weights)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from still_export.errors import (
     CheckpointError,
@@ -26,6 +26,7 @@ from still_export.models.families.softmax_families import Family
 from still_export.models.families.vision import Vision, take_vision
 from still_export.models.gguf import read_gguf, read_tokenizer
 from still_export.models.read import convert
+from still_export.models.read.adapter_config import read_adapter_config
 from still_export.models.read.checkpoint import (
     PICKLE_SUFFIXES,
     open_tensors,
@@ -34,7 +35,8 @@ from still_export.models.read.checkpoint import (
     stored_dtype,
     weight_files,
 )
-from still_export.models.read.files import Adapter, Generation, Optimizer, check_tokenizer_files, read_checked
+from still_export.models.read.files import Generation, Optimizer, check_tokenizer_files, read_checked
+from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
 from still_export.sources import local
 
@@ -205,8 +207,7 @@ def open_source(
         files = [*([found.configured] if found.configured else []), *found.added]
         raise type(error)(f"{source} with {', '.join(map(str, files))}: {error}") from error
     try:
-        generation = GenerationConfig.from_dict(found.generation or _generation_of(config))
-        generation.validate()
+        generation = read_generation(found.generation or _generation_of(config))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
@@ -272,18 +273,31 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 def _folder_tokenizer(path: Path, source: str | Path) -> Any:
     given = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
     check_tokenizer_files(path)
+    if (path / "config.json").is_file():
+        read_config(path)  # transformers reads it for the tokenizer, too, and tells of its faults as of the tokenizer's
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # a model's own code is never run
     except BaseException as error:  # of half a dozen libraries, one of which panics beside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())
+        if path.is_dir() and (why := _config_fault(path)) == reason:
+            raise CheckpointError(f"{path / 'config.json'}: transformers cannot read it: {why}") from error
         if given:
             lacks = "" if path / "tokenizer.json" in given else " without tokenizer.json"
             raise CheckpointError(
                 f"{', '.join(map(str, given))}{lacks}: no tokenizer that transformers can read: {reason}"
             ) from error
         raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
+
+
+def _config_fault(folder: Path) -> str:
+    """What transformers says of config.json alone; "" where it reads it."""
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def resolve_source(source: str | Path, revision: str | None = None) -> Path:
@@ -344,7 +358,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         known,
         config,
         tensors,
-        read_checked(adapter, Adapter) if adapter.is_file() else None,
+        read_adapter_config(adapter) if adapter.is_file() else None,
         read_checked(generation, Generation) if generation.is_file() else {},
         sight=sight,
     )
@@ -360,7 +374,7 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
     added = convert.plain_names(open_tensors(files, dtype))
     found.tensors = convert.plain_names(found.tensors)
     if adapter.is_file():
-        found.adapter = read_checked(adapter, Adapter)
+        found.adapter = read_adapter_config(adapter)
         if isinstance(found.adapter.get("still_config"), dict):
             found.still = StillConfig.from_dict(found.adapter["still_config"], f"{adapter}: still_config")
             found.configured = adapter

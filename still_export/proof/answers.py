@@ -47,7 +47,7 @@ class Told:
     """What a runtime chose, which the reference follows.
 
     Args:
-        seen: Experts or blocks by place [B, N, k], of each layer that routes.
+        seen: experts or blocks by place [B, N, k], of each layer that routes.
         kept: By layer, what it selected, as of `OpTies.kept`.
     """
 

@@ -113,13 +113,13 @@ class Runner(ABC):
         self.manifest = read_manifest(self.folder)
         self.table = StateTable.of(self.manifest)
 
+    def check_files(self) -> None:  # noqa: B027
+        """Raise CheckError where a file that the runtime still reads was changed; those that have all in memory read none."""
+
     @cached_property
     def feeding(self) -> Feeding:
         """`prefill`, `step`, `greedy` and `generate` feed as it says, `feed` takes tokens as they are; `length` counts all of them."""
         return Feeding.of(self.manifest)
-
-    def check_files(self) -> None:  # noqa: B027
-        """Raise CheckError where a file that the runtime still reads was changed; those that have all in memory read none."""
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.

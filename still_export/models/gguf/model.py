@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.models.gguf.container import Container, open_gguf
+from still_export.models.gguf.container import open_gguf
 from still_export.models.gguf.ends import token_ids
 from still_export.models.gguf.hybrids import HYBRIDS
 from still_export.models.gguf.mamba import MAMBA
@@ -198,11 +198,3 @@ def _missing_biases(
                 if f"{base}.bias" not in found and f"{base}.weight" in found:
                     added[f"{base}.bias"] = zeros(found[f"{base}.weight"].shape[0], dtype)
     return added
-
-
-def describe(file: Container) -> dict[str, str]:
-    """Bits of the file by kind of tensor: the name of each of GGUF's types, and how many tensors have it."""
-    counts: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + 1
-    return {kind: str(count) for kind, count in sorted(counts.items())}

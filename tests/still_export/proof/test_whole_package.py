@@ -85,6 +85,11 @@ def lower_case(said: Any) -> None:
     said["normalizer"] = {"type": "Lowercase"}
 
 
+def other_chat(said: Any) -> None:
+    templates = said["chat"]["templates"]
+    templates["default"] = templates["default"].replace("<assistant>", "<assistant> ")
+
+
 FILES: dict[str, tuple[Change, str]] = {
     "two words exchanged": (edited("tokenizer.json", words_exchanged), "tokenizer.json"),
     "inputs cut to 512 tokens": (edited("tokenizer.json", cut), "tokenizer.json"),
@@ -93,10 +98,8 @@ FILES: dict[str, tuple[Change, str]] = {
     "texts in lower case": (edited("tokenizer.json", lower_case), "tokenizer.json"),
     "another end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[255])), "eos_token_ids"),
     "no end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[])), "eos_token_ids"),
-    "another chat format": (
-        edited("manifest.json", lambda said: said["chat"].update(user_to_assistant="<end>")),
-        "chat",
-    ),
+    "another chat format": (edited("manifest.json", other_chat), "chat"),
+    "no chat format": (edited("manifest.json", lambda said: said.update(chat=None)), "chat"),
     "another temperature": (
         edited("generation_config.json", lambda said: said.update(temperature=1.5)),
         "generation_config.json",
