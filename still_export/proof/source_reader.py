@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import math
 import re
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from still_export.discovery import recognised
 from still_export.mixers.cache import state_table
 from still_export.mixers.layers import FULL, HYBRID, WINDOWED
 from still_export.mixers.projections import ProjectedAttention
@@ -244,6 +246,9 @@ def _not_transformers(path: Path, source: Source) -> str:
         kind = kind[0] if isinstance(kind, tuple) else kind
     except Exception as error:  # what it cannot read it refuses in many ways
         return f"transformers has no class for it ({type(error).__name__})"
+    said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if (ours := recognised(said)) != said.get("model_type"):
+        return f"its config.json says {config.model_type}, and it is a {ours} model"
     if not kind.__module__.startswith("transformers."):
         return f"transformers has no class of its own for {config.model_type}"
     if getattr(config, "quantization_config", None) is not None:
