@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from still_export.discovery import recognised
 from still_export.proof.other_gguf import read_gguf_tensors
 from still_export.proof.theirs import Theirs, logits_of, too_large
 
@@ -52,6 +53,9 @@ def _not_transformers(path: Path, source: Source) -> str:
         kind = kind[0] if isinstance(kind, tuple) else kind
     except Exception as error:  # what it cannot read it refuses in many ways
         return f"transformers has no class for it ({type(error).__name__})"
+    said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if (ours := recognised(said)) != said.get("model_type"):
+        return f"its config.json says {config.model_type}, and it is a {ours} model"
     if not kind.__module__.startswith("transformers."):
         return f"transformers has no class of its own for {config.model_type}"
     if getattr(config, "quantization_config", None) is not None:

@@ -50,8 +50,9 @@ class ClusterLayer(RowsLayer):
 
 
 class ClusterAttention(Keyed):
-    """Routing Transformer (arXiv:2003.05997), in a causal reading of ours: a token's cluster is that of the centroid which its query, of
-    unit length, is nearest to; it attends to the latest tokens before it of the same one, and to itself where there is none.
+    """Routing Transformer (arXiv:2003.05997), in a causal reading of ours: a token's cluster is that of the centroid whose product with its
+    query, of unit length and before positions, is largest; it attends to the latest tokens before it of the same cluster, and to itself
+    where there is none.
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
@@ -91,10 +92,12 @@ class ClusterAttention(Keyed):
     def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
         """The call of a decoder layer."""
         query, value = (p(hidden_states).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.v_proj))
+        cluster = self.clusters(
+            unit_length(query)
+        )  # before positions, so that a token's cluster does not follow from its place
         cos, sin = (x[:, :, None] for x in kwargs["position_embeddings"])
         query = rotate(query, cos, sin)
         unit = unit_length(query)
-        cluster = self.clusters(unit)
 
         def attend(inputs: Inputs, state: Any, in_place: bool) -> tuple[Tensor, AttentionState]:
             assert inputs.new_tokens is not None
