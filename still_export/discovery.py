@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from still_export.errors import ConfigError
 
@@ -94,3 +95,25 @@ class Registry(MutableMapping[str, Item]):
 
     def __len__(self) -> int:
         return len(self._all())
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A published folder whose config.json names another family than its own.
+
+    Args:
+        name: The family's model_type.
+        recognises: Whether a config.json is of such a folder, by its keys.
+    """
+
+    name: str
+    recognises: Callable[[Mapping[str, Any]], bool]
+
+
+FOLDERS: Registry[Folder] = Registry((), "folder", "FOLDERS")
+
+
+def recognised(config: Mapping[str, Any]) -> str:
+    """The model_type of a config.json: that of the system which recognises it, or its own; "" where it has none."""
+    own = str(config.get("model_type", ""))
+    return next((folder.name for folder in FOLDERS.values() if folder.name != own and folder.recognises(config)), own)

@@ -14,7 +14,7 @@ import torch
 
 from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
-from still_export.targets.ort.library import cached_library, keep_library, this_cpu
+from still_export.targets.ort.library import BUILD_VARIABLE, cached_library, keep_library, this_cpu
 from tests import durations
 from tests.durations import pytest_addoption
 from tests.plugins import builds
@@ -76,6 +76,7 @@ def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests write no list of trusted files into the home of who runs them, and take no kernels from there."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
     os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
+    os.environ[BUILD_VARIABLE] = "0"  # minutes in each process of tests
 
 
 @pytest.fixture(scope="session")

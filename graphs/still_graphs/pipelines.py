@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 PLUGINS, CUDA, CPU = "plugins", "cuda", "cpu"
-"""Hosts that steps of ops are for: plugins of TensorRT, ONNX Runtime on GPUs, and on CPUs with kernels of this project."""
+"""Hosts that steps of ops are for: plugins of TensorRT 8.6, ONNX Runtime on GPUs, and on CPUs with kernels of this project."""
 
 
 @dataclass(frozen=True)

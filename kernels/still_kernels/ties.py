@@ -25,7 +25,7 @@ CHOSEN = "chosen"
 """What PyTorch's run tells of a layer whose states show what is chosen: places of the tokens [B, HS, n, k], -1: none."""
 FAR = 12.0
 """Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token: as any row of a half
-precision state may (`still_export.proof.tolerance`)."""
+precision state may (`still_export.proof.judge`)."""
 
 Look = tuple[np.ndarray, Arrays]
 """Lengths [B] before some tokens, and the outputs of the call that brought the last of them."""

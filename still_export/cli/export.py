@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +32,8 @@ Examples:
 """
 
 NO_KERNELS = (
-    "without kernels for CPUs, which are faster: still-export kernels build makes them once; later exports take them"
+    "without kernels for CPUs, which are faster: install cmake and g++, and the next export builds them once (or run "
+    "still-export kernels build)"
 )
 NO_PLUGIN = (
     "no plugin library: there is no NvInfer.h in the usual places. Name its folder with --tensorrt-include, or the engine's "
@@ -75,6 +77,8 @@ def export(
     asked |= {} if model is None else {"model": model}
     job = exporting.plan_job(asked.pop("to", None), asked, exporting.read_manifest(config) if config else None)
     out, target = Output(as_json, quiet), target_of(job.to, job.options)
+    if "native" in target.flags and job.options.native is None and job.options.cpu is None and not job.options.archs:
+        _build_kernels(out)
     with out.steps() as progress:
         package = exporting.export(
             job.asked,
@@ -103,6 +107,25 @@ def export(
         content |= {"engines": [str(e) for e in engines], "trt": manifest.get("trt")}
         made = ", ".join(e.name for e in engines) or "no engine yet"
     out.result(content, f"{output}: {made}", next_commands(output, target.to, ready=bool(engines) or not target.built))
+
+
+def _build_kernels(out: Output) -> None:
+    """Build the kernels for this machine's processor where they are not there and can be built; without them the export goes on."""
+    from still_export.targets.ort.library import build_library, can_build, find_library
+    from still_export.targets.trt.plugins import PluginBuildError
+
+    if find_library() is not None or not can_build():
+        return
+    out.log("building the kernels for this processor, once: one to three minutes of it; --no-native leaves them out")
+    begin = time.monotonic()
+    try:
+        with out.steps() as progress:
+            progress("building the kernels")
+            build_library()
+    except PluginBuildError as error:
+        out.log(f"no kernels: {str(error).splitlines()[0]}")
+    else:
+        out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports take them")
 
 
 def _check_dtype(to: str | None, asked: str, stored: str) -> None:

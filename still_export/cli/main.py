@@ -56,6 +56,15 @@ VERBS: dict[str, dict[str, Any]] = {
 }
 """Verbs in the order of the help, a file each with a function of its name, and what flags are made from beside those of the function."""
 
+PANELS = {
+    "Use": ("run", "serve", "inspect", "doctor"),
+    "Make": ("export", "lower", "build", "kernels"),
+    "Prove and measure": ("verify", "prove", "bench", "bench_peer", "evaluate", "audit"),
+    "Train": ("linearize", "select_layers", "fetch_texts", "write_chats"),
+}
+"""Verbs by what they are for."""
+_PANEL_OF = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
+
 
 @functools.cache  # every call of `main` in a process would have all verbs more to build
 def app(verb: str = "") -> typer.Typer:
@@ -79,10 +88,10 @@ def app(verb: str = "") -> typer.Typer:
         module, name = import_module(f"still_export.cli.{file}"), file.replace("_", "-")
         function, examples = getattr(module, file), getattr(module, "EXAMPLES", None)
         if flags is PLAIN:
-            made.command(name, epilog=examples)(function)
+            made.command(name, epilog=examples, rich_help_panel=_PANEL_OF[file])(function)
         else:  # a recipe's take no time
-            add_verb(made, function, examples, verb == name or flags is RECIPE, **flags)
-    kernels.register(made)
+            add_verb(made, function, examples, verb == name or flags is RECIPE, _PANEL_OF[file], **flags)
+    kernels.register(made, _PANEL_OF["kernels"])
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Guess, Output, PackageFolder, TrustNative
+from still_export.cli.output import Guess, Output, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.sources import demand_package
 
@@ -31,7 +31,7 @@ A long text is read once and asked many times:
 
 
 def run(
-    package: PackageFolder,
+    package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file, which is exported once.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
     ] = None,
@@ -81,6 +81,7 @@ def run(
     demand_package(package, "run")
     from still_export.api import load
     from still_export.cli.chat import WHEN_FULL, talk
+    from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.prefix_folder import open_prefixes
@@ -102,6 +103,7 @@ def run(
         raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
     arguments = _arguments(chat_template_kwargs)
     out = Output(as_json, quiet)
+    package = package_of(package, out)
     if not check:
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:

@@ -12,15 +12,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from still_export.cli.gguf_package import package_of
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
 from still_export.cli.verify_server import is_server, verify_server
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, ModelNotFoundError
 from still_export.package.folder import open_package
 from still_export.sources import demand_package
 
 if TYPE_CHECKING:
+    from still_export.proof.verdict import Verdict
     from still_export.proof.verify import Report
 
 LOGITS = "logits"
@@ -55,7 +57,7 @@ def verify(
         str,
         typer.Argument(
             metavar="PACKAGE",
-            help="Package folder; with --runtime vllm a STILL model's folder; or the address of a running server.",
+            help="Package folder or GGUF file; with --runtime vllm a STILL model's folder; or the address of a running server.",
         ),
     ],
     output: Annotated[
@@ -105,7 +107,7 @@ def verify(
         raise typer.Exit(0 if passed else 1)
     if name is not None:
         raise ConfigError("--as names a server's model: give the server's address in the place of the package.")
-    package = Path(subject)
+    package = package_of(Path(subject), out)
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
         ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)
@@ -124,6 +126,7 @@ def verify(
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.proof import package as proof
+    from still_export.proof.own_weights import AGAINST, verify_own
     from still_export.report import verify as looks
     from still_export.report.junit import write_junit
     from still_export.report.render import check_report, write_report
@@ -146,6 +149,7 @@ def verify(
     folder = (output or package / "verify") if file is None else file.parent
 
     report_folder(folder)
+    own: Verdict | None = None
     with out.phases() as progress:
         if file is not None:
             if record is not None:
@@ -161,7 +165,19 @@ def verify(
                 f"next: {verb} {more}",
             )
             return
-        found = proof.verify(package, options, folder, progress=progress)
+        try:
+            found = proof.verify(package, options, folder, progress=progress)
+        except ModelNotFoundError as error:
+            if options.model is not None or options.calls is not None:
+                raise
+            own = verify_own(package, options.provider, options.seed, str(error), progress)
+    if own is not None:
+        said = {"passed": own.passed, "against": AGAINST, **own.to_dict()}
+        with staged_files(folder) as work:
+            (work / "report.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        lines = [*map(str, own.checks), *(f"not asked: {line}" for line in own.not_asked)]
+        out.result(said, *lines, f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}")
+        raise typer.Exit(0 if own.passed else 1)
     content, target, loss = found.to_dict(), found.target, found.loss
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -169,10 +185,10 @@ def verify(
         out.result(content)
     else:
         rounded = rounds_activations(opened.manifest)
-        own = (
+        beside = (
             "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
         )
-        _print(found.report, folder, target.title, target.native, own, repeatable=options.adapter is None)
+        _print(found.report, folder, target.title, target.native, beside, repeatable=options.adapter is None)
         if loss is not None:
             print(loss)
         for line in found.report.not_asked:

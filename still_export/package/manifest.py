@@ -1,6 +1,6 @@
 """manifest.json as a model: every field that a verb reads, with its type and range.
 
-Readers check by the JSON Schema of it (checked.py, plugins/runner/manifest.cpp). `python -m still_export.package.manifest` writes that.
+Readers check by the JSON Schema of it (checked.py). `python -m still_export.package.manifest` writes that.
 """
 
 from __future__ import annotations

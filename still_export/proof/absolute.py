@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from still_export.package.calls import Arrays
+from still_export.proof.constants import USELESS
 from still_export.proof.verdict import Check
 
 LOGITS = "logits"
-USELESS = 1.0
-"""PyTorch's own run says nothing about rounding where the largest error of its median token reaches so many standard deviations of that
-token's logits: they are those of another token. Own runs that round activations to 8 bits reach 0.2."""
-
-
 SAME = "one logit for every token of the vocabulary"
 
 

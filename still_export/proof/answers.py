@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from still_export.package.calls import Arrays
+from still_export.package.calls import Arrays, given_of
 from still_export.proof.codes import as_numbers
+from still_export.proof.constants import LAYER_CASES, SOME
 from still_export.proof.sessions import Session
 from still_export.proof.shelf import Shelf
 from still_kernels.ties import Ties
@@ -42,12 +43,23 @@ class Question:
         return found
 
 
+def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
+    """By number, those that are asked again for their layers: of one sequence, without steps or images, the longest of SOME tokens."""
+    sizes = {}
+    for number, each in enumerate(questions):
+        tokens = sum(feed["input_ids"].shape[1] for feed in each.feeds)
+        single = each.feeds[0]["input_ids"].shape[0] == 1
+        if single and not each.steps and SOME[0] <= tokens <= SOME[1] and not any(map(given_of, each.feeds)):
+            sizes[number] = tokens
+    return {number: questions[number] for number in sorted(sorted(sizes, key=lambda n: -sizes[n])[:LAYER_CASES])}
+
+
 @dataclass(frozen=True)
 class Told:
     """What a runtime chose, which the reference follows.
 
     Args:
-        seen: experts or blocks by place [B, N, k], of each layer that routes.
+        seen: Choices of routers by place [B, N, k], of each layer that routes.
         kept: By layer, what it selected, as of `OpTies.kept`.
     """
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from still_export.package.calls import Arrays, without_padding
 from still_export.proof.absolute import Overflow
-from still_export.proof.answers import EMPTY, Follow, Progress, Question
+from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question
 from still_export.proof.codes import as_numbers
 from still_kernels.ties import Leads, Pairs
 
@@ -142,6 +142,9 @@ class CaseSource(Protocol):
 
     def begin(self, number: int) -> Question:
         """Draw a case's prompts: what a subject is asked before PyTorch answers."""
+
+    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
+        """The cases of `answers`, in which every layer reads what it read there; of a source that follows."""
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         """The cases of these numbers, below `count`, with the prompts of `begin`. In those of `follow` PyTorch chooses what is told."""

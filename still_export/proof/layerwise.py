@@ -18,7 +18,7 @@ from still_export.models.read.weights import Weight, narrow_value_of, row_pieces
 from still_export.models.step import decode_given
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
-from still_export.proof.chains import Chain, empty_feed, zeros
+from still_export.proof.chains import HIDDEN, Chain, empty_feed, zeros
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
 
@@ -150,7 +150,7 @@ class Passage:
         tokens = np.unique(every.clip(0))  # -1, where an embedding is given, needs any row
         with torch.no_grad():
             self._model = layers.outline(tokens)
-        self._work = [_Chain(chain, tokens, layers.device) for chain in chains]
+        self._work = [_Chain(chain, tokens, layers.device, layers.dtype) for chain in chains]
         self._cache = StillCache.empty(layers.config)
         self.outputs = [chain.outputs for chain in self._work]
 
@@ -195,6 +195,11 @@ class Passage:
 _linear = functional.linear
 
 
+def _with_hidden(given: Any, hidden: Tensor) -> Any:
+    """What a layer gave, with other hidden states."""
+    return (hidden, *given[1:]) if isinstance(given, tuple) else hidden
+
+
 class _Reached(Exception):
     """A layer that is not the last one has been computed."""
 
@@ -212,6 +217,8 @@ class _Layer:
         self.told: Tensor | None = None
         self.unsure: Tensor | None = None
         self.given: dict[str, Tensor] = {}
+        self.after: Tensor | None = None
+        self.gave: Any = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if hasattr(module, "selects")]
         for module in [module for module in watched if module not in selecting][-1:]:
@@ -264,7 +271,7 @@ class _Layer:
             found.append(own(at, *args, **kwargs))
             if not self.last:
                 raise _Reached
-            return found[0]
+            return found[0] if self.after is None else _with_hidden(found[0], self.after)
 
         def skip(given: Tensor, *args: Any, **kwargs: Any) -> Any:
             return (given,) if isinstance(hidden, tuple) else given
@@ -280,14 +287,15 @@ class _Layer:
         finally:
             for layer in layers[: self.index + 1]:
                 del layer.forward
+        self.gave = found[0]
         return result, cache.layers[self.index].states() if self.states else {}
 
 
 class _Chain:
     """A chain on its way through the layers."""
 
-    def __init__(self, chain: Chain, tokens: np.ndarray, device: torch.device) -> None:
-        self.chain, self.device = chain, device
+    def __init__(self, chain: Chain, tokens: np.ndarray, device: torch.device, dtype: torch.dtype) -> None:
+        self.chain, self.device, self.dtype = chain, device, dtype
         self.hidden: list[Any] = [None] * len(chain.calls)
         self.carried: list[dict[int, Tensor]] = [{} for _ in chain.calls]
         places = [np.where(call.tokens < 0, call.tokens, np.searchsorted(tokens, call.tokens)) for call in chain.calls]
@@ -313,11 +321,26 @@ class _Chain:
             layer.given = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
+            read = [self._tensor_of(x) for x in call.inputs[max(index - 1, 0) : index + 1]]
+            if call.inputs and index:
+                self.hidden[i] = _with_hidden(self.hidden[i], read[0])
+            layer.after = read[-1] if layer.last and len(call.inputs) > index else None
             self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
-            self._keep(i, states | layer.seen, index)
+            more = {HIDDEN: self._given(i, layer.gave)} if len(call.inputs) > index else {}
+            self._keep(i, states | layer.seen | more, index)
         if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
             self.overflow = index
         self.unsure |= layer.unsure is not None and bool(layer.unsure)
+
+    def _tensor_of(self, given: np.ndarray) -> Tensor:
+        """What a layer reads."""
+        return torch.from_numpy(np.ascontiguousarray(given)).to(self.device, self.dtype)
+
+    def _given(self, number: int, hidden: Any) -> Tensor:
+        """What the layer gave of a call, zeros in the place of padding."""
+        given = hidden[0] if isinstance(hidden, tuple) else hidden
+        real = torch.arange(given.shape[1], device=given.device) < self.new[number][:, None]
+        return torch.where(real[..., None], given, 0)
 
     @staticmethod
     def _is_finite(hidden: Any, new: Tensor) -> bool:

@@ -21,8 +21,8 @@ from still_graphs.ops import OPS
 PACKAGES = ("still_kernels", "still_graphs")
 GENERIC = re.compile(r"still_graphs\.(ops|functions)|still_kernels\.registry|.*\.errors")
 """Modules whose imports lead to every op, or that hold sentences: no part of any one op."""
-ON_CPU = re.compile(r"(still_graphs\.(ops|functions)|.*\.(spec|body\w*)$)")
-"""Modules that a package for CPUs is made of: the spec and the function body."""
+ON_CPU = re.compile(r"(spec|body\w*)(\.|$)")
+"""Modules of an op that a package for CPUs is made of: the spec and the function body."""
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 INCLUDE = re.compile(r'#\s*include\s+"([^"]+)"')
 
@@ -33,23 +33,17 @@ def op_digest(name: str, device: Device) -> str | None:
     """SHA-256 of the code of op `name` on CPUs or GPUs; None: there is no such op any more."""
     if name not in OPS:
         return None
-    spec = OPS[name]
-    homes = [spec.home] if spec.home else [
-        *(f"{place}.{spec.torch_name}" for place in ("still_kernels", "still_graphs.functions", "still_graphs.ops"))
-    ]  # fmt: skip
-    modules = _modules(homes[0].partition(".")[0]) if spec.home else {}
-    for package in PACKAGES:
-        modules = modules | _modules(package)
-    own = [m for m in modules if any(m == home or m.startswith(f"{home}.") for home in homes)]
+    home = OPS[name].package
+    modules = _modules("still_graphs") | _modules("still_kernels") | _modules(home.partition(".")[0])
+    folder = modules[home].parent
+    own = [module for module in modules if module == home or module.startswith(f"{home}.")]
     if device == "cpu":
-        own = [m for m in own if ON_CPU.match(m)]
+        own = [module for module in own if ON_CPU.match(module.removeprefix(f"{home}."))]
     parts = {part for m in _reached(own, modules) for part in _statements(modules[m].read_text(encoding="utf-8"))}
-    folders = [path.parent for m in homes for path in [modules.get(m)] if path and path.name == "__init__.py"]
     if device == "cuda":
-        parts |= {_tokens(path) for folder in folders for path in folder.rglob("*.cu")}
+        parts |= {_tokens(path) for path in folder.rglob("*.cu")}
     else:
-        native = [SOURCE / "cpu" / spec.torch_name, *(folder / "cpu" for folder in folders)]
-        parts |= {_tokens(path) for path in _included(path for folder in native for path in folder.glob("*.*"))}
+        parts |= {_tokens(path) for path in _included((folder / "cpu").glob("*.*"))}
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 

@@ -17,6 +17,7 @@ from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.sessions import Target
+from still_export.proof.texts_asked import asked_tokens
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Report, Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
@@ -46,6 +47,7 @@ class VerifyOptions:
     )
     decode_steps: int | None = option(None, "Single-token steps after a prefill.", least=1, shown="72, of engines 256")
     seed: int = option(0, "Seed of the prompts.")
+    quick: bool = option(False, "Two prompts of 1 and 65 tokens and four steps; says what it leaves out.")
     runtime: str | None = option(None, "ort, trt, torch or vllm.", shown="the package's target")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     plugin: Path | None = option(None, "trt: plugin library in the place of the package's.")
@@ -55,6 +57,8 @@ class VerifyOptions:
     reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
 
     def __post_init__(self) -> None:
+        if self.quick and (self.lengths or self.decode_steps is not None or self.calls is not None):
+            raise ConfigError("--quick says which prompts there are: leave out --lengths, --decode-steps and --calls.")
         if self.adapter is not None and self.calls is not None:
             raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
         if self.reference_device is not None and self.calls is not None:
@@ -87,7 +91,7 @@ def verify(
         package: Its folder.
         options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-        started: Told how many cases there are.
+        progress: Told each step.
 
     Returns:
         The verdict, `report.passed` first.
@@ -106,7 +110,7 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)
-    held = _weights_held(proof)
+    held = _weights_held(proof, progress)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
@@ -115,7 +119,10 @@ def verify(
         report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    report = report.including(held).including(_all_that_runs(proof, target, pairs))
+    report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
+    if options.quick:
+        left_out = f"--quick: prompts of other lengths than {', '.join(map(str, QUICK))}, and steps behind the first {QUICK_STEPS}"
+        report = report.including(Verdict([], [left_out]))
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
@@ -130,7 +137,7 @@ def verify(
     return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
 
 
-def _weights_held(proof: _Proof) -> Verdict:
+def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     """Every weight of the package beside the model's, and the model beside what others read of its files, before anything runs."""
     if proof.options.calls is not None:
         return Verdict(
@@ -138,6 +145,7 @@ def _weights_held(proof: _Proof) -> Verdict:
         )
     from still_export.models.load import resolve_source
     from still_export.models.read.source import find_source
+    from still_export.proof.embedding_rows import check_rows
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
 
@@ -145,19 +153,22 @@ def _weights_held(proof: _Proof) -> Verdict:
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
-    verdict = check_weights(package.path, package.manifest, source)
+    verdict = check_weights(package.path, package.manifest, source, progress)
+    verdict.add(check_rows(package, source))
+    progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in asked.overlays]
     verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
     return verdict
 
 
-def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]]) -> Verdict:
+def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
     """What a user runs beside the graph and the runtime that were compared."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
     from still_export.proof.whole_package import check_files, check_programs
 
     package, options, verdict = proof.package, proof.options, Verdict()
     manifest, device = package.manifest, options.reference_device or "cpu"
+    progress("running the package's programs", 0, 0)
     verdict.add(check_programs(package, options.provider))
     if options.calls is not None:
         verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
@@ -173,6 +184,8 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
             "function bodies and the portable graph: verify a package --to onnx, without --speculate"
         )
         return verdict
+
+    progress("comparing function bodies and the portable graph", 0, 0)
 
     def cases() -> CaseSource:
         lengths = other_lengths(StateTable.of(manifest).period)
@@ -265,7 +278,8 @@ def select(
     target = proof.ready({})
     open_package(proof.package.path)  # it is about to run
     lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
-    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed)
+    words = asked_tokens(proof.package.path, manifest)
+    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
     try:
         with target.open() as session:
             write_selections(session, prompts, proof.package, path, progress)
@@ -282,6 +296,8 @@ def _check_written(options: VerifyOptions, flag: str) -> None:
         raise ConfigError(f"{flag} writes a file and --calls reads one; give one of them.")
 
 
+QUICK, QUICK_STEPS = (1, 65), 4
+"""Prompts and steps of `--quick`."""
 TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
 
 
@@ -300,6 +316,11 @@ class _Proof:
             raise ConfigError(TEXT)
         _check_lengths(options.lengths, self.package)
         self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
+        if options.quick:
+            capacity = manifest["capacity"]
+            most = capacity["capacity_tokens"] if capacity["bounded"] else max(QUICK)
+            lengths = tuple(n for n in QUICK if n <= most)
+            self.options, self.steps = replace(options, quick=False, lengths=lengths), QUICK_STEPS
 
     def ready(self, added: dict[str, Any]) -> Target:
         """The runtime, with what an adapter adds.
@@ -397,7 +418,8 @@ def _torch_cases(
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
+    words = asked_tokens(package.path, manifest)
+    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:

@@ -30,6 +30,7 @@ def open_runner(
     watch: tuple[str, ...] = (),
     bodies: bool = False,
     graph: str = MODEL,
+    tensors: tuple[str, ...] = (),
 ) -> Runner:
     """The runner of the package `folder`.
 
@@ -44,6 +45,7 @@ def open_runner(
         watch: Ops whose first outputs are asked for, where the runtime can tell them.
         bodies: Run function bodies, though there are kernels.
         graph: Of the package.
+        tensors: Of the graph, which are asked for behind them; of ONNX Runtime alone.
 
     Raises:
         ConfigError: The provider is unknown, or not one of this runtime.
@@ -54,4 +56,6 @@ def open_runner(
         raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
     if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
-    return record.open(Opening(folder, manifest, provider, threads, plugin, check, watch, bodies, graph))
+    return record.open(
+        Opening(folder, manifest, provider, threads, plugin, check, watch, tensors=tensors, bodies=bodies, graph=graph)
+    )

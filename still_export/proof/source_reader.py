@@ -11,10 +11,9 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +25,8 @@ from still_export.mixers.projections import ProjectedAttention
 from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.chains import Chain, nothing
 from still_export.proof.layerwise import LayerwiseModel
+from still_export.proof.other_readers import read_theirs
+from still_export.proof.theirs import Theirs
 from still_export.proof.verdict import Check, Verdict
 
 if TYPE_CHECKING:
@@ -38,31 +39,10 @@ OFF = 1e-3
 """Of the largest logit that two float32 runs of a model may differ by: sums in another order gave up to 3e-5 in models of 40 layers."""
 SUMMED = 2.0**-16
 """Of the largest number of a row that a merged adapter may differ by: its product is summed in another order."""
-ROOM = 0.5
-"""Of the free memory that another program's model may take."""
 SHOWN = 4
 _LAYER = re.compile(r"\.(?:layers|h|blocks|blk)\.(\d+)\.")
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "backbone.", "transformer.", "")
 _NO_WEIGHTS = ("rotary_emb.inv_freq", ".rope.freqs")
-
-
-@dataclass(frozen=True)
-class Theirs:
-    """A model as another program reads it.
-
-    Args:
-        by: Which one.
-        tensors: By its names, float.
-        logits: Answers prompts of tokens [1, T] with [T, V]; None: it cannot.
-        merged: Adapters were added.
-        why: Why it cannot, or what it left out.
-    """
-
-    by: str
-    tensors: Mapping[str, Tensor]
-    logits: Callable[[Tensor], Tensor] | None = None
-    merged: bool = False
-    why: list[str] = field(default_factory=list)
 
 
 def check_source(source: Source, options: ExportOptions, path: Path, overlays: Sequence[Path]) -> Verdict:
@@ -208,202 +188,6 @@ def _holds(whole: Tensor, part: Tensor, adapted: bool) -> bool:
             if piece.shape == wanted.shape and _difference(wanted, piece, adapted) is None:
                 return True
     return False
-
-
-def read_theirs(path: Path, overlays: Sequence[Path], source: Source) -> Theirs:
-    """The model as another program reads it: transformers with PEFT, the gguf package, or safetensors alone."""
-    if path.is_file():
-        return _read_gguf(path, overlays)
-    reason = _not_transformers(path, source)
-    adapters = [overlay for overlay in overlays if (overlay / "adapter_config.json").is_file()]
-    others = [overlay for overlay in overlays if overlay not in adapters]
-    if not reason and not others and not any(_is_ours(overlay) for overlay in adapters):
-        return _read_transformers(path, adapters)
-    if overlays:
-        reason = reason or "an overlay has feature maps of this project"
-        return Theirs(
-            "safetensors", {}, why=[f"the files by another reader: {reason}, and its merge is this project's own"]
-        )
-    why = [f"logits by another program: {reason}"]
-    if (path / "config.json").is_file() and "quantization_config" in (path / "config.json").read_text(encoding="utf-8"):
-        return Theirs("safetensors", {}, why=[*why, "the file's codes by another reader: no library here undoes them"])
-    return Theirs("safetensors", _read_safetensors(path), why=why)
-
-
-def _is_ours(overlay: Path) -> bool:
-    return "still_config" in (overlay / "adapter_config.json").read_text(encoding="utf-8")
-
-
-def _not_transformers(path: Path, source: Source) -> str:
-    """Why transformers cannot be asked; "": it can."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        kind = kind[0] if isinstance(kind, tuple) else kind
-    except Exception as error:  # what it cannot read it refuses in many ways
-        return f"transformers has no class for it ({type(error).__name__})"
-    if not kind.__module__.startswith("transformers."):
-        return f"transformers has no class of its own for {config.model_type}"
-    if getattr(config, "quantization_config", None) is not None:
-        return "transformers needs the library of its quantization"
-    size = 4 * sum(math.prod(weight.shape) for weight in source.weights.values())
-    if size > ROOM * (free := _free_memory()):
-        return f"transformers' model takes {size / 2**30:.1f} GB, {free / 2**30:.1f} are free"
-    return ""
-
-
-def _free_memory() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return math.inf
-
-
-def _read_transformers(path: Path, adapters: Sequence[Path]) -> Theirs:
-    from transformers import AutoModelForCausalLM
-
-    by = "transformers"
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-        )
-        model, info = loaded
-        if lacks := sorted(info["missing_keys"]):
-            return Theirs(
-                by, _read_safetensors(path), why=[f"logits by another program: transformers finds no {lacks[0]}"]
-            )
-        for adapter in adapters:
-            from peft import PeftModel
-
-            by = "PEFT"
-            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    except Exception as error:  # of whole libraries
-        reason = " ".join(str(error).split())[:200]
-        return Theirs(by, {}, why=[f"the files by another reader: {by} cannot read them ({reason})"])
-    return Theirs(by, dict(model.state_dict()), _logits_of(model.float().eval()), merged=bool(adapters))
-
-
-def _logits_of(model: Any) -> Callable[[Tensor], Tensor]:
-    if hasattr(model.config, "_experts_implementation"):
-        model.config._experts_implementation = "eager"  # the others want sizes that are multiples
-    for module in model.modules():
-        if hasattr(module, "time_step_limit") and hasattr(model.config, "time_step_limit"):
-            module.time_step_limit = tuple(
-                model.config.time_step_limit
-            )  # Nemotron-H's is another one in transformers (#48989)
-
-    def logits(ids: Tensor) -> Tensor:
-        with torch.inference_mode():
-            found: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
-            return found
-
-    return logits
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a folder by the rule of the format's own library: model.safetensors, or the shards that its index names."""
-    import json
-
-    from safetensors import safe_open
-
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [path / name for name in sorted(set(named.values()))]
-    else:
-        files = sorted(path.glob("*.safetensors"))[:1]
-    found: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}
-    return found
-
-
-def _read_gguf(path: Path, overlays: Sequence[Path]) -> Theirs:
-    """A GGUF file by the gguf package, under transformers' names by its own table."""
-    import gguf
-
-    reader = gguf.GGUFReader(path)
-    field_of = reader.get_field("general.architecture")
-    assert field_of is not None
-    family = str(field_of.contents())
-    if overlays:
-        return Theirs("gguf", {}, why=["the file by another reader: an adapter is added to it"])
-    logits, why = _gguf_logits(path, reader, family)
-    arch = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    count = reader.get_field(f"{family}.block_count")
-    assert count is not None
-    table = gguf.get_tensor_name_map(arch, int(count.contents()))
-    names: dict[str, str] = {}
-    for stem in _GGUF_STEMS:
-        for number in range(int(count.contents())) if "{" in stem else (0,):
-            full = stem.format(number)
-            if (known := table.get_name(full)) is not None:
-                names.setdefault(known, full)
-    heads = {part: _gguf_number(reader, f"{family}.attention.head_count{part}") for part in ("", "_kv")}
-    tensors = {}
-    for tensor in reader.tensors:
-        stem, _, kind = tensor.name.rpartition(".")
-        if stem not in names:
-            continue
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        value = torch.from_numpy(np.array(values, np.float32)).reshape([int(n) for n in reversed(tensor.shape)])
-        if family == "llama" and stem.rpartition(".")[2] in ("attn_q", "attn_k"):
-            # llama.cpp rotates neighbouring channels, transformers those half a head apart.
-            count_of = heads[""] if stem.endswith("attn_q") else heads["_kv"] or heads[""]
-            rows = value.shape[0] // int(count_of)
-            order = np.arange(value.shape[0]).reshape(-1, rows // 2, 2).transpose(0, 2, 1).reshape(-1)
-            value = value[torch.from_numpy(order)]
-        tensors[f"{names[stem]}.{kind}"] = value
-    return Theirs("the gguf package", tensors, logits, why=why)
-
-
-def _gguf_logits(path: Path, reader: Any, family: str) -> tuple[Callable[[Tensor], Tensor] | None, list[str]]:
-    """transformers' answers to a GGUF file, whose scaling of positions it leaves out: that is set by llama.cpp's rules."""
-    from transformers import AutoModelForCausalLM
-
-    said = {
-        name: reader.get_field(f"{family}.rope.{name}") for name in ("scaling.type", "scaling.factor", "scale_linear")
-    }
-    kind, factor, old = (None if held is None else held.contents() for held in said.values())
-    factor = float(factor or old or 1)
-    if kind not in (None, "none", "linear"):
-        return None, [f"logits by another program: the file's rope scaling {kind} is not set by hand"]
-    size = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
-    if size > ROOM * _free_memory():
-        return None, [
-            f"logits by another program: transformers' model takes {size / 2**30:.1f} GB, more than half of what is free"
-        ]
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except Exception as error:  # of whole libraries
-        return None, [
-            f"logits by another program: transformers cannot read the file ({' '.join(str(error).split())[:200]})"
-        ]
-    model = loaded.eval()
-    if kind != "none" and factor != 1:
-        theta = model.config.rope_parameters["rope_theta"]
-        model.config.rope_parameters = {"rope_type": "linear", "factor": factor, "rope_theta": theta}
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    return _logits_of(model), []
-
-
-_ATTENTION = tuple(
-    f"model.layers.{{}}.self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-)
-_FEED_FORWARD = tuple(f"model.layers.{{}}.mlp.{x}" for x in ("gate_proj", "up_proj", "down_proj"))
-_NORMS = ("model.layers.{}.input_layernorm", "model.layers.{}.post_attention_layernorm")
-_GGUF_STEMS = ("model.embed_tokens", "model.norm", "lm_head", *_ATTENTION, *_FEED_FORWARD, *_NORMS)
-
-
-def _gguf_number(reader: Any, name: str) -> int:
-    found = reader.get_field(name)
-    return 0 if found is None else int(found.contents())
 
 
 def _prompts(source: Source, options: ExportOptions) -> list[Tensor]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from still_export.package.refusals import RunError
+from still_export.runtime.text import Text
 
 PROSE = (
     "The lighthouse keeper counted 1,204 waves before breakfast; he hadn't slept. \"Again?\" she asked, 'again'. "
@@ -44,13 +50,57 @@ def asked_texts(special: Iterable[str] = ()) -> list[str]:
     return [*KINDS, *around, "\n".join([PROSE, CODE] * LONG)]
 
 
-CHATS = (
-    [{"role": "user", "content": "Hi"}],
-    [{"role": "system", "content": "Answer in verse."}, {"role": "user", "content": PROSE}],
-    [
-        {"role": "user", "content": CODE},
-        {"role": "assistant", "content": " It sums squares.\n"},
-        {"role": "user", "content": "  Why?\u00a0"},
-    ],
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather \u2014 in a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+CHATS: tuple[tuple[list[dict[str, str]], dict[str, Any]], ...] = (
+    ([{"role": "user", "content": "Hi"}], {}),
+    ([{"role": "system", "content": "Answer in verse."}, {"role": "user", "content": PROSE}], {}),
+    (
+        [
+            {"role": "user", "content": CODE},
+            {"role": "assistant", "content": " It sums squares.\n"},
+            {"role": "user", "content": "  Why?\u00a0"},
+        ],
+        {},
+    ),
+    ([{"role": "user", "content": "Is it raining in Bergen?"}], {"tools": [TOOL]}),
 )
-"""Conversations that a chat format is asked."""
+"""Conversations that a chat format is asked, and what else it is given."""
+SPECIAL_MOST = 256
+"""Special tokens that prompts hold."""
+
+
+class Silent:
+    """What `Text` asks of a runner.
+
+    Args:
+        folder, manifest: The package.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+
+
+def asked_tokens(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
+    """Tokens of chats, special tokens, prose and code, for prompts; none where the package has no tokenizer that can be read here."""
+    if "tokenizer.json" not in manifest["files"] or importlib.util.find_spec("tokenizers") is None:
+        return ()
+    try:
+        text = Text(Silent(folder, manifest))  # type: ignore[arg-type]
+    except RunError:
+        return ()
+    found = []
+    for messages, more in CHATS:
+        try:
+            found += text.dialogue(messages, **more)
+        except RunError:  # a template that does not take them
+            continue
+    found += sorted(text.tokenizer.get_added_tokens_decoder())[:SPECIAL_MOST]
+    found += text.encode(PROSE) + text.encode(CODE)
+    return tuple(token for token in found if token < manifest["model"]["vocab_size"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
-from still_export.proof.answers import EMPTY, Follow, Progress, Question, Told, silent
+from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, Told, silent
 from still_export.proof.cases import Case, errors_of, fixed_pair, row_errors, same_best
-from still_export.proof.chains import Call, Chain, nothing
+from still_export.proof.chains import HIDDEN, Call, Chain, nothing
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import LENGTHS, Draft, Prompts
@@ -36,6 +36,7 @@ class TorchCases:
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
         seed: Of the prompts.
+        words: Tokens of texts that they hold.
 
     Attributes:
         head: Questions to the head that guesses tokens ahead, which a package may have.
@@ -51,10 +52,11 @@ class TorchCases:
         lengths: tuple[int, ...] = LENGTHS,
         decode_steps: int = 72,
         seed: int = 0,
+        words: Sequence[int] = (),
     ) -> None:
         self.reference, self.own = reference, own
         self.ties = ties_of(manifest)
-        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed)
+        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed, words)
         self.count = self.prompts.count
         self._layers: list[int] = []  # that route
         self.head: HeadCases | None = None
@@ -65,8 +67,8 @@ class TorchCases:
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
-        """As of CaseSource. Choices are followed in a second run, which the first one says the layers for and where it needs one; so are
-        keys of which the reference cannot say whose they are."""
+        """As of CaseSource. A second run follows what routers chose, whose layers the first one shows, and keys of which the reference
+        cannot say whose they are; only where a case needs it."""
         told = {number: follow.get(number, Told()) for number in numbers}
         drafts = [self._followed(number, told[number]) for number in numbers]
         cases, unsure = self._answered(drafts)
@@ -81,6 +83,18 @@ class TorchCases:
             for place, case in zip(again, self._answered(drafts, meanings)[0], strict=True):
                 cases[place] = case
         return cases
+
+    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
+        """Cases in which every layer reads what it read in `answers`, whose outputs have `present_hidden.<layer>`: so one layer's rounding
+        is all that outputs may differ by."""
+        drafts = []
+        for number, answer in answers.items():
+            draft = self._followed(number, answer.told)
+            names = [f"present_{HIDDEN}.{n}" for n in range(self.reference.layers)]
+            inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
+            calls = [replace(call, inputs=given) for call, given in zip(draft.chain.calls, inputs, strict=True)]
+            drafts.append(replace(draft, chain=replace(draft.chain, calls=calls), further=()))
+        return dict(zip(answers, self._answered(drafts)[0], strict=True))
 
     def _answered(self, drafts: Sequence[Draft], meanings: _Meanings | None = None) -> tuple[list[Case], list[bool]]:
         """The cases, and of each whether it follows keys of which the reference cannot say whose they are."""
@@ -239,9 +253,10 @@ def _cut(call: Call, ties: Ties) -> list[Call]:
             for name, x in call.given.items()
         }
         new = np.clip(call.new_tokens - start, 0, tokens.shape[1])
-        calls.append(replace(call, tokens=tokens, new_tokens=new, given=given))
+        inputs = [np.ascontiguousarray(x[:, start : start + size]) for x in call.inputs]
+        calls.append(replace(call, tokens=tokens, new_tokens=new, given=given, inputs=inputs))
     parts = [
-        replace(Call(part.tokens, part.new_tokens, ties.is_score), every=call.every, given=part.given)
+        replace(part, keep=lambda name: name.startswith(f"present_{HIDDEN}.") or ties.is_score(name))
         for part in calls[:-1]
     ]
     return [*parts, replace(calls[-1], keep=lambda name: call.keep(name) or ties.is_score(name))]
@@ -259,6 +274,8 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
         outputs = {
             n: x for n, x in pieces[-1].items() if not n.startswith((f"present_{MARGINS}.", f"present_{CHOSEN}."))
         }
+        for name in [name for name in outputs if len(pieces) > 1 and name.startswith(f"present_{HIDDEN}.")]:
+            outputs[name] = np.concatenate([piece[name] for piece in pieces], axis=1)
         if len(pieces) > 1 and "logits" in outputs:
             logits = [piece["logits"] for piece in pieces]
             if not calls[-1].every:  # those of each sequence's last token

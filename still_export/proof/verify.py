@@ -28,13 +28,16 @@ from still_export.proof.absolute import (
     overflow_checks,
     rounding_check,
 )
-from still_export.proof.answers import EMPTY, Answer, Progress, Question, Told, ask, silent
+from still_export.proof.answers import EMPTY, Answer, Progress, Question, Told, ask, chosen_for_layers, silent
 from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import Case, CaseSource, cosine_sums, errors_of, same_best
+from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
+from still_export.proof.constants import ALIKE, PROOF_VERSION, UNIT
+from still_export.proof.judge import Bounds
+from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import give_back
-from still_export.proof.tolerance import Bounds
 from still_export.proof.verdict import Check, Verdict
 from still_graphs.ops import OPS
 from still_graphs.states import StateTable
@@ -47,10 +50,9 @@ DECODE_STEPS = 256
 WORK = 8.0
 """Operations of the proof for each parameter and token: two in each of two runs, one of which computes in a wider type."""
 
-NOTHING: Mapping[str, int] = {}
+BY_LAYER = "layers on the runtime's own input: a figure of half precision on ONNX Runtime, where the graph shows what layers read"
 
-UNIT = 2.0**-9
-"""Of itself that a sum of features (`StateSpec.features`) may err in float16 on a GPU, beside what PyTorch's own run says: bfloat16's."""
+NOTHING: Mapping[str, int] = {}
 
 
 @dataclass
@@ -126,11 +128,14 @@ class Judged:
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
         verdict = bounds.judge(self.case, output, self.held(output))
+        mean, most = total / count if count else 0.0, bounds.mean(self.case, output)
+        if verdict.share <= 1 and mean > most:
+            verdict = replace(verdict, worst=mean, bound=most, call=0, place=(), median=False)
         return OutputReport(
             self.case.name,
             output,
             max(float(np.nan_to_num(errors[0], posinf=np.inf).max(initial=0)) for errors in each),
-            total / count if count else 0.0,
+            mean,
             product / norm if (norm := math.sqrt(norms[0] * norms[1])) else 1.0,
             self.case.own_mean[output],
             verdict.bound,
@@ -147,7 +152,8 @@ class OutputReport:
     """Errors of one output over all calls of a case.
 
     `own_mean_abs` is that of PyTorch's own run in the package's type. `worst` is the error of the row that is nearest to its `bound` or
-    furthest beyond, in the call `worst_call`, counted from 1, at the indices `worst_place`; with `by_median` the median of a head's rows.
+    furthest beyond, in the call `worst_call`, counted from 1, at the indices `worst_place`; with `by_median` the median of a head's rows;
+    in call 0 the mean of all numbers.
     """
 
     case: str
@@ -171,6 +177,7 @@ class OutputReport:
     def told(self) -> str:
         """Where its worst error is, in a line."""
         part = "median error of head" if self.by_median else f"call {self.worst_call}, error of row"
+        part = part if self.worst_call else "mean error of all rows"
         place = f"{self.case}, {self.output}: {part} {list(self.worst_place)}"
         return f"{place} {self.worst:.1e}, bound {self.bound:.1e}"
 
@@ -212,6 +219,7 @@ class Report:
         """Values that JSON can hold."""
         return {
             "passed": self.passed,
+            "proof_version": PROOF_VERSION,
             "top1_agreement": self.top1,
             "pytorch_half_top1_agreement": self.own_top1,
             "selections": vars(self.selections),
@@ -264,6 +272,7 @@ class Verifier:
         target.watch = tuple(op.watched for op in self.ties.each if op.watched)
         rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
+        self.sharp = self.dtype == "float16" and not rounded
         halves = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
         sums = {(op.name, state.name) for op in OPS.values() for state in op.states if state.features and halves}
         self.summed = {s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums}
@@ -288,6 +297,7 @@ class Verifier:
         drawn = self.cases.draw(range(self.cases.count), answers.told if self.cases.follows else EMPTY)
         drawn.reverse()
         judged: list[Judged] = []
+        sharp = self._by_layer(questions, progress)
         with staged_files(folder) as work, CallsFile(work, self.target) as calls:
             for number in range(self.cases.count):
                 case = drawn.pop()
@@ -303,7 +313,33 @@ class Verifier:
             command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
             line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
             (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
-        return self.judge(judged, bounds, answers, line)
+        return self.judge(judged, bounds, answers, line, sharp)
+
+    def _by_layer(self, questions: Sequence[Question], progress: Progress) -> list[Judged]:
+        """In half precision on ONNX Runtime, whose graph can have further outputs: calls once more, where PyTorch's layers read what the
+        runtime's read."""
+        if not self.sharp or not self.cases.follows or self.target.runtime != "ort":
+            return []
+        names = layer_inputs(self.package.path, self.package.manifest["model"]["layers"])
+        if not names:
+            return []
+        asked = chosen_for_layers(questions)
+        with self.target.open(names) as session:
+            return self.by_layer(session, asked, progress)
+
+    def by_layer(self, session: Session, asked: Mapping[int, Question], progress: Progress = silent) -> list[Judged]:
+        """Cases of a session whose outputs have what layers read."""
+        answers = {}
+        for done, (number, question) in enumerate(asked.items()):
+            progress("asking for layers", done, len(asked))
+            answers[number] = ask(session, question, self.ties.shown)
+        self.cases.progress = lambda phase, done, total: progress(f"{phase}, each on the runtime's input", done, total)
+        judged = []
+        for number, case in self.cases.by_layer(answers).items():
+            case.name += ", by layer"
+            judged.append(self._compared(case, answers[number], Choices(), True))
+            case.forget()
+        return judged
 
     def _cost(self, questions: Sequence[Question]) -> str:
         """What the work is, and about how long PyTorch takes on a CPU, where it is here."""
@@ -376,10 +412,14 @@ class Verifier:
         judged = Judged.of(case, pairs)
         return [judged.report(output, bounds) for output in pairs[0][0]]
 
-    def judge(self, judged: Sequence[Judged], bounds: Bounds, answers: Answers, command: str) -> Report:
-        """The verdict."""
+    def judge(
+        self, judged: Sequence[Judged], bounds: Bounds, answers: Answers, command: str, sharp: Sequence[Judged] = ()
+    ) -> Report:
+        """The verdict; `sharp` are cases by layer."""
         selections, checks = answers.selections, answers.checks
         reports = [each.report(output, bounds) for each in judged for output in each.errors[0]] + answers.heads
+        layers, unknown = self._judged_by_layer(sharp, all(each.passed for each in reports))
+        reports += layers
         checks = [*self._absolute(judged, bounds), *checks]
         failed = {int(layer_of(r.output)) for r in reports if not r.passed and layer_of(r.output) < math.inf}
         own, all_own = (sum(each.case.own_top1[i] for each in judged) for i in range(2))
@@ -391,8 +431,18 @@ class Verifier:
             checks,
             min(failed, default=None),
             command,
-            _not_compared(selections, sum(each.open_rows for each in judged)),
+            [*_not_compared(selections, sum(each.open_rows for each in judged)), *unknown],
         )
+
+    def _judged_by_layer(self, sharp: Sequence[Judged], whole: bool) -> tuple[list[OutputReport], list[str]]:
+        """Verdicts on cases by layer; or why there are none: where the `whole` run passed and a layer is far off, the tensors that were
+        taken for its input are others."""
+        if not sharp:
+            return [], [BY_LAYER] if self.sharp else []
+        bounds = Bounds([each.case for each in sharp], self.target.coarse, self.dtype, sharp=True)
+        reports = [each.report(output, bounds) for each in sharp for output in each.errors[0]]
+        far = [each for each in reports if HIDDEN in each.output and each.cosine < ALIKE]
+        return ([], [BY_LAYER]) if far and whole else (reports, [])
 
     def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
         """What holds of any right package, before errors are compared with rounding."""

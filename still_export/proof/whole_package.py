@@ -16,7 +16,7 @@ from still_export.errors import StillExportError
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.reference import open_runner
-from still_export.proof.texts_asked import CHATS, PROSE, asked_texts
+from still_export.proof.texts_asked import CHATS, PROSE, Silent, asked_texts
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.bundle import PROGRAMS, RUNTIME
 from still_export.runtime.sampling import RunError, Sampling
@@ -26,6 +26,8 @@ TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 SPECIAL_MOST = 64
 """Special tokens whose texts are asked in every place; of all others, their ids."""
+CONTROL = (3, 4)
+"""Types of a GGUF file's tokens that may end an answer beside the one that it names: of control, and those that its maker added."""
 TOKENS = 12
 """That a program generates."""
 TIMEOUT_S = 600
@@ -41,12 +43,15 @@ for path in sorted(pathlib.Path(folder, "{runtime}").rglob("*.py")):
     name = ".".join(path.relative_to(folder).with_suffix("").parts)
     try:
         importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("{runtime}"):
+            sys.exit(f"{{name}}: {{error}}")
     except BaseException as error:
         sys.exit(f"{{name}}: {{type(error).__name__}}: {{error}}")
 sys.argv = [program, *words]
 runpy.run_path(program, run_name="__main__")
 """
-"""Imports every module of the copied runner, then runs a program of the package."""
+"""Imports every module of the copied runner, as far as other libraries are here, then runs a program of the package."""
 
 
 def check_files(package: Package, source: Path) -> Verdict:
@@ -152,32 +157,34 @@ def _first_difference(text: str, right: Sequence[int], found: Sequence[int]) -> 
     return f"{text[:SHOWN]!r} becomes {len(found)} tokens, the model's {len(right)}; from number {place} on {ours}, the model's {theirs}"
 
 
-class _Silent:
-    """What `Text` asks of a runner."""
-
-    def __init__(self, package: Package) -> None:
-        self.folder, self.manifest = package.path, package.manifest
-
-
 def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
-    """The chat format of the package beside the model's template."""
+    """The chats of the package beside those of the model's template: texts and tokens."""
     name = "the chat format is the model's"
-    if not getattr(own, "chat_template", None):
-        return Verdict() if not package.manifest.get("chat") else Verdict.of([Check(name, False, "the model has none")])
-    if not package.manifest.get("chat"):
-        return Verdict(
-            not_asked=[
-                "chats: the model's template is more than text around messages, so the package has no chat format"
-            ]
-        )
-    text, wrong = Text(_Silent(package)), list[str]()  # type: ignore[arg-type]
-    for messages in CHATS:
-        if messages[0]["role"] == "system" and "system_start" not in package.manifest["chat"]:
+    template, chat = bool(getattr(own, "chat_template", None)), package.manifest.get("chat")
+    if not template or not chat:
+        wrong = ["the model has none"] * (not template and bool(chat)) + ["the model has one"] * (template and not chat)
+        return Verdict.of([Check(name, False, wrong[0], "manifest.json: chat")] if wrong else [])
+    text, wrong, asked = Text(Silent(package.path, package.manifest)), list[str](), 0  # type: ignore[arg-type]
+    for messages, more in CHATS:
+        try:
+            right = own.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
+        except Exception as error:  # of a template, which may raise anything
+            right = None
+            reason = str(error)
+        try:
+            found = text.dialogue(messages, **more)
+        except RunError as error:
+            if right is not None:
+                wrong.append(f"{len(messages)} messages are refused ({error})")
             continue
-        right = own.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        right = own(right, add_special_tokens=False)["input_ids"]
-        if right != (found := text.dialogue(messages)):
-            wrong.append(_first_difference(f"{len(messages)} messages", right, found))
+        if right is None:
+            wrong.append(f"{len(messages)} messages are taken, which the model's template refuses ({reason})")
+            continue
+        asked += 1
+        if (ids := own(right, add_special_tokens=False)["input_ids"]) != found:
+            wrong.append(_first_difference(f"{len(messages)} messages", ids, found))
+    if not asked and not wrong:
+        return Verdict(not_asked=["chats: the model's template takes none of those that are asked"])
     return Verdict.of(
         [Check(name, not wrong, wrong[0] if wrong else "", "manifest.json: chat" * bool(wrong), notes=tuple(wrong[1:]))]
     )
@@ -192,6 +199,8 @@ def _check_ends(package: Package, source: Path) -> Verdict:
         reader = GGUFReader(source)
         ends = [reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         right, more = ({int(f.contents()) for f in part if f is not None} for part in (ends[:1], ends))
+        kinds = reader.get_field("tokenizer.ggml.token_type")
+        more |= set() if kinds is None else {i for i, kind in enumerate(kinds.contents()) if kind in CONTROL}
     else:
         said = _json(source / GENERATION)
         right = _ids(said.get("eos_token_id"))

@@ -5,5 +5,6 @@ A system is a package with some of these modules; a package of one's own that na
 
     mixer.py    MIXERS: its layers (`still_export.mixers.base.Mixer`)
     family.py   FAMILIES: its models (`still_export.models.families.softmax_families.Family`)
+    folder.py   FOLDERS: how folders are recognised that name another family (`still_export.discovery.Folder`); without torch
     recipe.py   LINEARIZERS: what softmax layers become by it (`still_export.mixers.layers.Linearizer`), with recipes *.yaml beside
 """

@@ -15,7 +15,8 @@ from still_export.runtime.base import Runner
 class Opening:
     """A package that a runner is to open: provider of ONNX Runtime, threads (0: the runtime's choice), TensorRT's plugin library in the
     place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for; `bodies`: function
-    bodies run though there are kernels; `graph`: another one of the package, over the same weights."""
+    bodies run though there are kernels; `graph`: another one of the package, over the same weights; `tensors`: of the graph, which are
+    asked for behind its outputs."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -26,6 +27,7 @@ class Opening:
     watch: tuple[str, ...] = ()
     bodies: bool = False
     graph: str = MODEL
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
-from still_export.proof.answers import EMPTY, Follow, Question, Told, silent
+from still_export.proof.answers import EMPTY, Answer, Follow, Question, Told, chosen_for_layers, silent
 from still_export.proof.cases import Case
+from still_export.proof.judge import Bounds
+from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.package import _torch_cases
 from still_export.proof.sessions import Session, Target
-from still_export.proof.tolerance import Bounds
 from still_export.proof.verify import Report, Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
+from still_export.targets.ort.runtime import _watched
+from still_export.targets.runtime import Opening
 from tests.faults import graph, native, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model
@@ -31,7 +34,7 @@ from tests.still_export.tiny import CHUNK, MIXED, still_model
 
 MOST = 8
 """Answers of a case that are kept, the clean package's first."""
-LENGTHS, STEPS = (1, CHUNK + 1, 5 * CHUNK), 3 * CHUNK
+LENGTHS, STEPS = (1, CHUNK + 1, 6 * CHUNK), 3 * CHUNK
 WIDE = dict(hidden_size=96, intermediate_size=128, head_dim=16)
 MODELS: dict[str, Callable[[], Any]] = {
     "hybrid": lambda: still_model("llama", torch.float32, seed=3, sizes=WIDE, layer_types=MIXED),
@@ -86,6 +89,9 @@ class Drawn:
     def begin(self, number: int) -> Question:
         return self.calls[number]
 
+    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
+        return self.source.by_layer(answers)
+
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         told = {number: follow.get(number, Told()) for number in numbers}
         new = [n for n in numbers if not any(told[n].is_like(other) for other, _ in self.known[n])]
@@ -136,18 +142,28 @@ class Subject:
         library = self.package.path / self.package.manifest["native"]["library"] if self.runtime == "kernels" else None
         if self.runtime == "native":
             library = native.build(self.package.path.parent / "native")
+        place, watched = folder or self.package.path, None
+        if names := self.hidden(place):
+            watched = _watched(Opening(place, self.package.manifest, tensors=tuple(names)))
         with mock.patch.object(ort, "native_library", lambda *_: library):
-            return ort.OrtModel(folder or self.package.path, threads=1, check=False)
+            return ort.OrtModel(place, threads=1, check=False, watched=watched)
+
+    def hidden(self, folder: Path) -> list[str]:
+        """Tensors of a graph that layers read, where these are judged by themselves."""
+        half = self.package.manifest["model"]["dtype"] == "float16" and self.runtime != "torch"
+        return layer_inputs(folder, self.package.manifest["model"]["layers"]) if half else []
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
         """Verify a runner."""
         verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
-        answers = verifier.ask(Session(model), self.drawn.calls)
+        session = Session(model, len(self.hidden(self.package.path)))
+        answers = verifier.ask(session, self.drawn.calls)
+        sharp = verifier.by_layer(session, chosen_for_layers(self.drawn.calls)) if session.hidden else []
         drawn = self.drawn.draw(range(self.drawn.count), answers.told)
         judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
         bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
         pairs = [(case, case.pairs(answers.cases[number].outputs)) for number, case in enumerate(drawn)]
-        return verifier.judge(judged, bounds, answers, ""), pairs
+        return verifier.judge(judged, bounds, answers, "", sharp), pairs
 
     def clean(self) -> Report:
         """Verify it without a fault."""

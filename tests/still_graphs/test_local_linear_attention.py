@@ -151,7 +151,7 @@ def test_what_is_not_solved_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
     """Nothing is answered by a solution that is not near."""
     inputs = next(calls("ridge"))[0]
     assert not local_linear_attention(inputs, empty())[0].isnan().any()
-    monkeypatch.setattr("still_kernels.local_linear_attention.naive.MOST", 2)
+    monkeypatch.setattr("still_kernels.local_linear_attention.meaning.MOST", 2)
     assert local_linear_attention(inputs, empty())[0].isnan().any()
 
 

@@ -1,4 +1,4 @@
-"""The models: Llama's layers around these mixers. A folder says "toy_means", or "llama" with `means` true."""
+"""The models: Llama's layers around these mixers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ FAMILIES = (
         fields={"layer_types": (list[str] | None, None), "means": (bool, True)},
         published=Published(
             tensors=_without_queries,
-            recognises=lambda config: config.get("model_type") == "llama" and bool(config.get("means")),
         ),
         places={"linear_attention": Place("running_mean", ("self_attn",))},
     ),

@@ -109,9 +109,7 @@ def bind_decode(inputs: Inputs, state: AttentionState) -> Bound | None:
         and all(x.is_contiguous() for name, x in state.tensors().items() if name != "length")
     ):
         return None
-    from still_kernels.attention import call as launch
-
     inputs.check()
     state.check(inputs)
     demand_alike(inputs.query, state.key)
-    return launch.bind_decode(inputs.query, state)
+    return _bound_decode(inputs.query, state)

@@ -131,7 +131,7 @@ STEPS = {
     PLUGINS: (
         Step(
             sum_in_float32,
-            "8.6 sums products of prompts in half precision; of later versions nothing here has shown how they sum",
+            "8.6 sums products of prompts in half precision",
             requires=no_functions,
             ensures=sums_in_float32,
         ),

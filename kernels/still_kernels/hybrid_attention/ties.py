@@ -52,7 +52,7 @@ class SelectionTies:
             found.append({})
             for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads, errors)
-                found[-1][int(layer)] = (differs & (lead <= 1)).any((1, 2))
+                found[-1][int(layer)] = np.asarray((differs & (lead <= 1)).any((1, 2)))
         return found
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:

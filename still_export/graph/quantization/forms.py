@@ -95,7 +95,9 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
             blocks
             and blocks.float8 == asked.float8
             and blocks.size % asked.block_of(blocks.bits, weight.shape[-1]) == 0
-            and blocks.bits <= bits
+            and (
+                blocks.bits <= bits or base.bits < blocks.bits
+            )  # the latter: of fewer bits, which no narrower form holds
             and (asked.layout.zero_points or not blocks.zero_points)
             and (role != EMBEDDING or (blocks.bits == 8 and not blocks.zero_points and blocks.order is None))
             and (weight.dim() == 2 or blocks.bits == bits)  # both matrices of experts have the same bits

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from still_export.discovery import recognised
 from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.models.families import rwkv7
 from still_export.models.families.linear_families import LINEAR_FAMILIES
@@ -82,9 +83,7 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
         ConfigError: A value is missing, is none of its type, or does not fit another.
         UnsupportedModelError: A variant that is not covered.
     """
-    family = next((f for f in LINEAR_FAMILIES.values() if (own := f.published.recognises) and own(config)), None)
-    if family is not None:
-        config = {**config, "model_type": family.name}
+    config = {**config, "model_type": recognised(config)}
     family = LINEAR_FAMILIES.get(config["model_type"])
     if family is not None and (values := family.published.values) is not None:
         try:

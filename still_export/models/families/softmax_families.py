@@ -44,13 +44,11 @@ class Published:
     values: The values of the family's configuration from a config.json; None: they have the names of the family's own class.
     names: Parts of tensors' names in the folder, and those in the model.
     tensors: The model's tensors from the folder's, under the model's names.
-    recognises: Whether a config.json with another model_type describes a model of the family, by its keys.
     """
 
     values: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     names: tuple[tuple[str, str], ...] = ()
     tensors: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    recognises: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 @dataclass(frozen=True)

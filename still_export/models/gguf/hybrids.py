@@ -33,6 +33,8 @@ _AHEAD = {
     "nextn.enorm": "mtp.pre_fc_norm_embedding",
     "nextn.hnorm": "mtp.pre_fc_norm_hidden",
     "nextn.shared_head_norm": "mtp.norm",
+    "nextn.embed_tokens": "mtp.embed_tokens",
+    "nextn.shared_head_head": "mtp.lm_head",
 }
 _DELTA = {
     **ATTENTION,
@@ -282,6 +284,7 @@ def _rwkv7(view: View) -> Config:
         "norm_bias": "attn_norm.bias" in view.parts,
         "norm_first": "token_embd_norm.weight" in view.file.tensors,
         "hidden_act": "sqrelu",
+        "fuse_norm": False,  # keys of length 1 without a term under the root, as llama.cpp and the published definition have them
         **{f"{ours}_low_rank_dim": keys.whole(f"attention.{theirs}_lora_rank") for ours, theirs in ranks.items()},
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.models.gguf.container import Container, open_gguf
+from still_export.models.gguf.container import open_gguf
 from still_export.models.gguf.ends import token_ids
 from still_export.models.gguf.hybrids import HYBRIDS
 from still_export.models.gguf.mamba import MAMBA
@@ -146,6 +146,10 @@ def _target(view: View, architecture: Architecture, prefix: str, part: str, name
     table = architecture.parts if prefix else architecture.whole
     if (target := table.get(part)) is not None:
         return target
+    if prefix.startswith(
+        "mtp."
+    ):  # of layers that guess tokens ahead, which are left out where the family has no place for them
+        return part
     base = part.removesuffix(".bias")
     if base != part and base in table and _takes_bias(architecture, base):
         return table[base]
@@ -198,11 +202,3 @@ def _missing_biases(
                 if f"{base}.bias" not in found and f"{base}.weight" in found:
                     added[f"{base}.bias"] = zeros(found[f"{base}.weight"].shape[0], dtype)
     return added
-
-
-def describe(file: Container) -> dict[str, str]:
-    """Bits of the file by kind of tensor: the name of each of GGUF's types, and how many tensors have it."""
-    counts: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + 1
-    return {kind: str(count) for kind, count in sorted(counts.items())}

@@ -15,9 +15,19 @@ from still_export.models.read.super_blocks import FORMS
 BLOCK = 32
 K_BYTES = 144
 """Of a Q4_K block: two numbers, 12 bytes of factors, 128 of codes."""
-BLOCKS = {"Q4_0": (4, False, True), "Q4_1": (4, True, True), "Q4_K": (4, True, False), "Q8_0": (8, False, True)}
-"""Types whose blocks of 32 are scale and offset of codes, with their bits, whether they have offsets, whether scales are half precision.
-The blocks of 32 in a Q4_K block of 256 have scales and offsets that are products of two numbers."""
+BLOCKS = {
+    "Q4_0": (4, False, True),
+    "Q4_1": (4, True, True),
+    "Q4_K": (4, True, False),
+    "Q8_0": (8, False, True),
+    "Q5_0": (8, False, True),
+    "IQ4_NL": (8, False, True),
+    "IQ4_XS": (8, False, False),
+}
+"""Types whose blocks of 32 are scale and offset of codes, with the bits that hold these, whether they have offsets, whether scales are half
+precision. The blocks of 32 in one of 256 (Q4_K, IQ4_XS) have scales and offsets that are products of two numbers. Codes of Q5_0 and IQ4,
+whose 16 numbers are not evenly spread, are whole numbers of 8 bits."""
+_WHOLE_NUMBERS = ("Q5_0", "IQ4_NL", "IQ4_XS")
 
 
 def dequantized(data: np.ndarray, kind: Any, shape: torch.Size, origin: str) -> Tensor:
@@ -45,6 +55,8 @@ def read_blocks(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
         CheckpointError: A scale or an offset is no number.
     """
     outputs = len(raw)
+    if kind in _WHOLE_NUMBERS:
+        return _whole_numbers(raw, kind, origin)
     bits, has_offsets, _ = BLOCKS[kind]
     fields = 2 if has_offsets else 1
     blocks = raw.reshape(outputs, -1, K_BYTES if kind == "Q4_K" else 2 * fields + BLOCK * bits // 8)
@@ -70,6 +82,25 @@ def read_blocks(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
         if least is not None:
             offsets = least + 8 * scales  # MatMulNBits subtracts 8 of each code
     return BlockWeight(packed, scales, None, bits, offsets)
+
+
+def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
+    """Blocks whose values are a scale times whole numbers, which dividing by it gives back."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind_of = GGMLQuantizationType[kind]
+    blocks = raw.reshape(len(raw), -1, GGML_QUANT_SIZES[kind_of][1])
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)[..., 0]
+    if not np.isfinite(scales).all():
+        raise _no_number(origin)
+    if kind == "IQ4_XS":
+        high = np.ascontiguousarray(blocks[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, np.uint16) & 3
+        low = (blocks[..., 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(*blocks.shape[:2], 8)
+        scales = (scales[..., None] * (low.astype(np.float32) + 16 * high - 32)).reshape(len(raw), -1)
+    values = dequantize(raw, kind_of).reshape(len(raw), -1, BLOCK)
+    codes = np.divide(values, scales[..., None], out=np.zeros_like(values), where=scales[..., None] != 0)
+    return BlockWeight((np.rint(codes) + 128).astype(np.uint8), scales, None, 8)
 
 
 def checked_rows(rows: np.ndarray, kind: str, origin: str) -> np.ndarray:

@@ -53,6 +53,10 @@ FLAT = Edit(value=torch.flatten)
 CONVOLUTION = Edit(value=lambda taps: taps.reshape(-1, 1, taps.shape[-1]))
 
 
+_UNTIED = ("kimi-linear", "rwkv7", "olmo2")
+"""Architectures whose head is never the embedding: a file without one has lost it."""
+
+
 class View:
     """A file as its architecture reads it.
 
@@ -121,8 +125,8 @@ class View:
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the head is the embedding: llama.cpp reads files without output.weight so."""
-        return "output.weight" not in self.file.tensors
+        """Whether the head is the embedding: llama.cpp reads files without output.weight so, but of some architectures."""
+        return "output.weight" not in self.file.tensors and self.file.architecture not in _UNTIED
 
     def refuse(self, what: str) -> UnsupportedModelError:
         """The error for a variant that this reader does not map."""

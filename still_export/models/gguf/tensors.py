@@ -110,7 +110,7 @@ def weight(name: str, parts: Sequence[Stored], dtype: torch.dtype, edit: Edit = 
         dtype,
         partial(_read, name, parts, edit, dtype),
         blocks,
-        max(_bits(part.kind) for part in parts),
+        max(bits_of(part.kind) for part in parts),
         narrow=narrow if dtype == torch.float32 else None,
         super_blocks=super_blocks,
     )
@@ -123,7 +123,7 @@ def stack(name: str, stored: Stored, dtype: torch.dtype) -> Deferred:
         return _read(name, [Stored(stored.tensor, stored.origin, number)], AS_IT_IS, dtype)
 
     return Deferred(
-        stored.shape, dtype, partial(_read, name, [stored], AS_IT_IS, dtype), None, _bits(stored.kind), part=part
+        stored.shape, dtype, partial(_read, name, [stored], AS_IT_IS, dtype), None, bits_of(stored.kind), part=part
     )
 
 
@@ -142,8 +142,9 @@ def grouped(heads: int, groups: int, size: int) -> np.ndarray:
     return np.arange(heads * size).reshape(heads // groups, groups, size).transpose(1, 0, 2).ravel()
 
 
-def _bits(kind: str) -> int:
-    digits = re.match(r"I?Q(\d)", kind)
+def bits_of(kind: str) -> int:
+    """Of the codes of one of GGUF's types; 0: it has none."""
+    digits = re.match(r"(?:I?Q|MXFP|NVFP|TQ)(\d)", kind)
     return int(digits[1]) if digits else 0
 
 

@@ -17,6 +17,7 @@ TEXTS = (
     "\u05e9\u05dc\u05d5\u05dd \u0939\u093f\u0928\u094d\u0926\u0940",
     "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2019quoted\u201d \u2014 3.14159 1,000,000 50% $9.99 x\u00b2 \u00bd \ufb01",
     "https://example.org/a?b=c&d=%20#e user@example.com /usr/lib/x86_64 C:\\path <html attr='v'>&amp;</html>",
+    "camelCase XMLHttpRequest snake_case don't WE'LL",
     "x",
     "",
     " ",

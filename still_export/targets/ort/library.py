@@ -17,6 +17,8 @@ from still_export.targets.ort.headers import cache_folder, fetch_headers, find_o
 from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, PluginBuildError, run_cmake
 
 LIBRARY = "libstill_onnxruntime.so"
+BUILD_VARIABLE = "STILL_BUILD_KERNELS"
+"""Of the environment; 0: exports build no kernels unasked."""
 DIGEST = f"{LIBRARY}.sha256"
 SYSTEM = "Linux"
 PREBUILT = "lib"
@@ -66,6 +68,13 @@ def build_with_archive(archive: Path, target: Path, include: Path | None = None)
         PluginBuildError: As of `build_library`.
     """
     return _build(this_cpu(), include, archive, target)
+
+
+def can_build() -> bool:
+    """Whether an export may build kernels that nobody asked for: CMake and a compiler are here, and the user's environment allows it."""
+    compilers = (os.environ.get("CXX", "").split(" ")[0] or "c++", "g++", "clang++")
+    able = platform.system() == SYSTEM and shutil.which("cmake") is not None and any(map(shutil.which, compilers))
+    return able and os.environ.get(BUILD_VARIABLE, "1") != "0"
 
 
 def demand_build(include: Path | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.cli.main import app, main
+from still_export.cli.main import PANELS, VERBS, app, main
 from still_export.errors import ConfigError
 from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions
@@ -399,3 +399,12 @@ def test_a_build_ends_at_a_signal_though_tensorrt_swallows_what_is_raised(number
     assert process.returncode == 2
     assert said == "Interrupted: nothing half-written was left behind.\n"
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    places = [shown.index(f"─ {panel} ─") for panel in PANELS]
+    assert len(set(places)) == len(PANELS)
+    assert sorted(verb for verbs in PANELS.values() for verb in verbs) == sorted([*VERBS, "kernels"])

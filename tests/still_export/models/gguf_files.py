@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "falcon_mamba": "mamba",
     "kimi_linear": "kimi-linear",
+    "rwkv7": "rwkv7",
 }
 """By transformers' model_type."""
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -69,14 +70,22 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "attention.kv_lora_rank": ("kv_lora_rank",),
     "attention.value_length_mla": ("v_head_dim",),
     "kda.head_dim": ("linear_head_dim",),
+    "wkv.head_size": ("head_dim",),
+    "attention.layer_norm_epsilon": ("norm_eps",),
+    "attention.decay_lora_rank": ("decay_low_rank_dim",),
+    "attention.iclr_lora_rank": ("a_low_rank_dim",),
+    "attention.value_residual_mix_lora_rank": ("v_low_rank_dim",),
+    "attention.gate_lora_rank": ("gate_low_rank_dim",),
 }
 """By key: where config.json has it; the first that is there."""
 _GRANITE = ("granite", "granitemoehybrid")
 _OF_SOME = {
+    "attention.layer_norm_rms_epsilon": tuple(name for name in ARCHITECTURES if name != "rwkv7"),
+    **dict.fromkeys(("wkv.head_size", "attention.layer_norm_epsilon"), ("rwkv7",)),
     **dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _GRANITE),
     **dict.fromkeys(
         ("attention.key_length", "attention.value_length"),
-        tuple(name for name in ARCHITECTURES if name not in ("mamba2", "kimi_linear", "phi3")),
+        tuple(name for name in ARCHITECTURES if name not in ("mamba2", "kimi_linear", "phi3", "rwkv7")),
     ),
 }
 """Keys that are of some families alone."""
@@ -155,7 +164,7 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
     if kind in ("mamba", "falcon_mamba"):
         writer.add_context_length(1 << 20)
         writer.add_ssm_dt_b_c_rms(kind == "falcon_mamba")
-    if kind in ("mamba2", "nemotron_h") and "max_position_embeddings" not in config:
+    if kind in ("mamba2", "nemotron_h", "rwkv7") and "max_position_embeddings" not in config:
         writer.add_context_length(1 << 20)
     if kind == "kimi_linear":
         rotated = config["qk_rope_head_dim"]
@@ -172,7 +181,8 @@ def _converted(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(architecture, layers)
     found: dict[str, Tensor] = {}
-    for name, tensor in _stacked(_pieces(config, tensors)).items():
+    tensors = _rwkv7(tensors) if kind == "rwkv7" else _stacked(_pieces(config, tensors))
+    for name, tensor in tensors.items():
         value = tensor
         if name.endswith("A_log"):
             value = -value.exp()
@@ -194,9 +204,32 @@ def _converted(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
         plain = name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
         plain = plain.replace("expert_bias", "expert_bias.bias")
         theirs = names.get_name(plain, try_suffixes=(".weight", ".bias"))
+        if kind == "rwkv7":
+            fused = re.fullmatch(r"model\.layers\.(\d+)\.time_mix_lerp_fused", plain)
+            theirs = f"blk.{fused[1]}.time_mix_lerp_fused" if fused else theirs
+            theirs = theirs if theirs.endswith(("weight", "bias")) else f"{theirs}.weight"
         assert theirs is not None, name
         found[theirs] = value
     return found
+
+
+def _rwkv7(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """fla's tensors under BlinkDL's names, shares of the token before in one, and values' shares of the first layer, which nobody reads."""
+    turns = (("attn_norm", "attention_norm"), ("ffn_norm", "ln2"), ("g_norm", "ln_x"), (".attn.", ".attention."))
+    turns += ((".ffn.", ".feed_forward."), ("_lora.lora.0.weight", "1"), ("_lora.lora.2.weight", "2"))
+    turns += (("_lora.lora.2.bias", "0"),)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".attn.x_" in name:
+            continue
+        for theirs, ours in turns:
+            name = name.replace(theirs, ours)
+        found[name] = tensor.flatten() if name.endswith("r_k") else tensor
+    layers = {name.split(".attn.")[0] for name in tensors if ".attn." in name}
+    for layer in layers:
+        found[f"{layer}.time_mix_lerp_fused"] = torch.stack([tensors[f"{layer}.attn.x_{part}"] for part in "rwkvag"])
+    dummies = {f"model.layers.0.attention.v{i}": found[f"model.layers.0.attention.a{i}"] for i in range(3)}
+    return found | dummies
 
 
 def _pieces(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

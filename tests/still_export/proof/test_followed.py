@@ -19,12 +19,12 @@ from still_export.package.folder import Package
 from still_export.proof.answers import Told, silent
 from still_export.proof.cases import CaseSource
 from still_export.proof.chains import Chain, empty_feed
+from still_export.proof.judge import Bounds
 from still_export.proof.layerwise import LayerwiseModel, _in_order
 from still_export.proof.prompts import Prompts
 from still_export.proof.recorded import RecordedCases, record_cases
 from still_export.proof.selections import Selections, write_selections
 from still_export.proof.sessions import Session, Target
-from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verify import Report, Verifier
 from still_export.runtime.torch import TorchModel

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
+from still_export.errors import ModelNotFoundError
 from still_export.graph.options import ExportOptions
 from still_export.models.read.source import find_source
-from still_export.package.folder import Package
+from still_export.package.folder import Package, open_package
+from still_export.proof.embedding_rows import check_rows
 from still_export.proof.held_weights import check_weights
 from still_export.proof.verdict import Verdict
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.conftest import Exporter
-from tests.still_export.models.test_load import write_gguf
-from tests.still_export.proof.plants import exchange, with_weights
+from tests.still_export.models.gguf_files import write_gguf
+from tests.still_export.proof.plants import exchange, planted, with_weights
 from tests.still_export.tiny import plain_model
 
 SIZES: dict[str, Any] = dict(
@@ -185,7 +188,9 @@ def test_layouts_of_all_targets_pass(final: str, scheme: str | None, export_tiny
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
-def test_gguf_codes_are_taken_over_exactly(quantize: str | None, exports_once: None, tmp_path: Path) -> None:
+def test_gguf_codes_are_taken_over_exactly(
+    quantize: str | None, exports_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of a GGUF file: one code that is off by a step, half a step being allowed to rounding alone, is seen."""
     gguf = pytest.importorskip("gguf")
     from gguf.quants import quantize as rounded
@@ -193,9 +198,13 @@ def test_gguf_codes_are_taken_over_exactly(quantize: str | None, exports_once: N
     kind = gguf.GGMLQuantizationType.Q4_0
 
     def coded(name: str, value: torch.Tensor) -> Any:
-        return (rounded(value.numpy(), kind), kind) if "_proj" in name else None
+        return (rounded(value.numpy(), kind), kind) if name.startswith("blk.") and value.dim() == 2 else None
 
-    write_gguf(tmp_path / "m.gguf", "llama", plain_model("llama", torch.float32, **SIZES), coded)
+    def no_tokenizer(*_: Any) -> None:
+        raise ModelNotFoundError("none")
+
+    monkeypatch.setattr("still_export.models.load.load_tokenizer", no_tokenizer)
+    write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32, **SIZES), coded)
     options = ExportOptions(str(tmp_path / "m.gguf"), attach_untrained=True, quantize=quantize)
     package = export(options, tmp_path / "package", options=OrtOptions(native=False))
     assert held(package).passed
@@ -207,3 +216,24 @@ def test_gguf_codes_are_taken_over_exactly(quantize: str | None, exports_once: N
 
     check = held(with_weights(package, tmp_path / "off", scale_off)).checks[0]
     assert not check.passed and check.where == layer(1, DOWN)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_every_row_of_the_embedding_is_asked(quantize: str | None, export_tiny: Exporter, tmp_path: Path) -> None:
+    """A graph that reads one row for all tokens behind the 40th: prompts would find it by luck."""
+    options = {"native": False, **({} if quantize is None else {"quantize": quantize})}
+    package = export_tiny("llama", options=options, sizes=SIZES, layer_types=LAYERS)
+    source = find_source(ExportOptions.from_manifest(package.manifest))
+    verdict = check_rows(package, source)
+    assert verdict.passed and len(verdict.checks) == 1, verdict
+    graph = onnx.load(package.model_path, load_external_data=False)
+    node = next(n for n in graph.graph.node if n.op_type.startswith("Gather") and n.input[0].startswith(EMBEDDING))
+    most = onnx.numpy_helper.from_array(np.array(40), "most")
+    ids = onnx.helper.make_node("Min", [node.input[1], "most"], ["few"])
+    node.input[1] = "few"
+    graph.graph.node.insert(list(graph.graph.node).index(node), ids)
+    graph.graph.initializer.append(most)
+    with planted(package, tmp_path / "other") as folder:
+        onnx.save(graph, folder / "model.onnx")
+    check = check_rows(open_package(folder), source).checks[0]
+    assert not check.passed and check.where == "token 41" and check.what.startswith("20 of 61")

@@ -13,7 +13,7 @@ import torch
 from still_export.models.description import describe_model
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, row_errors
-from still_export.proof.tolerance import Bounds
+from still_export.proof.judge import Bounds
 from still_export.proof.verify import Judged, Verifier
 from still_kernels.route.ties import RoutingTies
 from still_kernels.select_blocks.ties import BlockTies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,26 +17,25 @@ CODE = (".py", ".cpp", ".cu", ".h")
 Edit = Callable[[str, str, str], set[str]]
 
 
-@pytest.fixture
-def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
+@pytest.fixture(scope="module")
+def edit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edit]:
     """Replaces a pattern in the first file below a folder of still_kernels, or of C++, that has it; returns the ops whose code changed."""
+    tmp_path = tmp_path_factory.mktemp("sources")
     kernels, native = tmp_path / "still_kernels", tmp_path / "plugins"
     real = op_sources._modules.__wrapped__
     places = {"still_kernels": kernels, "plugins": native}
     skipped = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(
-        next(path for name, path in real("still_kernels").items() if name == "still_kernels").parent,
-        kernels,
-        ignore=skipped,
-    )
+    place = real("still_kernels")["still_kernels"].parent
+    shutil.copytree(place, kernels, ignore=skipped)
     shutil.copytree(op_sources.SOURCE, native, ignore=skipped)
-    monkeypatch.setattr(op_sources, "SOURCE", native)
+
+    others = {"still_graphs": real("still_graphs")}
+    copied = {name: kernels.parent / path.relative_to(place.parent) for name, path in real("still_kernels").items()}
 
     def modules(package: str) -> dict[str, Path]:
         if package != "still_kernels":
-            return dict(real(package))
-        paths = {path.relative_to(tmp_path).with_suffix("").parts: path for path in kernels.rglob("*.py")}
-        return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in paths.items()}
+            return others[package]
+        return copied
 
     def digests() -> dict[str, tuple[str | None, ...]]:
         return {name: (op_digest(name, "cpu"), op_digest(name, "cuda")) for name in OPS}
@@ -51,9 +50,11 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
         path.write_text(text, encoding="utf-8")
         return {name for name in OPS if after[name] != before[name]}
 
-    monkeypatch.setattr(op_sources, "_modules", modules)
-    before = digests()
-    return replace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op_sources, "SOURCE", native)
+        patch.setattr(op_sources, "_modules", modules)
+        before = digests()
+        yield replace
 
 
 @pytest.mark.slow
@@ -68,11 +69,7 @@ def test_words_change_nothing_and_a_kernel_its_own_op(edit: Edit) -> None:
 
 @pytest.mark.slow
 def test_code_of_cpus_counts_by_what_it_includes(edit: Edit) -> None:
-    folder = (
-        "plugins/cpu/causal_conv"
-        if (op_sources.SOURCE / "cpu/causal_conv").is_dir()
-        else "still_kernels/causal_conv/cpu"
-    )
+    folder = "still_kernels/causal_conv/cpu"
     assert edit(folder, r"(?m)^namespace", "// a comment\nnamespace") == set()
     assert edit(folder, r"(?m)^(namespace \w+)", r"\1_more") == {"CausalConv"}
     assert len(edit("plugins/cpu/common/elements.h", r"(?m)^namespace", "int more;\nnamespace")) > 1

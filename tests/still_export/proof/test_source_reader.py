@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from still_export.graph.options import ExportOptions
 from still_export.models import load
-from still_export.models.gguf import shared
 from still_export.models.read.source import find_source
+from still_export.models.read.weights import value_of
 from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
 from tests.still_export.linear_models import linear_model
-from tests.still_export.models.test_load import write_gguf
+from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import CHUNK, plain_model, still_model
 
 STILL = {"chunk_size": CHUNK, "salient_per_chunk": 3}
@@ -120,23 +120,35 @@ def test_what_is_lost_of_an_adapter_is_seen(part: str, tmp_path: Path, monkeypat
 def test_faults_of_reading_gguf_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions that are not scaled, and rows of heads that stay in the file's order."""
     pytest.importorskip("gguf")
-    write_gguf(tmp_path / "m.gguf", "llama", plain_model("llama", torch.float32, **SIZES))
+    write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32, **SIZES))
     if not fault:
         verdict = asked(tmp_path / "m.gguf")
         assert verdict.passed and len(verdict.checks) == 2, verdict
         return
-    if fault == "heads":
-        monkeypatch.setattr(shared, "unpaired", lambda rows, heads: np.arange(rows))
-    else:
-        read: Callable[..., Any] = load.read_gguf
+    read: Callable[..., Any] = load.read_gguf
 
-        def other(*given: Any, **more: Any) -> Any:
-            model_type, config, tensors = read(*given, **more)
-            return model_type, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, tensors
+    def other(*given: Any, **more: Any) -> Any:
+        kind, config, tensors = read(*given, **more)
+        if fault == "positions":
+            return kind, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, tensors
+        name = "model.layers.1.self_attn.q_proj.weight"
+        moved = replace(tensors[name], read=lambda: value_of(tensors[name]).roll(1, 0))
+        return kind, config, {**tensors, name: moved}
 
-        monkeypatch.setattr(load, "read_gguf", other)
+    monkeypatch.setattr(load, "read_gguf", other)
     said = wrong(asked(tmp_path / "m.gguf"))
     assert ("q_proj" in said) if fault == "heads" else ("logits" in said), said
+
+
+def test_a_scaled_gguf_file_is_read_by_its_own_keys(tmp_path: Path) -> None:
+    """transformers leaves the scaling out; another architecture than those that are read alike says so."""
+    add = lambda writer: writer.add_float32("llama.rope.scaling.factor", 4.0)  # noqa: E731
+    write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32, **SIZES), extra=add)
+    verdict = asked(tmp_path / "m.gguf")
+    assert verdict.passed and len(verdict.checks) == 2, verdict
+    write_gguf(tmp_path / "g.gguf", plain_model("gemma3_text", torch.float32))
+    verdict = asked(tmp_path / "g.gguf")
+    assert verdict.passed and not verdict.checks and "gemma3" in verdict.not_asked[0], verdict
 
 
 def test_exchanged_layers_of_a_family_without_a_class_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

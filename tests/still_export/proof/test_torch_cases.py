@@ -13,10 +13,10 @@ from still_export.mixers.cache import state_table
 from still_export.proof.answers import Question, ask
 from still_export.proof.cases import row_errors
 from still_export.proof.chains import Chain
+from still_export.proof.judge import Bounds
 from still_export.proof.layerwise import LayerwiseModel, Passage
 from still_export.proof.prompts import LENGTHS, ROUNDED, affordable
 from still_export.proof.sessions import Session
-from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import TorchCases
 from still_export.runtime.torch import TorchModel
 from still_kernels.ties import Ties

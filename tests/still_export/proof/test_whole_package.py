@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 
+from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
@@ -85,6 +86,11 @@ def lower_case(said: Any) -> None:
     said["normalizer"] = {"type": "Lowercase"}
 
 
+def other_chat(said: Any) -> None:
+    templates = said["chat"]["templates"]
+    templates["default"] = templates["default"].replace("<assistant>", "<assistant> ")
+
+
 FILES: dict[str, tuple[Change, str]] = {
     "two words exchanged": (edited("tokenizer.json", words_exchanged), "tokenizer.json"),
     "inputs cut to 512 tokens": (edited("tokenizer.json", cut), "tokenizer.json"),
@@ -93,10 +99,8 @@ FILES: dict[str, tuple[Change, str]] = {
     "texts in lower case": (edited("tokenizer.json", lower_case), "tokenizer.json"),
     "another end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[255])), "eos_token_ids"),
     "no end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[])), "eos_token_ids"),
-    "another chat format": (
-        edited("manifest.json", lambda said: said["chat"].update(user_to_assistant="<end>")),
-        "chat",
-    ),
+    "another chat format": (edited("manifest.json", other_chat), "chat"),
+    "no chat format": (edited("manifest.json", lambda said: said.update(chat=None)), "chat"),
     "another temperature": (
         edited("generation_config.json", lambda said: said.update(temperature=1.5)),
         "generation_config.json",
@@ -138,16 +142,23 @@ def test_every_fault_of_programs_is_seen(package: Package, tmp_path: Path) -> No
         assert not check_programs(open_package(folder)).passed, name
 
 
+def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """With those of branches."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            yield from every_node(attribute.g.node)
+
+
 def other_op(op: str, other: str) -> Callable[[onnx.ModelProto], bool]:
     """A function body with another op in the place of the first of its kind."""
 
     def change(model: onnx.ModelProto) -> bool:
         for function in model.functions:
-            for node in function.node:
-                if node.op_type == op:
-                    node.op_type = other
-                    del node.attribute[:]
-                    return True
+            if (node := next((n for n in every_node(function.node) if n.op_type == op), None)) is not None:
+                node.op_type = other
+                del node.attribute[:]
+                return True
         return False
 
     return change
@@ -167,8 +178,7 @@ def test_every_fault_of_bodies_is_seen(export_tiny: Exporter, tmp_path: Path) ->
     for number, name in enumerate(("model.onnx", "portable.onnx")):
         for change in (other_op("Exp", "Neg"), other_op("Softmax", "Identity")):
             graph = onnx.load(package.path / name, load_external_data=False)
-            if not change(graph):
-                continue
+            assert change(graph)
             with planted(package, tmp_path / f"{number}{len(list(tmp_path.iterdir()))}") as folder:
                 onnx.save(graph, folder / name)
             wrong = [check for check in compared(open_package(folder)).checks if not check.passed]
@@ -186,3 +196,32 @@ def test_verify_asks_all_of_it(package: Package, tmp_path: Path) -> None:
     assert {"every", "the", "generation", "end", "portable.onnx"} <= names
     wrong = [check.where for check in report.checks if not check.passed]
     assert not report.passed and wrong == ["tokenizer.json", "manifest.json: chat"]
+
+
+@pytest.mark.slow
+def test_a_package_whose_model_is_gone(
+    export_tiny: Exporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its graphs are compared with each other, and the verdict says against what."""
+
+    def lost(said: Any) -> None:
+        said["config"]["model"] = str(tmp_path / "gone")
+
+    verdicts = []
+    for broken in (False, True):
+        with planted(export_tiny(options={"native": False}), tmp_path / str(broken)) as folder:
+            edited("manifest.json", lost)(folder)
+            if broken:
+                graph = onnx.load(folder / "portable.onnx", load_external_data=False)
+                assert other_op("Exp", "Neg")(graph)
+                onnx.save(graph, folder / "portable.onnx")
+        with pytest.raises(SystemExit) as end:
+            main(["verify", str(folder), "--quiet"])
+        verdicts.append((end.value.code, capsys.readouterr().out.strip().splitlines()[-1]))
+    assert verdicts == [
+        (0, "PASSED against the package's own weights"),
+        (1, "FAILED against the package's own weights"),
+    ]
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(folder), "--quiet", "--model", str(tmp_path / "gone")])
+    assert end.value.code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from still_export.discovery import systems
+from still_export.discovery import recognised, systems
 from still_export.mixers.registry import MIXERS
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 
@@ -35,3 +35,8 @@ def test_the_words_are_those_of_the_systems() -> None:
     """The test above can fail: every folder names itself."""
     assert {"rat", "flux", "liger_gla", "flux_qwen3", "chosen_heads"} <= words_of_systems()
     assert named('places={"full_attention": Place("chosen_heads", ())}') == {"chosen_heads"}
+
+
+def test_published_folders_are_recognised_by_their_keys() -> None:
+    assert recognised({"model_type": "qwen3", "toggle_type": "streaming"}) == "flux_qwen3"
+    assert recognised({"model_type": "qwen3"}) == "qwen3" and recognised({}) == ""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from still_export.proof.cases import Case, row_errors
-from still_export.proof.tolerance import CHANCE, Bounds, _above
+from still_export.proof.judge import CHANCE, Bounds, _above
 
 STATE, LOGITS = "present_key.0", "logits"
 

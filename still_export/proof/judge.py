@@ -1,4 +1,5 @@
-"""What verify allows a runtime: multiples of the error of PyTorch's own run in the package's type, row by row and in the median."""
+"""What a subject may err: multiples of the error of PyTorch's own run in the package's type, row by row and in the median. Pure functions
+of arrays; the multiples are in `constants`."""
 
 from __future__ import annotations
 
@@ -10,30 +11,21 @@ import numpy as np
 
 from still_export.proof.absolute import LOGITS
 from still_export.proof.cases import TINY, Case
+from still_export.proof.constants import (
+    CHANCE,
+    EVEN,
+    FEWEST,
+    LOGITS_MEDIAN,
+    MEDIAN,
+    ROUNDINGS,
+    ROW,
+    SHARP_MEAN,
+    SHARP_MEDIAN,
+    SHARP_ROW,
+    TAIL,
+    TAIL_MEDIAN,
+)
 
-ROW = {"float32": 48.0, "float16": 12.0}
-"""Times the error of PyTorch's own run, in that row or over all rows of the output (root of the mean square), that any row may err, by the
-package's type. Clean float16 packages on a CPU reach 9, and 5.6 in the median of a part (`python -m tests.faults`). In float32 a trained
-model (`tools/demo.sh`) reaches 17, in rows behind a token of huge activations; 48 times its rounding are still less than 1e-4 of the spread
-of the logits, of which nothing may be missed."""
-TAIL, TAIL_MEDIAN = 8.0, 4.0
-"""Times the largest error of PyTorch's rows of a state that any row of it may err in half precision, and of their largest median that of a
-part: a near tie turns whole rows, of a trained model every long prompt has hundreds, and which rows they turn is another in each run. Of
-six float16 and int4 packages on an H100, where bounds are 1.5 times these, the furthest of their rows reaches 7.2."""
-MEDIAN = 8.0
-"""Times the error of PyTorch's rows, of the part's median or of what `_above` says of the output's, that the median of a part's rows may
-be."""
-LOGITS_MEDIAN = 2.0
-"""The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
-CHANCE = 1e-3
-"""That the median of n rows lies above what `_above` says of n when each row is a draw of PyTorch's own; multiples of that are allowed."""
-FEWEST = 8
-"""Rows of a part at least, that its median says something."""
-ROUNDINGS = 64
-"""Half units of float32's last place by which a sum may differ: as many as a chunk has terms. Half precision's unit is 8,192 of these."""
-EVEN = 3.0
-"""Times the root of the mean square of a row's errors that its largest is, where no number errs more than others: of 64 to 256 of a normal
-distribution 2.5 to 3."""
 DIGITS = 3
 
 
@@ -61,10 +53,13 @@ class Bounds:
         cases: All that the package is asked.
         coarse: Times PyTorch's own errors that the runtime's are by its kind.
         dtype: Of the package.
+        sharp: Layers read the runtime's own input, and PyTorch follows its choices: no error but one layer's rounding.
     """
 
-    def __init__(self, cases: Sequence[Case], coarse: float = 1.0, dtype: str = "float16") -> None:
-        self.coarse, self.row, self.half = coarse, ROW[dtype], dtype == "float16"
+    def __init__(self, cases: Sequence[Case], coarse: float = 1.0, dtype: str = "float16", sharp: bool = False) -> None:
+        self.coarse, self.row, self.half = coarse, SHARP_ROW if sharp else ROW[dtype], dtype == "float16"
+        self.sharp = sharp
+        self.median = SHARP_MEDIAN if sharp else MEDIAN
         self.logits = LOGITS_MEDIAN if self.half and coarse == 1 else MEDIAN * coarse
         rows: dict[str, list[np.ndarray]] = {}
         parts: dict[str, list[np.ndarray]] = {}
@@ -74,7 +69,7 @@ class Bounds:
                 for name, errors in call.items():
                     errors = self._own(name, errors)
                     rows.setdefault(name, []).append(errors[:, np.isfinite(errors).all(0)].astype(np.float64))
-                    if self.half and name != LOGITS:
+                    if self.half and not sharp and name != LOGITS:
                         parts.setdefault(name, []).append(_part_medians(_by_head(errors)))
             for name, size in case.largest.items():
                 largest[name] = max(largest.get(name, 0.0), size)
@@ -112,7 +107,7 @@ class Bounds:
         worst = max(found, key=lambda verdict: verdict.share)
         if parts and worst.share <= 1:  # a row says where
             errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
-            times = self.logits if output == LOGITS else MEDIAN * self.coarse
+            times = self.logits if output == LOGITS else self.median * self.coarse
             # Rows that are heads, or channels, of a sequence read the same tokens: what one errs in, all do.
             together = calls[0].shape[2] if output != LOGITS and calls[0].ndim == 3 else 1
             usual = np.fmax(_medians(own), self._usual_medians(output, errors, together))
@@ -123,6 +118,10 @@ class Bounds:
             median = Worst(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
             worst = max(worst, median, key=lambda verdict: verdict.share)
         return worst
+
+    def mean(self, case: Case, output: str) -> float:
+        """What the mean error of an output of a case may be; infinite where whole runs are judged, whose choices may turn."""
+        return max(SHARP_MEAN * self.coarse * case.own_mean[output], self._sums(output)) if self.sharp else math.inf
 
     def row_bounds(self, case: Case, number: int, output: str) -> np.ndarray:
         """What rows of a call's output may err, [2, ...] as `row_errors`."""
