@@ -4,6 +4,7 @@ which read the rest, take seconds to import."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import stat
@@ -67,7 +68,7 @@ def local(source: str | Path) -> Path | None:
         raise ModelNotFoundError(
             "the model is an empty text. Give a Hugging Face model folder, a hub id or a .gguf file."
         )
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # as it is where there is no home
     try:
         exists = path.exists()
     except (OSError, ValueError) as error:  # such as a name that is too long

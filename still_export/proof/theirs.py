@@ -40,8 +40,9 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
         model.config._experts_implementation = "eager"  # the others want sizes that are multiples
     for module in model.modules():
         if hasattr(module, "time_step_limit") and hasattr(model.config, "time_step_limit"):
-            # Nemotron-H's class clamps steps by time_step_min, the published code by this.
-            module.time_step_limit = tuple(model.config.time_step_limit)
+            module.time_step_limit = tuple(
+                model.config.time_step_limit
+            )  # Nemotron-H's is another in transformers (#48989)
 
     def logits(ids: Tensor) -> Tensor:
         with torch.inference_mode():

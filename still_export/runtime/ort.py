@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -37,6 +38,8 @@ RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
 """Entries of the graph's metadata: fields of the manifest, as JSON."""
 ONNX_TYPES = {"float32": 1, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}
 
+LEAST_VERSION = (1, 25)
+"""Of ONNX Runtime: older ones lack ops of function bodies, and 1.23 ends by SIGSEGV in the native kernels."""
 SPARE_TOKENS = 256
 """Least room that is added when a sequence outgrows its state; an eighth more of a long one. Function bodies read every row of some
 states, and copies do too, so spare room costs time."""
@@ -160,6 +163,16 @@ def open_session(
     return session
 
 
+def check_version(version: str) -> None:
+    """Raise RunError for an ONNX Runtime that packages do not run in; some older ones end the process by SIGSEGV."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise RunError(
+            f"onnxruntime {version} is installed, and packages need {least} or later: pip install -U 'onnxruntime>={least}'."
+        )
+
+
 def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> list[str]:
     """Names of the files that a graph of the package takes its weights from; the graph itself is checked.
 
@@ -261,6 +274,7 @@ class OrtModel(Runner):
     ) -> None:
         import onnxruntime
 
+        check_version(onnxruntime.__version__)
         if not 0 <= threads <= MOST_THREADS:
             raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}.")
         self._open(folder)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from still_export.package.files import sha256
-from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers
+from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers, make_cache
 from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, PluginBuildError, run_cmake
 
 LIBRARY = "libstill_onnxruntime.so"
@@ -104,8 +104,7 @@ def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -
 
     demand_build(include)
     compiler = _cross_compiler(cpu)
-    home = cached_library(cpu).parent
-    home.mkdir(parents=True, exist_ok=True)
+    home = make_cache(cached_library(cpu).parent)
     with FileLock(home / "lock"):
         if archive is None and _is_whole(target):  # another process built it meanwhile
             return target

@@ -354,3 +354,18 @@ def test_calls_on_some_rows_leave_the_others(
     model.feed(PROMPT[None, :40], first=1)  # others still have room
     model.feed(np.full((2, 5), 7), np.array([0, 5]))
     assert model.length.tolist() == [64, 45, 40, 26]
+
+
+@pytest.mark.parametrize(
+    ("version", "runs"), [("1.23.2", False), ("1.24.4", False), ("1.25.0", True), ("1.31.1", True), ("2.0", True)]
+)
+def test_runtimes_that_are_too_old_are_refused_before_a_session(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, version: str, runs: bool
+) -> None:
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+    if runs:
+        OrtModel(export_tiny().path)
+        return
+    monkeypatch.setattr(onnxruntime, "InferenceSession", None)
+    with pytest.raises(RunError, match=f"onnxruntime {version} is installed, and packages need 1.25"):
+        OrtModel(export_tiny().path)
