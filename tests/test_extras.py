@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -68,17 +69,24 @@ def test_extras_have_what_is_imported(extra: str) -> None:
 @pytest.mark.parametrize(
     "module, extra, arguments",
     [
-        ("accelerate", "train", ["linearize", "BASE", "-o", "OUT"]),
-        ("peft", "train", ["select-layers", "BASE", "-o", "OUT"]),
-        ("altair", "report", ["audit", "MODEL", "--report", "page.html"]),
-        ("altair", "report", ["evaluate", "MODEL", "--report", "page.html"]),
+        ("accelerate", "train", ["linearize", "maker/BASE", "-o", "OUT"]),
+        ("peft", "train", ["select-layers", "maker/BASE", "-o", "OUT"]),
+        ("altair", "report", ["audit", "maker/MODEL", "--report", "page.html"]),
+        ("altair", "report", ["evaluate", "maker/MODEL", "--report", "page.html"]),
         ("starlette", "serve", ["serve", "DIR"]),
     ],
 )
 def test_what_is_missing_is_said_before_the_work(
-    module: str, extra: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str,
+    extra: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The models of these commands do not exist, so nothing was done when the error came."""
+    """The models of these commands are ids of none, and the package is empty, so nothing was done when the error came."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").mkdir()
     for name in [name for name in sys.modules if name.startswith("still_export.serving")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)

@@ -14,8 +14,6 @@ else
     adapter=()
     ask=(--prompt "${1:-The passage of the act}")
 fi
-# Once a machine, half a minute; without a compiler the package has function bodies alone.
-still-export kernels build || echo "without kernels for this processor: the answer comes slowly" >&2
 still-export "$model" --to onnx "${adapter[@]}" -o demo --force
 echo
 still-export run demo "${ask[@]}" --tokens 100

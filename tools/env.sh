@@ -21,8 +21,20 @@ if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
         $install $beside
         nice -n 5 "${@:2}" > /dev/null 2>&1 &
     fi
-    # torch alone and first: packages that depend on it must find it, not choose a build of their own
-    $install torch
+    # torch alone and first: packages that depend on it must find it, not choose a build of their own. Its CUDA build takes 6 GB on disk,
+    # of no use without a driver; that for CPUs is on PyTorch's own index alone.
+    torch_index=https://download.pytorch.org/whl/cpu
+    if [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi > /dev/null; then
+        echo "PyTorch: the usual build, since an NVIDIA driver is here" >&2
+        $install torch
+    else
+        echo "PyTorch: the build for CPUs, since no NVIDIA driver is here" >&2
+        if ! $install --timeout 5 --retries 0 --index-url $torch_index torch 2> /dev/null; then
+            echo "PyTorch: $torch_index cannot be reached; taking what the usual index has" >&2
+            $install torch
+        fi
+    fi
+    echo "PyTorch: $(python -c 'import importlib.metadata as m; print(m.version("torch"))')" >&2
     $install -e ".[$1]"
     echo "$wanted" > $stamp
 fi

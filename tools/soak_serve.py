@@ -1,7 +1,9 @@
 """Serve a package for minutes to clients of every kind, and compare each answer with what the package says when it is asked alone.
 
-One request in five is left in the middle, one in ten is malformed; half of the others are streamed. Exit code 1 where an answer is wrong
-(a near tie of the two likeliest tokens is counted apart), a status is 5xx, a malformed request is not refused, or memory grew.
+One request in five is left in the middle, one in ten is malformed; half of the others are streamed. Behind a fifth of the time attackers
+ask beside them (tools/soak_attackers.py). Exit code 1 where an answer is wrong (a near tie of the two likeliest tokens is counted apart), a
+status is 5xx, a malformed request or an attack is not refused, memory grew, or one answer in a hundred took more than twice as long among
+attackers as without.
 """
 
 from __future__ import annotations
@@ -43,6 +45,14 @@ SHOWN = 5
 
 GROWTH = 1.15
 """Most that memory may grow from the end of the first third to the end."""
+
+QUIET = 0.2
+"""Share of the time without attackers."""
+
+KEY = "of-the-soak"
+
+REFUSED = {"stop texts of 23000": (400, 413), "wrong bodies": (400, 413), "wrong keys": (401,), "other hosts": (403,)}
+"""Statuses of attacks; 429 is for any."""
 
 MALFORMED: tuple[dict[str, Any], ...] = (
     {"temperature": "hot"},
@@ -148,10 +158,11 @@ class Client(threading.Thread):
 
     def __init__(self, url: str, model: str, cases: list[Case], seed: int, end: float) -> None:
         super().__init__()
-        self.api = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
+        self.api = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=600)
         self.model, self.cases, self.random, self.until = model, cases, random.Random(seed), end
         self.counts: Counter[str] = Counter()
         self.wrong: list[dict[str, Any]] = []
+        self.times: list[tuple[float, float]] = []  # of whole answers: begin and seconds
         self.tokens = 0
 
     def run(self) -> None:
@@ -181,11 +192,13 @@ class Client(threading.Thread):
         self.counts["left"] += 1
 
     def _ask(self, case: Case) -> None:
+        begin = time.monotonic()
         if self.random.random() < 0.5:
             chunks = self.api.completions.create(model=self.model, stream=True, **case.request)
             text = "".join(chunk.choices[0].text for chunk in chunks)
         else:
             text = self.api.completions.create(model=self.model, **case.request).choices[0].text
+        self.times.append((begin, time.monotonic() - begin))
         found = verdict(case, text)
         self.counts[found] += 1
         if found == "wrong":
@@ -207,6 +220,9 @@ def main() -> int:
     parser.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="of ONNX Runtime")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--slower", type=float, default=2.0, help="most that the 99th percentile may grow among attackers"
+    )
+    parser.add_argument(
         "--serve", default="", help="more options of still-export serve, in one text: --prefix-cache 64MiB"
     )
     options = parser.parse_args()
@@ -225,7 +241,7 @@ def main() -> int:
     ]
     command += ["--rows", str(options.rows), "--threads", str(options.threads), "--max-context", str(options.context)]
     command += ["--provider", options.provider, *shlex.split(options.serve)]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "STILL_API_KEY": KEY})
     assert server.stderr is not None
     url = ""
     for line in server.stderr:
@@ -240,18 +256,25 @@ def main() -> int:
     seconds = 60 * options.minutes
     clients = [Client(url, "soak", cases, options.seed + i, begin + seconds) for i in range(options.clients)]
     memory: list[float] = []
+    attackers: subprocess.Popen[str] | None = None
+    quiet_until = begin + QUIET * seconds
     try:
         for client in clients:
             client.start()
         while any(client.is_alive() for client in clients):
+            if attackers is None and time.monotonic() >= quiet_until:
+                attackers = attack(url, (1 - QUIET) * seconds)
             memory.append(psutil.Process(server.pid).memory_info().rss / 1e6)
             time.sleep(min(5, seconds / 100))
     finally:
+        attacks = json.loads(attackers.communicate()[0] or "{}") if attackers else {}
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(60)
     counts: Counter[str] = sum((client.counts for client in clients), Counter())
     third = max(memory[: len(memory) // 3 + 1])
+    times = [pair for client in clients for pair in client.times]
+    quiet, among = slowest(times, begin, quiet_until), slowest(times, quiet_until, begin + seconds)
     failures = {k: n for k, n in counts.items() if k not in ("right", "near tie", "left", "malformed and refused")}
     report = {
         "minutes": round((time.monotonic() - begin) / 60, 1),
@@ -263,11 +286,35 @@ def main() -> int:
             "end": round(memory[-1]),
             "most": round(max(memory)),
         },
+        "p99_s": {"quiet": round(quiet, 3), "among_attackers": round(among, 3)},
+        "attacks": attacks,
         "exit_code": server.returncode,
         "wrong_answers": [answer for client in clients for answer in client.wrong][:SHOWN],
     }
     print(json.dumps(report, indent=1))
-    return int(bool(failures) or counts["right"] == 0 or memory[-1] > GROWTH * third or server.returncode != 0)
+    wrong = bool(failures) or counts["right"] == 0 or not attacks or not all(map(is_refused, attacks))
+    return int(wrong or memory[-1] > GROWTH * third or among > options.slower * quiet or server.returncode != 0)
+
+
+def attack(url: str, seconds: float) -> subprocess.Popen[str]:
+    """Attackers in a process of their own, whose work is not that of the clients' process."""
+    host, port = url.removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
+    tool = Path(__file__).with_name("soak_attackers.py")
+    command = [sys.executable, str(tool), host, port, "soak", "--key", KEY, "--seconds", str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def is_refused(kind: str) -> bool:
+    """Whether what an attacker reports, "kind: status", is as it must be; kinds without a rule are answered or refused."""
+    name, _, status = kind.partition(": ")
+    if name.startswith("half requests"):
+        return False
+    return int(status) in (*REFUSED.get(name, (200, 400)), 429)
+
+
+def slowest(times: list[tuple[float, float]], begin: float, end: float) -> float:
+    """The 99th percentile of the times of answers that began between."""
+    return float(np.percentile([took for at, took in times if begin <= at < end] or [math.nan], 99))
 
 
 if __name__ == "__main__":

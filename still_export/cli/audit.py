@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from still_export.cli.output import Output, ReportFile, command_line, report_folder
+from still_export.sources import demand_model
 
 EXAMPLES = """
 Examples:
@@ -29,6 +30,7 @@ def audit(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Check pass-through (k = 0, k = C) and the linear mass; show the norms around NP-Map and where salient tokens lie."""
+    demand_model(model, "audit")
     import torch
 
     from still_export.doctor import machine

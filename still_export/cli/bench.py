@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
+from still_export.cli.output import Output, PackageFolder, ReportFile, TrustNative, command_line, report_folder
 from still_export.errors import ConfigError
 from still_export.extras import demand
+from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:
@@ -23,7 +24,7 @@ Examples:
 
 def bench(
     asked: dict[str, Any],
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: PackageFolder,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for bench.json.", show_default="PACKAGE/bench"),
@@ -37,6 +38,7 @@ def bench(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
+    demand_package(package, "bench")
     from still_export.doctor import machine
     from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
     from still_export.evaluation.bench import bench as measure

@@ -28,7 +28,8 @@ Examples:
 def bench_peer(
     asked: dict[str, Any],
     model: Annotated[
-        Path, typer.Argument(help="Base model: Hugging Face folder, or for genai and llama.cpp a GGUF file.")
+        Path,
+        typer.Argument(help="Base model: Hugging Face folder, or for genai and llama.cpp a GGUF file."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON rows for bench --beside.")] = Path("peer.json"),
     runtime: Annotated[

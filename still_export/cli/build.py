@@ -10,6 +10,7 @@ import typer
 from still_export.cli.errors import ended_at_once
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, TrustNative
+from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:
@@ -28,6 +29,7 @@ def build(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
+    demand_package(package, "build")
     from still_export.package.trust import trust_package
     from still_export.targets.trt.build import BuildOptions, build_engines, discard_staged, reopen
 

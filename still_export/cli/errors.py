@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -10,6 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+
+LOST_PAGES = (
+    b"LostPages: a file was cut while it was read, such as a model's or package's weights, or its disk failed. Copy or export it again, "
+    b"and start again.\n"
+)
+_on_lost_pages: object = None  # which the system calls: kept from being freed
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,6 +42,19 @@ def ended_at_once(undo: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_at_lost_pages() -> None:
+    """End with a sentence where a file is cut that is mapped: reading the lost pages raises SIGBUS, for which Python's own handlers would
+    never run."""
+
+    def end(number: int) -> None:
+        os.write(2, LOST_PAGES)
+        os._exit(2)
+
+    global _on_lost_pages
+    _on_lost_pages = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
+    ctypes.CDLL(None).signal(signal.SIGBUS, _on_lost_pages)
 
 
 def complain_interrupted() -> None:

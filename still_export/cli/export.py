@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ import typer
 
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, command_line
+from still_export.sources import demand_model
 
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
@@ -30,7 +32,8 @@ Examples:
 """
 
 NO_KERNELS = (
-    "without kernels for CPUs, which are faster: still-export kernels build makes them once; later exports take them"
+    "without kernels for CPUs, which are faster: install cmake and g++, and the next export builds them once (or run "
+    "still-export kernels build)"
 )
 NO_PLUGIN = (
     "no plugin library: there is no NvInfer.h in the usual places. Name its folder with --tensorrt-include, or the engine's "
@@ -57,9 +60,6 @@ def export(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
-    from still_export.targets import export as exporting
-    from still_export.targets.registry import target_of
-
     if output is None:
         raise typer.BadParameter("give the package folder to write: -o DIR", param_hint="-o")
     if model is None and config is None:
@@ -67,9 +67,18 @@ def export(
     if ("dtype" in asked) + fp16 + bf16 > 1:
         raise typer.BadParameter("give one of --dtype, --fp16, --bf16")
     asked |= {"dtype": "float16" if fp16 else "bfloat16"} if fp16 or bf16 else {}
+    if model is not None:
+        overlays, untrained = asked.get("overlays") or (), config is not None or bool(asked.get("attach_untrained"))
+        found = demand_model(model, "export", overlays, untrained)
+        _check_dtype(asked.get("to"), asked.get("dtype", "auto"), found.dtype)
+    from still_export.targets import export as exporting
+    from still_export.targets.registry import target_of
+
     asked |= {} if model is None else {"model": model}
     job = exporting.plan_job(asked.pop("to", None), asked, exporting.read_manifest(config) if config else None)
     out, target = Output(as_json, quiet), target_of(job.to, job.options)
+    if "native" in target.flags and job.options.native is None and job.options.cpu is None and not job.options.archs:
+        _build_kernels(out)
     with out.steps() as progress:
         package = exporting.export(
             job.asked,
@@ -98,6 +107,36 @@ def export(
         content |= {"engines": [str(e) for e in engines], "trt": manifest.get("trt")}
         made = ", ".join(e.name for e in engines) or "no engine yet"
     out.result(content, f"{output}: {made}", next_commands(output, target.to, ready=bool(engines) or not target.built))
+
+
+def _build_kernels(out: Output) -> None:
+    """Build the kernels for this machine's processor where they are not there and can be built; without them the export goes on."""
+    from still_export.targets.ort.library import build_library, can_build, find_library
+    from still_export.targets.trt.plugins import PluginBuildError
+
+    if find_library() is not None or not can_build():
+        return
+    out.log("building the kernels for this processor, once: one to three minutes of it; --no-native leaves them out")
+    begin = time.monotonic()
+    try:
+        with out.steps() as progress:
+            progress("building the kernels")
+            build_library()
+    except PluginBuildError as error:
+        out.log(f"no kernels: {str(error).splitlines()[0]}")
+    else:
+        out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports take them")
+
+
+def _check_dtype(to: str | None, asked: str, stored: str) -> None:
+    """Refuse at once a type that no target by the name `to` computes in."""
+    from still_export.targets.registry import names, targets_of
+
+    dtype = stored if asked == "auto" else asked
+    if dtype == "bfloat16" and asked == "auto":
+        return  # becomes float32
+    if to in names() and dtype and not any(dtype in target.dtypes for target in targets_of(to)):
+        targets_of(to)[0].check_dtype(dtype)
 
 
 def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path], str]:

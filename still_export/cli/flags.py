@@ -19,14 +19,16 @@ def add_verb(
     verb: Callable[..., None],
     epilog: str | None,
     whole: bool,
+    panel: str,
     records: Collection[str] = (),
     without: Collection[str] = (),
     targets: bool = False,
 ) -> None:
-    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets`."""
+    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets`;
+    the help has it in `panel`."""
     kinds = [getattr(import_module(r.rpartition(".")[0]), r.rpartition(".")[2]) for r in records if whole]
     flags = [flag for kind in kinds for flag in flags_of(kind, without)] + (target_flags() if whole and targets else [])
-    app.command(verb.__name__.replace("_", "-"), epilog=epilog)(with_flags(verb, *flags))
+    app.command(verb.__name__.replace("_", "-"), epilog=epilog, rich_help_panel=panel)(with_flags(verb, *flags))
 
 
 def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Callable[..., None]:

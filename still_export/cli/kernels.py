@@ -10,12 +10,12 @@ import typer
 from still_export.cli.output import Output
 
 
-def register(app: typer.Typer) -> None:
+def register(app: typer.Typer, panel: str) -> None:
     """Add the verb to `app`."""
     kernels = typer.Typer(help="Build the kernels for CPUs once; exports take them from then on.", no_args_is_help=True)
     kernels.command("build")(build)
     kernels.command("headers")(headers)
-    app.add_typer(kernels, name="kernels")
+    app.add_typer(kernels, name="kernels", rich_help_panel=panel)
 
 
 def build(

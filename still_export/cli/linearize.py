@@ -11,6 +11,7 @@ import typer
 from still_export.cli.output import Output, ReportFile, command_line
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
+from still_export.sources import demand_model
 
 EXAMPLES = """
 Examples:
@@ -64,6 +65,8 @@ def linearize(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Turn a softmax model into a STILL model, or one of linear attention: attention transfer, then LoRA; say what each costs."""
+    if base is not None:
+        demand_model(base, "linearize")
     from still_export.doctor import machine
 
     demand(*EXTRAS["train"])

@@ -8,16 +8,18 @@ import signal
 import sys
 import threading
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import still_export
-from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted
-from still_export.errors import StillExportError
+from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted, end_at_lost_pages
+from still_export.errors import ModelNotFoundError, StillExportError
 from still_export.extras import installation
 from still_export.package.refusals import RunError
+from still_export.sources import look
 
 
 def _version(wanted: bool) -> None:
@@ -54,6 +56,15 @@ VERBS: dict[str, dict[str, Any]] = {
 }
 """Verbs in the order of the help, a file each with a function of its name, and what flags are made from beside those of the function."""
 
+PANELS = {
+    "Use": ("run", "serve", "inspect", "doctor"),
+    "Make": ("export", "lower", "build", "kernels"),
+    "Prove and measure": ("verify", "prove", "bench", "bench_peer", "evaluate", "audit"),
+    "Train": ("linearize", "select_layers", "fetch_texts", "write_chats"),
+}
+"""Verbs by what they are for."""
+_PANEL_OF = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
+
 
 @functools.cache  # every call of `main` in a process would have all verbs more to build
 def app(verb: str = "") -> typer.Typer:
@@ -77,10 +88,10 @@ def app(verb: str = "") -> typer.Typer:
         module, name = import_module(f"still_export.cli.{file}"), file.replace("_", "-")
         function, examples = getattr(module, file), getattr(module, "EXAMPLES", None)
         if flags is PLAIN:
-            made.command(name, epilog=examples)(function)
+            made.command(name, epilog=examples, rich_help_panel=_PANEL_OF[file])(function)
         else:  # a recipe's take no time
-            add_verb(made, function, examples, verb == name or flags is RECIPE, **flags)
-    kernels.register(made)
+            add_verb(made, function, examples, verb == name or flags is RECIPE, _PANEL_OF[file], **flags)
+    kernels.register(made, _PANEL_OF["kernels"])
     return made
 
 
@@ -115,7 +126,10 @@ def main(arguments: list[str] | None = None) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in INTERRUPTS:
             signal.signal(number, _interrupt)
+        if hasattr(signal, "SIGBUS"):
+            end_at_lost_pages()
     try:
+        _look_ahead(given)
         app(given[0] if given else "")(given, standalone_mode=True)
     except (StillExportError, RunError) as error:
         if debug:
@@ -131,11 +145,12 @@ def main(arguments: list[str] | None = None) -> None:
     except _Interrupted:
         complain_interrupted()
         sys.exit(2)
-    except MemoryError:
+    except MemoryError as error:
         if debug:
             raise
+        asked = f": {error}" if str(error) else ""  # NumPy says how much, of what shape
         complain(
-            "OutOfMemory", "this machine's memory does not hold the model; use a machine with more, or a smaller dtype."
+            "OutOfMemory", f"this machine's memory does not suffice{asked}. Use one with more, or a smaller dtype."
         )
         sys.exit(2)
     except BaseException as error:
@@ -148,6 +163,19 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(2)
         complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
         sys.exit(2)
+
+
+def _look_ahead(given: list[str]) -> None:
+    """Look at what a verb is about before its flags are made."""
+    words = list(takewhile(lambda word: not word.startswith("-"), given[1:]))
+    if any(not word.strip() for word in words):
+        raise ModelNotFoundError(
+            f"{given[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
+        )
+    if given[:1] == ["evaluate"]:  # whose flags take as long as torch
+        for model in words:
+            if "://" not in model:
+                look(model)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ from rich.progress import (
 
 from still_export.errors import ConfigError
 
+PackageFolder = Annotated[Path, typer.Argument(help="Package folder.")]
+"""Argument of the verbs that read packages."""
+
 TrustNative = Annotated[
     bool,
     typer.Option(

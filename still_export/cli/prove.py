@@ -1,4 +1,4 @@
-"""still-export prove: all that this machine can show of a package, as a record for the ledger."""
+"""still-export prove: all that this machine can show of a package, as a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Output, TrustNative, report_folder
+from still_export.cli.output import Output, PackageFolder, TrustNative, report_folder
+from still_export.sources import demand_package
 
 EXAMPLES = """
 Examples:
@@ -20,7 +21,7 @@ Examples:
 
 def prove(
     asked: dict[str, Any],
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: PackageFolder,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the record.", show_default="PACKAGE/proofs")
     ] = None,
@@ -29,11 +30,11 @@ def prove(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build engines, compare with PyTorch, measure, and write a record of it; exit 1 on a mismatch. What cannot be shown here is said."""
+    demand_package(package, "prove")
     from still_export.evaluation.prove import ProveOptions
     from still_export.evaluation.prove import prove as show
     from still_export.package.trust import trust_package
-    from still_export.proof.ledger import figures
-    from still_export.proof.records import write_record
+    from still_export.proof.records import figures_line, write_record
 
     if trust_native:
         trust_package(package)
@@ -42,7 +43,7 @@ def prove(
         proven = show(package, options, progress)
     made = proven.record
     path = write_record(made, folder)
-    lines = [f"{made.verdict}: {figures(made.figures)}", *(f"not shown here: {each}" for each in proven.missing)]
+    lines = [f"{made.verdict}: {figures_line(made.figures)}", *(f"not shown here: {each}" for each in proven.missing)]
     content = {**made.model_dump(mode="json"), "record": str(path), "missing": proven.missing}
     out.result(content, *lines, f"record: {path}")
     raise typer.Exit(1 if made.verdict == "failed" else 0)

@@ -10,6 +10,7 @@ import typer
 
 from still_export.cli.output import Output
 from still_export.extras import EXTRAS, demand
+from still_export.sources import demand_model
 
 EXAMPLES = """
 Examples:
@@ -44,6 +45,8 @@ def select_layers(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Rank layers by what softmax does for them that linear attention cannot: predict text from far tokens, and look facts up."""
+    if base is not None:
+        demand_model(base, "select-layers")
     demand(*EXTRAS["train"])
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.recipe import preset, read_recipe

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from still_export.cli.output import Guess, Output, TrustNative
+from still_export.cli.output import Guess, Output, PackageFolder, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.extras import demand
+from still_export.sources import demand_package
+
+if TYPE_CHECKING:
+    from still_export.serving.app import Settings
 
 EXAMPLES = """
 Examples:
@@ -21,7 +28,7 @@ Examples:
 
 
 def serve(
-    package: Annotated[Path, typer.Argument(help="Package folder.")],
+    package: PackageFolder,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 = a free one.")] = 8000,
     name: Annotated[
@@ -29,6 +36,13 @@ def serve(
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="STILL_API_KEY", help="Asked of every request to /v1.", show_default="none")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which requests may ask for the server, beside localhost and addresses; repeatable.",
+            show_default="only these on this machine's own address, else any",
+        ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, max=1024, help="Requests that run at the same time.")] = 4,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more are refused with 429.")] = 64,
@@ -63,6 +77,7 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
 ) -> None:
     """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
+    demand_package(package, "serve")
     demand("starlette", "uvicorn")
     from still_export.api import load
     from still_export.runtime.cuda_driver import CudaError
@@ -71,7 +86,7 @@ def serve(
     from still_export.runtime.sampling import RunError
     from still_export.serving.app import Settings
     from still_export.serving.scheduler import Scheduler
-    from still_export.serving.server import LOOPBACK, Server, listen
+    from still_export.serving.server import Server, is_local, listen
     from still_export.serving.worker import Worker
 
     if api_key is not None and not api_key.strip():
@@ -103,16 +118,35 @@ def serve(
             raise PackageError(str(error)) from error
         scheduler = worker.scheduler
         body_bytes = 1024 * max_body_kb if max_body_kb else (64 << 10) + 64 * scheduler.context
-        settings = Settings(name or package.resolve().name, api_key, body_bytes)
+        local = is_local(sock)
+        hosts = frozenset(map(str.lower, [host, *(allowed_host or ())])) if local or allowed_host else None
+        settings = Settings(name or package.resolve().name, api_key, body_bytes, hosts)
         size = scheduler.state_bytes(scheduler.context) / 1e6
         where = f"[{host}]" if ":" in host else host
+        url = f"http://{where}:{sock.getsockname()[1]}"
         out.log(
-            f"{settings.name} on http://{where}:{sock.getsockname()[1]}/v1: {rows} rows of {scheduler.context:,} tokens, "
-            f"whose state takes {size:,.0f} MB at most"
+            f"{settings.name} on {url}/v1: {rows} rows of {scheduler.context:,} tokens, whose state takes {size:,.0f} MB at most"
         )
-        if api_key is None and host not in LOOPBACK:
-            out.log("everyone who reaches this address may ask: there is no --api-key")
+        out.log(f"chat in a browser: {url}/\n{_curl(url, settings, bool(scheduler.text.chat))}")
+        if api_key is None and not local:
+            print(
+                f"warning: everyone who reaches {where} can use this server: set a key in STILL_API_KEY",
+                file=sys.stderr,
+            )
         Server(worker, settings, stop_timeout).run(sockets=[sock])
+        if worker.failure is not None:
+            raise PackageError(str(worker.failure)) from worker.failure
+        out.log("stopped")
         worker.join(5)
         if scheduler.prefixes is not None:
             scheduler.prefixes.close()
+
+
+def _curl(url: str, settings: Settings, chat: bool) -> str:
+    """A request to try the server with, as a line of a shell."""
+    path, asked = "completions", dict[str, Any](prompt="Once upon a time")
+    if chat:
+        path, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    body = json.dumps({"model": settings.name, **asked, "max_tokens": 64})
+    key = "" if settings.api_key is None else ' -H "Authorization: Bearer $STILL_API_KEY"'
+    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -12,11 +12,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from still_export.cli.gguf_package import package_of
 from still_export.cli.output import Output, ReportFile, TrustNative, command_line, report_folder
 from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
+from still_export.cli.verify_server import is_server, verify_server
 from still_export.errors import ConfigError
 from still_export.package.folder import open_package
+from still_export.sources import demand_package
 
 if TYPE_CHECKING:
     from still_export.proof.verify import Report
@@ -41,13 +44,21 @@ Examples:
 
     still-export verify STILL_FOLDER --runtime vllm
 
+    still-export verify http://127.0.0.1:8000 --model FILE     any OpenAI-compatible server, against the file that it serves
+
     still-export verify GENAI_FOLDER --model BASE     a decoder that onnxruntime-genai, optimum or transformers exported
 """
 
 
 def verify(
     asked: dict[str, Any],
-    package: Annotated[Path, typer.Argument(help="Package folder; with --runtime vllm a STILL model's folder.")],
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACKAGE",
+            help="Package folder or GGUF file; with --runtime vllm a STILL model's folder; or the address of a running server.",
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for report and calls.", show_default="PACKAGE/verify")
     ] = None,
@@ -70,6 +81,9 @@ def verify(
     tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="Devices that share each layer.", rich_help_panel=SERVED, show_default="1")
     ] = None,
+    name: Annotated[
+        str | None, typer.Option("--as", help="The server's name of the model.", show_default="its only one")
+    ] = None,
     report: ReportFile = None,
     junit: Annotated[Path | None, typer.Option(help="Write the verdict on every output as JUnit XML, for CI.")] = None,
     trust_native: TrustNative = False,
@@ -77,11 +91,22 @@ def verify(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection, or vLLM's answers under load
-    with PyTorch's, or another exporter's decoder with its model; exit 1 on a mismatch."""
+    with PyTorch's, or another exporter's decoder with its model, or a running server's answers with its file; exit 1 on a mismatch."""
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
     others |= {"--record": record, "--selections": selections, "--follow": follow, "--report": report, "--junit": junit}
     runtime, out = asked.get("runtime"), Output(as_json, quiet)
+    if is_server(subject):
+        given = {flag: x is not None for flag, x in (ours | others).items() if flag not in ("--model", "--lengths")} | {
+            f"--{flag}": flag in asked for flag in ("runtime", "provider")
+        }
+        given |= {"--junit": junit is not None, "--trust-native": trust_native}
+        lengths = tuple(asked.get("lengths") or ())
+        passed = verify_server(subject, asked.get("model"), name, lengths, output, asked.get("seed", 0), given, out)
+        raise typer.Exit(0 if passed else 1)
+    if name is not None:
+        raise ConfigError("--as names a server's model: give the server's address in the place of the package.")
+    package = package_of(Path(subject), out)
     check_flags(runtime, *({name: x is not None for name, x in flags.items()} for flags in (ours, others)))
     if runtime == RUNTIME:
         ranks, seed = tensor_parallel_size or 1, asked.get("seed", 0)
@@ -89,7 +114,10 @@ def verify(
         raise typer.Exit(0 if passed else 1)
     if junit is not None:
         report_folder(junit.parent)
-    if is_foreign(package):
+    foreign = is_foreign(package)
+    if not foreign:
+        demand_package(package, "verify")
+    if foreign:
         flags = {"record": record, "selections": selections, "follow": follow, "report": report, **asked}
         raise typer.Exit(0 if verify_foreign(package, output, flags, out, junit) else 1)
     from still_export.doctor import machine

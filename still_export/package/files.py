@@ -6,6 +6,7 @@ Standard library only: exports copy this file into packages, for run_ort.py and 
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 import threading
 from collections.abc import Iterable
@@ -21,8 +22,6 @@ PORTABLE = "portable.onnx"
 """The graph that every target is lowered from, over the same weights."""
 FOLD = "fold.onnx"
 """The graph that takes the tokens of a call of guesses that hold into the states, over the same weights."""
-STEP = "step.onnx"
-"""The graph of a step of one sequence of a small model on a GPU, over the same weights."""
 HEAD = "mtp.onnx"
 """The graph of a head that guesses tokens ahead of the model's, over the same weights."""
 VISION = "vision.onnx"
@@ -105,6 +104,26 @@ def _again(folder: Path, manifest: dict[str, Any], name: str) -> str:
     return "Copy the package again, or " + (
         f"build it again: still-export build {folder}" if built else "export the model again."
     )
+
+
+class Held:
+    """Files that are held open while a runtime has them mapped: what takes their place in the folder changes nothing, and what is written
+    into them shows."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._files = [path.open("rb", buffering=0) for path in paths]
+        self._were = [_state(file) for file in self._files]
+
+    def check(self) -> None:
+        """Raise CheckError where one of them was cut or written."""
+        for file, was in zip(self._files, self._were, strict=True):
+            if _state(file) != was:
+                raise CheckError(f"{file.name} was changed while it was used, so answers would be wrong. Start again.")
+
+
+def _state(file: Any) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
 class Hashing:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +17,13 @@ from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.sessions import Target
+from still_export.proof.texts_asked import asked_tokens
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Report, Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target, runtime_of
+from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
@@ -88,7 +91,7 @@ def verify(
         package: Its folder.
         options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-        started: Told how many cases there are.
+        progress: Told each step.
 
     Returns:
         The verdict, `report.passed` first.
@@ -107,6 +110,7 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)
+    held = _weights_held(proof, progress)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
@@ -115,6 +119,7 @@ def verify(
         report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
+    report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
     if options.quick:
         left_out = f"--quick: prompts of other lengths than {', '.join(map(str, QUICK))}, and steps behind the first {QUICK_STEPS}"
         report = report.including(Verdict([], [left_out]))
@@ -130,6 +135,75 @@ def verify(
     wide = _options(proof.package, options.model, "float32")
     device = options.reference_device or "cpu"
     return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+
+
+def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
+    """Every weight of the package beside the model's, and the model beside what others read of its files, before anything runs."""
+    if proof.options.calls is not None:
+        return Verdict(
+            not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
+        )
+    from still_export.models.load import resolve_source
+    from still_export.models.read.source import find_source
+    from still_export.proof.embedding_rows import check_rows
+    from still_export.proof.held_weights import check_weights
+    from still_export.proof.source_reader import check_source
+
+    package = proof.package
+    asked = _options(package, proof.options.model, "float32")
+    with _found(package):
+        source = find_source(asked)
+    verdict = check_weights(package.path, package.manifest, source, progress)
+    verdict.add(check_rows(package, source))
+    progress("reading the model's files as others do", 0, 0)
+    overlays = [resolve_source(overlay) for overlay in asked.overlays]
+    verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
+    return verdict
+
+
+def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
+    """What a user runs beside the graph and the runtime that were compared."""
+    from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
+    from still_export.proof.whole_package import check_files, check_programs
+
+    package, options, verdict = proof.package, proof.options, Verdict()
+    manifest, device = package.manifest, options.reference_device or "cpu"
+    progress("running the package's programs", 0, 0)
+    verdict.add(check_programs(package, options.provider))
+    if options.calls is not None:
+        verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
+        verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
+        return verdict
+    with _found(package):
+        from still_export.models.load import resolve_source
+
+        asked = _options(package, options.model, "float32")
+        verdict.add(check_files(package, resolve_source(asked.model, asked.revision)))
+    if pairs or manifest["target"] != "onnx" or manifest.get("speculate") or proof.runtime.name != "ort":
+        verdict.not_asked.append(
+            "function bodies and the portable graph: verify a package --to onnx, without --speculate"
+        )
+        return verdict
+
+    progress("comparing function bodies and the portable graph", 0, 0)
+
+    def cases() -> CaseSource:
+        lengths = other_lengths(StateTable.of(manifest).period)
+        return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
+
+    verdict.add(check_other_graphs(package, target.native, cases))
+    return verdict
+
+
+@contextlib.contextmanager
+def _found(package: Package) -> Iterator[None]:
+    """Say of a model that is not there what it is for."""
+    try:
+        yield
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
+        ) from error
 
 
 def record(
@@ -204,7 +278,8 @@ def select(
     target = proof.ready({})
     open_package(proof.package.path)  # it is about to run
     lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
-    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed)
+    words = asked_tokens(proof.package.path, manifest)
+    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
     try:
         with target.open() as session:
             write_selections(session, prompts, proof.package, path, progress)
@@ -328,16 +403,12 @@ def _torch_cases(
     if dtype == "float32" and has_narrow_caches(package.manifest):
         dtype = "float16"
     manifest = package.manifest
-    try:
+    with _found(package):
         wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
         if dtype == "float32":  # opened once; a configuration says what type its model has
             own = replace(wide, config=deepcopy(wide.config))
         else:
             own = held_source(_options(package, model, dtype), package.path, manifest, pairs, device)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
-        ) from error
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]
@@ -347,7 +418,8 @@ def _torch_cases(
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
+    words = asked_tokens(package.path, manifest)
+    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
+from still_export.package.files import MODEL
 from still_export.runtime.base import Runner
 from still_export.targets import registry
 from still_export.targets.runtime import Opening
@@ -28,6 +29,8 @@ def open_runner(
     check: bool = True,
     watch: tuple[str, ...] = (),
     tensors: tuple[str, ...] = (),
+    bodies: bool = False,
+    graph: str = MODEL,
 ) -> Runner:
     """The runner of the package `folder`.
 
@@ -41,6 +44,8 @@ def open_runner(
         check: Compare the weights with their hashes.
         watch: Ops whose first outputs are asked for, where the runtime can tell them.
         tensors: Of the graph, which are asked for behind them; of ONNX Runtime alone.
+        bodies: Run function bodies, though there are kernels.
+        graph: Of the package.
 
     Raises:
         ConfigError: The provider is unknown, or not one of this runtime.
@@ -51,4 +56,4 @@ def open_runner(
         raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
     if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
-    return record.open(Opening(folder, manifest, provider, threads, plugin, check, watch, tensors))
+    return record.open(Opening(folder, manifest, provider, threads, plugin, check, watch, bodies, graph, tensors))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, given_of, last_logits, typed_states
+from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.chains import HIDDEN
 from still_export.proof.reference import open_runner
@@ -196,6 +197,8 @@ class Target:
         plugin: TensorRT's plugin library in the place of the package's.
         adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
         genai: Ask onnxruntime-genai too, beside ONNX Runtime's runner.
+        bodies: Function bodies run, though the package has kernels.
+        graph: Of the package.
     """
 
     def __init__(
@@ -206,8 +209,10 @@ class Target:
         plugin: Path | None = None,
         adapter: Arrays | None = None,
         genai: bool = False,
+        bodies: bool = False,
+        graph: str = MODEL,
     ) -> None:
-        self.genai = genai
+        self.genai, self.bodies, self.graph = genai, bodies, graph
         self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
         self.adapter = adapter or {}
         self.record = runtime_named(runtime)
@@ -243,6 +248,8 @@ class Target:
             check=False,
             watch=self.watch,
             tensors=tuple(tensors),
+            bodies=self.bodies,
+            graph=self.graph,
         )
         if self.adapter:
             model.use_adapter(self.adapter, "adapter")

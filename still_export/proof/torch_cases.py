@@ -36,6 +36,7 @@ class TorchCases:
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
         seed: Of the prompts.
+        words: Tokens of texts that they hold.
 
     Attributes:
         head: Questions to the head that guesses tokens ahead, which a package may have.
@@ -51,10 +52,11 @@ class TorchCases:
         lengths: tuple[int, ...] = LENGTHS,
         decode_steps: int = 72,
         seed: int = 0,
+        words: Sequence[int] = (),
     ) -> None:
         self.reference, self.own = reference, own
         self.ties = ties_of(manifest)
-        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed)
+        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed, words)
         self.count = self.prompts.count
         self._layers: list[int] = []  # that route
         self.head: HeadCases | None = None

@@ -75,10 +75,8 @@ def open_draft(model: Runner, draft: Runner) -> Speculation:
         raise RunError(
             f"{model.folder} takes no guesses of a draft: export it with --speculate for ONNX Runtime or TensorRT."
         )
-    if draft.every:
-        raise RunError(
-            f"the draft {draft.folder} wants tokens of its own between those that it is given. Give another."
-        )
+    if draft.feeding.every or draft.feeding.whole_prompts:
+        raise RunError(f"the draft {draft.folder} wants tokens of its own, or whole prompts. Give another.")
     if Text(model).tokenizer.get_vocab() != Text(draft).tokenizer.get_vocab():
         raise RunError(
             f"the draft {draft.folder} has another tokenizer than {model.folder}: its tokens mean something else. "

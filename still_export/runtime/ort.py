@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, HEAD, MODEL, STEP, Hashing, check_hash
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
@@ -242,6 +242,7 @@ class OrtModel(Runner):
         check: Compare the weights with their hashes, beside loading them.
         replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
         watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
+        bodies: Function bodies run, though the package has kernels.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -256,6 +257,7 @@ class OrtModel(Runner):
         check: bool = True,
         replay: bool | None = None,
         watched: tuple[bytes, list[str]] | None = None,
+        bodies: bool = False,
     ) -> None:
         import onnxruntime
 
@@ -276,7 +278,7 @@ class OrtModel(Runner):
         options, self._session_options = session_options(), session_options
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
             raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
-        self.native = native_library(self.folder, self.manifest, self.device)
+        self.native = None if bodies else native_library(self.folder, self.manifest, self.device)
         if self.device == "cuda" and self.native is None:
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
             onnxruntime.set_default_logger_severity(3)
@@ -286,6 +288,7 @@ class OrtModel(Runner):
         self.replays = able if replay is None else replay
         graph, self._watched = watched or (MODEL, [])
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
+        self._weights = Held(self.folder / name for name in weights)
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
             self.session = open_session(
@@ -297,8 +300,6 @@ class OrtModel(Runner):
         self.speculation = Speculation(self.guesses) if self.guesses else None
         # Opened here, not in the midst of an answer.
         self._fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
-        stepping = able and watched is None and STEP in self.manifest["files"]
-        self._step: Any = self._open_beside(STEP, self.replays) if stepping else None
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
@@ -311,6 +312,10 @@ class OrtModel(Runner):
         self._graphs = 0  # captured so far
         self._adapter: dict[str, Any] = {}  # values of the inputs that an adapter has
         self._given: dict[str, Any] = {}  # of those that images have, for the call that is made
+
+    def check_files(self) -> None:
+        """As of Runner: ONNX Runtime maps the weights."""
+        self._weights.check()
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
@@ -400,7 +405,7 @@ class OrtModel(Runner):
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
-            session = self._fold if wanted == FOLDED else self._session(sequences, tokens)
+            session = self._fold if wanted == FOLDED else self.session
             shapes: dict[str, tuple[int, ...]]
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             if wanted == AHEAD and self.head:
@@ -488,18 +493,14 @@ class OrtModel(Runner):
             self._brought = input_ids, values[LAST_HIDDEN].numpy()
         return self._floats(values[NEXT_TOKEN if greedy and self.says_token else "logits"])
 
-    def _open_beside(self, graph: str, replay: bool = False) -> Any:
+    def _open_beside(self, graph: str) -> Any:
         """Session of another graph over the model's weights, whose hashes were compared."""
         names = weight_files(self.folder, self.manifest, graph)
         assert set(names) <= set(self.manifest["files"])
         options = self._session_options(graph)
         if graph == FOLD:
             options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
-        return open_session(self.folder, self.manifest, options, self.device, self.native, replay, graph)
-
-    def _session(self, sequences: int, tokens: int) -> Any:
-        """Of calls of so many tokens of so many sequences."""
-        return self._step if self._step is not None and sequences == tokens == 1 else self.session
+        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=graph)
 
     def run_apart(self, session: Any, binding: Any) -> None:
         """Run a call that no CUDA graph replays.
@@ -570,7 +571,7 @@ class OrtModel(Runner):
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
-        self.run_apart(self._session(len(counts), tokens), binding)
+        self.run_apart(self.session, binding)
         before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
         others = binding.get_outputs()[before:]
         if count := len(self._watched):
@@ -631,7 +632,7 @@ class OrtModel(Runner):
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
         if (tokens, self._turn) not in self._captured:
-            session = self._session(self.batch, tokens)
+            session = self.session
             binding = session.io_binding()
             shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
             apart = -(-self.batch * tokens // ALIGNED) * ALIGNED
@@ -676,7 +677,7 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        if not self.replays or self.every:
+        if not self.replays or self.feeding.every:
             return super().step(token)
         return self._floats(self._stepped(token)["logits"])[:, -1]
 
@@ -709,7 +710,7 @@ class OrtModel(Runner):
         token is the likeliest."""
         if self.replays:
             self.reserve(count)
-        if self.every or not (self.replays and self.says_token):
+        if self.feeding.every or not (self.replays and self.says_token):
             yield from super().greedy(token, count)
             return
         for _ in range(count):

@@ -58,7 +58,8 @@ class NotFiniteError(RunError):
 
 @dataclasses.dataclass
 class Sampling:
-    """How the next token is chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+    """How the next token is chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens, top_p 0 the likeliest one; seed -1
+    differs each time."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -66,12 +67,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1 or self.seed < 0:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 <= self.top_p <= 1 or self.seed < -1:
             raise RunError(
                 f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}, seed={self.seed}: "
-                "temperature, top_k and seed must not be negative, top_p lies in (0, 1]."
+                "temperature and top_k must not be negative, nor seed but for -1 (random); top_p lies in [0, 1]."
             )
-        self.random = np.random.default_rng(self.seed)
+        self.random = np.random.default_rng(None if self.seed == -1 else self.seed)
 
     def choose(self, logits: np.ndarray) -> int:
         """Next token from logits [V].
@@ -103,6 +104,7 @@ class Sampling:
             mass = np.cumsum(weight[tokens])
             # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
             kept = mass - weight[tokens] < self.top_p * (mass[-1] if self.top_k else weight.sum())
+            kept[0] = True
             if self.top_k or count == weight.size or not kept[-1]:
                 return tokens[kept]
             count = min(8 * count, weight.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import time
 import traceback
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
@@ -29,6 +31,9 @@ from still_export.serving.worker import Worker
 BODY_S = 30.0
 """A body that takes longer to come is given up."""
 
+STALLED_S = 30.0
+"""A call of the model that takes longer makes the server busy."""
+
 TOKENIZERS = 2
 """Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
 
@@ -44,11 +49,14 @@ class Settings:
     """Of the HTTP side.
 
     name: Of the model. api_key: None: everyone may ask. body_bytes: Of a request, at most.
+    hosts: Names by which the server may be asked, beside localhost and addresses; None: any. Pages of other sites can give their own
+        name this machine's address (DNS rebinding), but still send the name.
     """
 
     name: str
     api_key: str | None = None
     body_bytes: int = 4 << 20
+    hosts: frozenset[str] | None = None
 
 
 def make_app(worker: Worker, settings: Settings) -> Starlette:
@@ -87,6 +95,8 @@ class _Server:
 
         async def handle(request: HttpRequest) -> Response:
             try:
+                if self.settings.hosts is not None:
+                    _check_host(request.headers.get("host", ""), self.settings.hosts)
                 response = await handler(request)
             except ApiError as error:
                 again = {"retry-after": "1"} if error.status in (429, 503) else None
@@ -139,6 +149,8 @@ class _Server:
             raise ApiError(503, "the server is stopping.")
         if scheduler.broken or not self.worker.alive:
             raise ApiError(503, "the model failed on its last call; the server's log has the reason.")
+        if (stalled_s := self.worker.stalled_s) > STALLED_S:
+            raise ApiError(503, f"the server is busy: one call of the model has taken {stalled_s:.0f} s so far.")
         return _json({"status": "ok", "running": scheduler.running, "waiting": scheduler.queued})
 
     async def metrics_text(self, request: HttpRequest) -> Response:
@@ -221,7 +233,7 @@ class _Server:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         prompt, most = request.prompt, request.max_tokens
-        job = Request(prompt, most, request.sampling, listener, request.stop, request.ignore_eos, warm)
+        job = Request(prompt, most, request.sampling, listener, request.stop, request.ignore_eos, warm, request.marks)
         try:
             self.worker.submit(job)
         except QueueFullError as error:
@@ -276,6 +288,21 @@ def _check(event: Event) -> None:
         raise ApiError(500, event.error)
     if event.ended == "refused":
         raise ApiError(503, event.error)
+
+
+def _check_host(header: str, hosts: frozenset[str]) -> None:
+    """Refuse a request to a name that is not this server's."""
+    try:
+        name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
+    except ValueError:
+        name = ""
+    if name in hosts or name == "localhost" or name.endswith(".localhost"):
+        return
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        message = f"this server does not answer to the host {header[:100]!r}. Start it with --allowed-host NAME."
+        raise ApiError(403, message, None, "host_not_allowed") from None
 
 
 async def _read_body(http: HttpRequest, most: int) -> bytes:

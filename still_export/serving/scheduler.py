@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -17,7 +17,8 @@ from still_export.runtime.base import Runner, checked_prompt
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import NotFiniteError, RunError, Sampling, checked_token
 from still_export.runtime.speculation import Guesser
-from still_export.runtime.text import StopTexts, Text, TextPieces
+from still_export.runtime.stop_texts import StopTexts
+from still_export.runtime.text import Text, TextPieces
 
 Ended = Literal["end", "length", "stop", "failed", "refused"]
 """By the model, by max_tokens, by a stop text, by an error, by the server's own end."""
@@ -62,6 +63,7 @@ class Request:
         stop: Texts that end the answer, and are not part of it.
         ignore_eos: The model does not end the answer; for loads whose answers have a length.
         warm: Nothing is answered: the prompt is read for those who ask behind it.
+        marks: Tokens whose texts are shown, be they special.
 
     Attributes:
         tokens: Of the answer so far. cached: Tokens of the prompt that were not read again.
@@ -75,6 +77,7 @@ class Request:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     warm: bool = False
+    marks: Mapping[int, str] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     arrived: float = 0.0
@@ -89,7 +92,7 @@ class _Row:
         self.number, self.request = number, request
         self.read = 0  # tokens of the prompt
         self.fork = 0  # of them that the prompt has in common with others that were read
-        self.pieces, self.stops = TextPieces(text), StopTexts(request.stop)
+        self.pieces, self.stops = TextPieces(text, request.marks), StopTexts(request.stop)
         self.guesser: Guesser | None = None
 
     def say(self, token: int, ends: Sequence[int]) -> Event:
@@ -140,15 +143,16 @@ class Scheduler:
         piece: int = 256,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        if model.every:
+        if model.feeding.every:
             raise RunError(
-                f"this model wants a token of its own behind every {model.every[0]}, which `still-export run` and `evaluate` give it; it "
-                "is not served."
+                f"this model wants a token of its own behind every {model.feeding.every}, which `still-export run` and `evaluate` give it; "
+                "it is not served."
             )
         self.model, self.text, self.waiting, self.prefixes = model, text, waiting, prefixes
         self.context = context or model.table.capacity_tokens
         model.check_capacity(self.context - 1)  # the last token of an answer is not fed
-        self.piece = min(piece, model.prefill_tokens)
+        whole = model.feeding.whole_prompts
+        self.piece = model.prefill_tokens if whole else min(piece, model.prefill_tokens)
         model.start(rows)
         self.stopping = False
         self.broken = ""
@@ -229,6 +233,11 @@ class Scheduler:
             self._queue.clear()
         for request in refused:
             self._finish(request, Event("", "refused", "the server is stopping. Ask another one, or later."))
+
+    def give_up(self, error: Exception) -> None:
+        """End every request, and take no more: the model cannot go on."""
+        self.stop()
+        self._fail([row for row in self._rows if row is not None], error)
 
     def step(self) -> bool:
         """One round; False where there was nothing to do. Raises nothing: what fails ends the requests that it is about."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 import threading
@@ -13,9 +15,8 @@ import uvicorn
 
 from still_export.errors import ConfigError
 from still_export.serving.app import Settings, make_app
+from still_export.serving.connection import Connections, report_once
 from still_export.serving.worker import Worker
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -31,19 +32,29 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port}: {error}. Choose others: --host, --port.") from error
 
 
+def is_local(sock: socket.socket) -> bool:
+    """Only this machine can reach the socket."""
+    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
+
+
 class Server(uvicorn.Server):
-    """Serves a worker's model until SIGTERM or SIGINT; a second one does not wait for what runs.
+    """Serves a worker's model until SIGTERM, SIGINT or SIGHUP; a second SIGINT does not wait for what runs.
 
     Args:
         worker: With the model.
         settings: Of the HTTP side.
         stop_timeout_s: Requests that run longer after the first signal are cut off.
+        connections: Their limits.
     """
 
-    def __init__(self, worker: Worker, settings: Settings, stop_timeout_s: int = 30) -> None:
+    def __init__(
+        self, worker: Worker, settings: Settings, stop_timeout_s: int = 30, connections: Connections | None = None
+    ) -> None:
         self.worker = worker
         config = uvicorn.Config(
             make_app(worker, settings),
+            http=connections or Connections(),  # type: ignore[arg-type]  # called as a class is
+            ws="none",
             log_level="error",
             access_log=False,
             lifespan="off",
@@ -58,13 +69,24 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen."""
+        asyncio.get_running_loop().set_exception_handler(report_once())
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: asked ten times a second."""
+        return await super().on_tick(counter) or not self.worker.alive
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Refuse what comes, finish what runs."""

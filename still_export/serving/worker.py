@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
+from still_export.package.refusals import CheckError
 from still_export.serving.scheduler import Request, Scheduler
+
+CHECK_S = 1.0
+"""Time between two looks at the files that the model reads."""
 
 PAUSE_S = 1.0
 """Longest sleep without requests; a new one ends it."""
@@ -25,8 +30,11 @@ class Worker:
         self._open = open_scheduler
         self._wake, self._ready = threading.Event(), threading.Event()
         self._ending = False
+        self._moved = time.monotonic()
         self._scheduler: Scheduler | None = None
         self._error: BaseException | None = None
+        self.failure: CheckError | None = None
+        """Why the thread ended by itself."""
         self._thread = threading.Thread(target=self._run, name="still-export model", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -42,6 +50,11 @@ class Worker:
     def alive(self) -> bool:
         """The thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the call of the model that runs has taken so far; 0 without requests."""
+        return 0.0 if self.scheduler.idle else time.monotonic() - self._moved
 
     def submit(self, request: Request) -> None:
         """As of Scheduler."""
@@ -71,8 +84,18 @@ class Worker:
             return
         finally:
             self._ready.set()
+        checked = time.monotonic()
         while True:
+            if time.monotonic() - checked >= CHECK_S:
+                checked = time.monotonic()
+                try:
+                    scheduler.model.check_files()
+                except CheckError as error:
+                    self.failure = error
+                    scheduler.give_up(error)
+                    return
             self._wake.clear()  # before the step, which sees what was submitted until then
+            self._moved = time.monotonic()
             if not scheduler.step():
                 if self._ending:
                     return

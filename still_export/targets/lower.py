@@ -17,7 +17,7 @@ from still_export.errors import ConfigError, PackageError
 from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.weights_file import save_streaming
-from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE, STEP
+from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.runtime.bundle import PROGRAMS
 from still_export.targets import registry
@@ -86,6 +86,8 @@ def lower(
 def demand(target: Target, asked: ExportOptions, options: Any) -> None:
     """Raise ConfigError, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
     target.demand(asked, options)
+    if asked.dtype != "auto":
+        target.check_dtype(asked.dtype)
     if asked.speculate and not target.speculates:
         known = ", ".join(t.name for t in registry.TARGETS if t.speculates)
         raise ConfigError(f"--speculate is for {known}, not for {target.name}. Export without it.")
@@ -153,7 +155,6 @@ def lower_into(
     skip = {
         MODEL,
         FOLD,
-        STEP,
         HEAD,
         MANIFEST,
         *PROGRAMS.values(),

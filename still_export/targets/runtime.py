@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from still_export.package.files import MODEL
 from still_export.runtime.base import Runner
 
 
 @dataclass(frozen=True)
 class Opening:
     """A package that a runner is to open: provider of ONNX Runtime, threads (0: the runtime's choice), TensorRT's plugin library in the
-    place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for, and tensors of the
-    graph that it asks for behind them."""
+    place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for; `bodies`: function
+    bodies run though there are kernels; `graph`: another one of the package, over the same weights;
+    `tensors`: of the graph, which a proof asks for behind the ops."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -23,6 +25,8 @@ class Opening:
     plugin: Path | None = None
     check: bool = True
     watch: tuple[str, ...] = ()
+    bodies: bool = False
+    graph: str = MODEL
     tensors: tuple[str, ...] = ()
 
 

@@ -129,6 +129,13 @@ class Target:
             return self.layout
         return self.layouts.get(dtype, self.layout)
 
+    def check_dtype(self, dtype: str) -> None:
+        """Raise UnsupportedError where the target does not compute in `dtype`."""
+        if dtype not in self.dtypes:
+            raise UnsupportedError(
+                f"--to {self.to} takes {', '.join(self.dtypes)}, not {dtype}. Export the model with --dtype {self.dtypes[0]}."
+            )
+
     def check_model(self, manifest: dict[str, Any], options: Any) -> None:
         """Raise for a model that the target cannot hold.
 
@@ -136,13 +143,15 @@ class Target:
             UnsupportedError, ConfigError: Its type, an op of its layers, or the form of its quantized weights, is not one of the target's.
         """
         dtype, quantization = manifest["model"]["dtype"], manifest.get("quantization")
-        if dtype not in self.dtypes:
-            raise UnsupportedError(f"--to {self.to} takes {', '.join(self.dtypes)}, not {dtype}.")
-        if (every := manifest.get("every")) and (not self.portable or manifest.get("speculate")):
+        self.check_dtype(dtype)
+        feeding = manifest.get("feeding") or {}
+        inserted = feeding.get("inserted")
+        if (feeding and not self.portable) or (inserted and manifest.get("speculate")):
             what = "--speculate" if self.portable else f"--to {self.to}"
+            wanted = f"a token of its own behind every {inserted['every']}" if inserted else "a prompt in one call"
             raise UnsupportedError(
-                f"{what}: this {manifest['model']['family']} model wants a token of its own behind every {every['tokens']}, which the "
-                "runner of --to onnx alone puts there. Export with --to onnx, without --speculate."
+                f"{what}: this {manifest['model']['family']} model wants {wanted}, which the runner of --to onnx alone feeds. Export with "
+                "--to onnx, without --speculate."
             )
         if lacking := [op for op in manifest["ops"] if op in self.lacks]:
             raise UnsupportedError(

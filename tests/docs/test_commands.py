@@ -62,6 +62,7 @@ ELSEWHERE = {
     "still-export MODEL --vision -o VISION": Elsewhere(VISION),
     "still-export verify VISION": Elsewhere(VISION),
     "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
+    ". tools/env.sh cpu": Elsewhere(NETWORK),
     "bash tools/demo.sh": Elsewhere(REAL),
     "bash tools/test.sh": Elsewhere("is what runs this test"),
     "bash tools/test.sh --fast": Elsewhere("is what runs this test"),

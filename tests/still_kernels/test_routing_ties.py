@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from still_kernels.hybrid_attention.ties import SelectionTies
-from still_kernels.route.naive import Inputs, margins, naive_route
+from still_kernels.route.meaning import Inputs, margins, naive_route
 from still_kernels.route.ties import RoutingTies
 from still_kernels.ties import Ties, expected_ties
 from tests.experts_cases import ROUTERS, route_inputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from still_graphs.ops.route import ROUTE
+from still_kernels.route.spec import ROUTE
 from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, followed
 
 MARGINS = "margins"

@@ -9,16 +9,21 @@ import hashlib
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 
+from still_export.package.files import sha256
 from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers
-from still_export.targets.trt.plugins import SOURCE, PluginBuildError, run_cmake
+from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, PluginBuildError, run_cmake
 
 LIBRARY = "libstill_onnxruntime.so"
+BUILD_VARIABLE = "STILL_BUILD_KERNELS"
+"""Of the environment; 0: exports build no kernels unasked."""
+DIGEST = f"{LIBRARY}.sha256"
 SYSTEM = "Linux"
 PREBUILT = "lib"
 """Folder beside the sources in which a wheel has libraries, by processor."""
-SOURCES = ("CMakeLists.txt", "exports.map", "core", "cpu", "onnxruntime")
+SOURCES = ("CMakeLists.txt", "write_op_specs.py", "exports.map", "core", "cpu", "onnxruntime")
 FLAGS = ("CXXFLAGS", "LDFLAGS")
 """Variables that CMake takes flags from."""
 CPUS = ("x86_64", "aarch64")
@@ -34,8 +39,8 @@ def find_library(cpu: str | None = None) -> Path | None:
     if cpu is None and platform.system() != SYSTEM:
         return None
     cpu = cpu or this_cpu()
-    places = (SOURCE / PREBUILT / cpu / LIBRARY, cached_library(cpu))
-    return next((path for path in places if path.is_file()), None)
+    brought, cached = SOURCE / PREBUILT / cpu / LIBRARY, cached_library(cpu)
+    return brought if brought.is_file() else cached if _is_whole(cached) else None
 
 
 def build_library(cpu: str | None = None, include: Path | None = None) -> Path:
@@ -65,6 +70,13 @@ def build_with_archive(archive: Path, target: Path, include: Path | None = None)
     return _build(this_cpu(), include, archive, target)
 
 
+def can_build() -> bool:
+    """Whether an export may build kernels that nobody asked for: CMake and a compiler are here, and the user's environment allows it."""
+    compilers = (os.environ.get("CXX", "").split(" ")[0] or "c++", "g++", "clang++")
+    able = platform.system() == SYSTEM and shutil.which("cmake") is not None and any(map(shutil.which, compilers))
+    return able and os.environ.get(BUILD_VARIABLE, "1") != "0"
+
+
 def demand_build(include: Path | None = None) -> None:
     """Raise PluginBuildError where no library can be built: before minutes of work."""
     if platform.system() != SYSTEM:
@@ -77,9 +89,11 @@ def cached_library(cpu: str) -> Path:
     """Where the cache has, or will have, the library of these sources, this processor and these flags."""
     digest = hashlib.sha256()
     files = [f for name in SOURCES for f in [SOURCE / name, *(SOURCE / name).rglob("*")] if f.is_file()]
+    files += [*OP_FOLDERS.glob("*/spec.py"), *OP_FOLDERS.glob("*/cpu/*")]
     for path in sorted(files):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(SOURCE)} {len(content)}\n".encode() + content)
+        place = path.relative_to(SOURCE if SOURCE in path.parents else OP_FOLDERS)
+        digest.update(f"{place} {len(content)}\n".encode() + content)
     digest.update(repr([os.environ.get(name) for name in FLAGS]).encode())
     return cache_folder() / "kernels" / f"{cpu}-{digest.hexdigest()[:16]}" / LIBRARY
 
@@ -93,7 +107,7 @@ def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -
     home = cached_library(cpu).parent
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(home / "lock"):
-        if archive is None and target.is_file():  # another process built it meanwhile
+        if archive is None and _is_whole(target):  # another process built it meanwhile
             return target
         options: dict[str, Path | str | None] = {
             "ONNXRUNTIME_INCLUDE_DIR": _headers(include).resolve(),
@@ -101,10 +115,45 @@ def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -
             **compiler,
         }
         built = run_cmake(SOURCE, home / "build", options, "still_onnxruntime") / "onnxruntime" / LIBRARY
-        whole = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(built, whole)
-        os.replace(whole, target)
+        if archive is None:
+            keep_library(built, target)
+        else:
+            _put(built.read_bytes(), target)
     return target
+
+
+def keep_library(built: Path, target: Path) -> None:
+    """Copy a library into the cache, its SHA-256 beside it."""
+    content = built.read_bytes()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _put(hashlib.sha256(content).hexdigest().encode(), target.with_name(DIGEST))
+    _put(content, target)
+
+
+def _put(content: bytes, target: Path) -> None:
+    """Write a file that is there whole or not at all."""
+    whole = target.with_name(f".{target.name}.{os.getpid()}")
+    with whole.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(whole, target)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the cache has this library as it was built; one that is damaged is reported, and not taken."""
+    if not library.is_file():
+        return False
+    try:
+        if sha256(library) == library.with_name(DIGEST).read_text(encoding="ascii"):
+            return True
+    except (OSError, ValueError):
+        pass
+    print(
+        f"{library} is not the file that was built, so it is not used: it is built again where it is needed",
+        file=sys.stderr,
+    )
+    return False
 
 
 def _headers(include: Path | None) -> Path:

@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ SOURCE = next(
     (p for p in (ROOT / "plugins", ROOT / "still_plugins") if (p / "core/still_core.h").is_file()), ROOT / "plugins"
 )
 """The C++ sources: `plugins` of a clone, which a wheel installs as `still_plugins`, beside this package."""
+OP_FOLDERS = next((p for p in (ROOT / "kernels/still_kernels", ROOT / "still_kernels") if p.is_dir()), ROOT)
+"""Folders of ops, whose spec.py and cpu/ the sources take in."""
 
 
 class PluginBuildError(StillExportError):
@@ -171,7 +174,8 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
     configure = [cmake, "-S", str(source), "-B", str(build)]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
-    for option, value in {"JSON_INCLUDE_DIR": json_headers(), **options}.items():
+    here = {"JSON_INCLUDE_DIR": json_headers(), "Python3_EXECUTABLE": sys.executable}
+    for option, value in {**here, **options}.items():
         configure.append(f"-D{option}={value.resolve() if isinstance(value, Path) else value or ''}")
     for command in (configure, [cmake, "--build", str(build), "--parallel", "--target", target]):
         done = subprocess.run(command, text=True, capture_output=True)

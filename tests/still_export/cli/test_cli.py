@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.cli.main import app, main
+from still_export.cli.main import PANELS, VERBS, app, main
 from still_export.errors import ConfigError
 from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions
@@ -364,28 +364,6 @@ def test_running_needs_no_torch(export_tiny: Exporter) -> None:
     assert "AssertionError" not in done.stderr and len(done.stdout.split()) == 2, done.stderr
 
 
-def test_chat_format_of_a_template() -> None:
-    from still_export.package.chat_format import chat_format
-
-    class Tokenizer:
-        chat_template = "given"
-
-        def apply_chat_template(self, turns: list[dict[str, str]], **_: object) -> str:
-            given = turns if turns[0]["role"] == "system" else [{"role": "system", "content": "be kind"}, *turns]
-            return "".join(f"<{t['role']}>{t['content']}</>\n" for t in given) + "<assistant>"
-
-    found = chat_format(Tokenizer())
-    assert found == {
-        "start": "<system>be kind</>\n<user>",
-        "user_to_assistant": "</>\n<assistant>",
-        "assistant_to_user": "</>\n<user>",
-        "system_start": "<system>",
-        "system_to_user": "</>\n<user>",
-    }
-    Tokenizer.apply_chat_template = lambda self, turns, **_: "\n".join(t["content"].upper() for t in turns)  # type: ignore
-    assert chat_format(Tokenizer()) is None
-
-
 SWALLOWED = """
 import sys, time
 from pathlib import Path
@@ -421,3 +399,12 @@ def test_a_build_ends_at_a_signal_though_tensorrt_swallows_what_is_raised(number
     assert process.returncode == 2
     assert said == "Interrupted: nothing half-written was left behind.\n"
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    places = [shown.index(f"─ {panel} ─") for panel in PANELS]
+    assert len(set(places)) == len(PANELS)
+    assert sorted(verb for verbs in PANELS.values() for verb in verbs) == sorted([*VERBS, "kernels"])

@@ -73,7 +73,7 @@ def test_a_package_without_plugin_library_says_so(
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     for plugins in (package.manifest["plugins"], {}):
         package.manifest["plugins"] = plugins
-        assert run("model", "--to", "trt", "-o", tmp_path / "x") == 0
+        assert run("maker/model", "--to", "trt", "-o", tmp_path / "x") == 0
         shown = capsys.readouterr()
         assert ("--tensorrt-include" in shown.err) == (not plugins)
         assert "no engine yet" in shown.out

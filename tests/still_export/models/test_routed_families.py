@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.models.families.fla import NATS
 from still_export.models.load import load_model
+from still_export.systems.nats_l.family import NATS
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.test_linear_families import LOGITS, calm_seed, far, ids, pieces
 

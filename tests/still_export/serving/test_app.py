@@ -6,15 +6,15 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,59 +25,15 @@ from hypothesis import strategies as st
 
 import still_export
 from still_export.cli.main import main
+from still_export.package.chat_format import ChatFormat
 from still_export.runtime.prefixes import PrefixCache
 from still_export.serving.app import Settings
-from still_export.serving.scheduler import Scheduler
-from still_export.serving.server import Server, listen
-from still_export.serving.worker import Worker
+from still_export.serving.server import listen
 from tests.still_export.serving.conftest import CONTEXT
+from tests.still_export.serving.served import JSON, Served, serve
 
 openai = pytest.importorskip("openai")
 KEY = "sésame"
-JSON = {"content-type": "application/json"}
-
-
-@dataclass
-class Served:
-    """A server in a thread, and what it serves in this one."""
-
-    port: int
-    worker: Worker
-    server: Server
-
-    def client(self, key: str = "any", **options: Any) -> Any:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, **options)
-
-    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Status and parsed body of a plain request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        body = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection.request(method, path, body, JSON if headers is None else headers)
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        kind = response.headers.get_content_type()
-        return response.status, json.loads(text) if kind == "application/json" else text.decode()
-
-
-@contextlib.contextmanager
-def serve(package: Path, settings: Settings, cache: Any = None, **options: Any) -> Iterator[Served]:
-    def open_scheduler() -> Scheduler:
-        model = still_export.load(package, threads=1)
-        return Scheduler(model.runner, model.text, prefixes=cache and cache(model.runner), **options)
-
-    with listen("127.0.0.1", 0) as sock:
-        worker = Worker(open_scheduler)
-        server = Server(worker, settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            yield Served(sock.getsockname()[1], worker, server)
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            worker.join(20)
-        assert not thread.is_alive() and not worker.alive
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +99,7 @@ def test_prefixes_are_read_ahead_and_counted(byte_package: Path, model: still_ex
             ({"model": "tiny", "prompt": "a", "messages": [document]}, "prompt is unknown"),
             ({"model": "tiny", "prompt": "a" * CONTEXT}, "context holds"),
             ({"model": "tiny", "prompt": "a", "n": 3}, "n is not served here"),
-            ({"model": "tiny", "messages": [{"role": "assistant", "content": "a"}]}, "in turn"),
+            ({"model": "tiny", "messages": []}, "no messages"),
         ):
             status, said = served.ask("POST", "/v1/prefixes", wrong)
             assert status == 400 and message in said["error"]["message"], said
@@ -177,9 +133,7 @@ def test_chats_are_those_of_run(served: Served, model: still_export.LanguageMode
         [*messages, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Why?"}],
     ):
         wanted = model.generate(said, max_tokens=20)
-        parts = [
-            {**m, "content": [{"type": "text", "text": t} for t in (m["content"][:2], m["content"][2:])]} for m in said
-        ]
+        parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in said]
         got = client.chat.completions.create(model="tiny", messages=parts, max_completion_tokens=20, temperature=0)
         assert got.choices[0].message.content == wanted.text and got.choices[0].message.role == "assistant"
         chunks = list(
@@ -223,7 +177,8 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_to
         ({"presence_penalty": 0.5}, 400, "presence_penalty is not"),
         ({"speculation": 4}, 400, "speculation is unknown to this server"),
         ({"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
-        ({"top_p": 0}, 400, "top_p: "),
+        ({"top_p": -0.1}, 400, "top_p: "),
+        ({"seed": -2}, 400, "seed: "),
         ({"max_tokens": 0}, 400, "max_tokens: "),
         ({"max_tokens": "many"}, 400, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": 10**30}, 400, "context holds 200 tokens; the prompt has 1 and 1000"),
@@ -250,11 +205,19 @@ def test_wrong_requests(served: Served, change: dict[str, Any], status: int, mes
 @pytest.mark.parametrize(
     "messages, message",
     [
-        ([], "user's last"),
-        ([{"role": "tool", "content": "a"}], "messages.0.role: "),
-        ([{"role": "assistant", "content": "a"}], "user's last"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages: "),
-        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "tool_calls of a message is not served"),
+        ([], "no messages"),
+        ([{"role": "function", "content": "a"}], "messages.0.role: "),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "part 1 of message 1 is of type 'image_url'",
+        ),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": None}], "message 2 (user) has no content"),
+        (
+            [{"role": "user", "content": "a", "audio": None}, {"role": "user", "content": "a", "audio": {"id": "x"}}],
+            "audio of message 2",
+        ),
+        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+        ([{"role": "assistant", "content": "a"}], ""),
         ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], ""),
     ],
     ids=str,
@@ -262,6 +225,41 @@ def test_wrong_requests(served: Served, change: dict[str, Any], status: int, mes
 def test_wrong_chats(served: Served, messages: list[Any], message: str) -> None:
     status, body = served.ask("POST", "/v1/chat/completions", {**CHAT, "messages": messages})
     assert status == (400 if message else 200) and message in str(body)
+
+
+THINKS = (
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% if thinks | default(true) %}<think>{% endif %}{% endif %}{{ level }}"
+)
+
+
+def test_templates_get_what_a_request_says(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = served.worker.scheduler.text
+    monkeypatch.setattr(text, "chat", ChatFormat({"default": THINKS}, {"level": ""}))
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    prefilled = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "So"}]}
+    for more, prompt in (
+        ({}, "<user>a<assistant><think>"),
+        ({"chat_template_kwargs": {"thinks": False, "level": 3}}, "<user>a<assistant>3"),
+        ({"tools": [tool], "tool_choice": "auto"}, "now<user>a<assistant><think>"),
+        ({"add_generation_prompt": False}, "<user>a"),
+        (prefilled, "<user>a<assistant>So"),
+        ({**prefilled, "continue_final_message": False}, "<user>a<assistant>So<assistant><think>"),
+    ):
+        status, body = served.ask("POST", "/v1/chat/completions", {**CHAT, **more})
+        assert status == 200 and body["usage"]["prompt_tokens"] == len(prompt), (more, body)
+    status, body = served.ask("POST", "/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}})
+    assert status == 400 and "is no argument" in body["error"]["message"]
+    for more in ({"tool_choice": "required"}, {"tools": {}}):
+        assert served.ask("POST", "/v1/chat/completions", {**CHAT, **more})[0] == 400
+    # What follows the opened <think> is reasoning; a model of random weights does not close it.
+    got = served.client().chat.completions.create(**CHAT | {"max_tokens": 9}, temperature=0)
+    plain = served.client().completions.create(
+        model="tiny", prompt="<user>a<assistant><think>", max_tokens=9, temperature=0
+    )
+    assert (
+        got.choices[0].message.reasoning_content == plain.choices[0].text.strip() and not got.choices[0].message.content
+    )
 
 
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
@@ -272,6 +270,8 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
         "repetition_penalty": 1.0,
         "user": "me",
         "top_k": -1,
+        "seed": -1,
+        "top_p": 0,
         "logprobs": None,
     }
     assert served.ask("POST", "/v1/completions", {**BASE, **neutral})[0] == 200
@@ -446,8 +446,9 @@ def test_a_model_that_fails_is_said(byte_package: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_the_verb_and_its_end(byte_package: Path) -> None:
-    """SIGTERM: what runs is finished, what waits is refused, the exit code is 0."""
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_the_verb_and_its_end(byte_package: Path, number: str) -> None:
+    """What runs is finished, what waits is refused, the exit code is 0."""
     command = [sys.executable, "-m", "still_export.cli.main", "serve", byte_package, "--port", "0", "--rows", "1"]
     environment = {**os.environ, "STILL_API_KEY": "k"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -455,19 +456,24 @@ def test_the_verb_and_its_end(byte_package: Path) -> None:
         line = process.stderr.readline()
         assert "tiny on http://127.0.0.1:" in line and "1 rows of 200 tokens" in line
         port = int(line.split("127.0.0.1:")[1].split("/")[0])
+        assert process.stderr.readline() == f"chat in a browser: http://127.0.0.1:{port}/\n"
+        curl = [word.replace("$STILL_API_KEY", "k") for word in shlex.split(process.stderr.readline())]
+        if shutil.which("curl"):
+            answer = subprocess.run([*curl, "--silent"], capture_output=True, text=True, check=True).stdout
+            assert json.loads(answer)["object"] == "chat.completion"
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", max_retries=0)
         asked = {"model": "tiny", "prompt": "x" * 10, "max_tokens": 190, "temperature": 0, "stream": True}
         running = client.completions.create(**asked)
         next(iter(running))
         waiting = client.completions.create(**asked)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(getattr(signal, number))
         rest = list(running)
         assert rest[-1].choices[0].finish_reason in ("length", "stop")
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(waiting)
         with pytest.raises(openai.APIError):
             client.models.list()
-        assert process.wait(30) == 0, process.stderr.read()
+        assert process.wait(30) == 0 and process.stderr.read().endswith("stopped\n")
 
 
 @pytest.mark.slow

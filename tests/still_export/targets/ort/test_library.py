@@ -69,6 +69,44 @@ def test_built_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None
     assert find_library() is None
 
 
+@pytest.mark.parametrize("damage", ["cut", "exchanged", "without a hash"])
+def test_a_damaged_library_is_built_again(compiler: Compiler, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before it is copied, trusted or loaded."""
+    cached = build_library()
+    if damage == "cut":
+        os.truncate(cached, 3)
+    elif damage == "exchanged":
+        cached.write_bytes(b"another")
+    else:
+        cached.with_name(library.DIGEST).unlink()
+    assert find_library() is None and "is not the file that was built" in capsys.readouterr().err
+    assert build_library() == cached == find_library()
+    assert len(compiler.builds) == 2 and cached.read_text() == "library 2 None"
+
+
+def test_the_first_export_builds_it(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from still_export.cli.export import _build_kernels
+    from still_export.cli.output import Output
+
+    here = ["cmake", "c++"]
+    monkeypatch.setattr(library.shutil, "which", lambda name: name if name in here else None)
+    monkeypatch.delenv("CXX", raising=False)
+    _build_kernels(Output(False, False))
+    assert not compiler.builds  # the environment of the tests says so
+    monkeypatch.delenv(library.BUILD_VARIABLE)
+    here.remove("c++")
+    _build_kernels(Output(False, False))
+    assert not compiler.builds and not capsys.readouterr().err
+    here.append("g++")
+    for _ in range(2):
+        _build_kernels(Output(False, False))
+    assert len(compiler.builds) == 1 and find_library() is not None
+    said = capsys.readouterr().err
+    assert said.count("building the kernels for this processor, once") == 1 and said.count("kernels built in 0 s") == 1
+
+
 def test_other_sources_are_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "core").mkdir()
     (tmp_path / "core/op.cpp").write_text("one")

@@ -347,5 +347,5 @@ def test_replayed_steps_are_captured_without_tokens(
 @pytest.mark.slow
 def test_only_for_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["export", "model", "--to", "trt", "--native", "-o", str(tmp_path / "x")])
+        main(["export", "maker/model", "--to", "trt", "--native", "-o", str(tmp_path / "x")])
     assert "--native" in capsys.readouterr().err

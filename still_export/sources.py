@@ -1,0 +1,244 @@
+"""What a path is that a user gives: a package, a model, an adapter. Told by its small files alone, in milliseconds: torch and transformers,
+which read the rest, take seconds to import."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import stat
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from still_export.discovery import recognised
+from still_export.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelNotFoundError,
+    NotLinearizedError,
+    PackageError,
+    UnsupportedModelError,
+)
+from still_export.package.files import MANIFEST
+
+SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
+"""Families with softmax layers, by model_type; linearize takes them."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MOST_HEADER = 100 << 20
+_MAPS = ("feature_map_", "window_factors")
+"""Parts of the names of a linearized model's tensors."""
+_SPECIAL = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a path is.
+
+    Attributes:
+        kind: "none" is anything else, such as an empty folder.
+        model_type: Of a model. dtype: Of its weights, as config.json says; "" = it does not.
+        base: Of an adapter: the model that it changes, as its maker named it.
+    """
+
+    path: Path
+    kind: Literal["package", "model", "adapter", "hub", "none"]
+    model_type: str = ""
+    base: str = ""
+    dtype: str = ""
+
+
+def local(source: str | Path) -> Path | None:
+    """The file or folder that `source` names; None: it is a hub id.
+
+    Raises:
+        ModelNotFoundError: It is empty, or names nothing.
+        CheckpointError: It is, or its folder has, a named pipe, a device or a socket: reading one may never end.
+    """
+    if not str(source) or not str(source).strip():
+        raise ModelNotFoundError(
+            "the model is an empty text. Give a Hugging Face model folder, a hub id or a .gguf file."
+        )
+    path = Path(source).expanduser()
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise ModelNotFoundError(f"{str(source)[:200]!r} is no path: {error}.") from None
+    if exists:
+        refuse_special(path)
+        return path
+    if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
+        raise ModelNotFoundError(
+            f"{source} does not exist. Give a Hugging Face model folder, a hub id (org/name) or a .gguf file."
+        )
+    return None
+
+
+def refuse_special(path: Path) -> None:
+    """Raise CheckpointError where `path`, or an entry of it or of a folder in it, is no file and no folder."""
+    entries = [path]
+    for folder in (path, *(sorted(path.iterdir()) if path.is_dir() else ())):
+        if folder.is_dir() and not (folder is not path and folder.is_symlink()):
+            entries += sorted(folder.iterdir())
+    for entry in entries:
+        try:
+            kind = stat.S_IFMT(entry.stat().st_mode)
+        except OSError:  # a link to nothing, which whoever needs the file reports
+            continue
+        if kind in _SPECIAL:
+            raise CheckpointError(f"{entry} is {_SPECIAL[kind]}, not a file, so nothing is read here. Remove it.")
+
+
+def look(source: str | Path) -> Found:
+    """What `source` is.
+
+    Raises:
+        ModelNotFoundError, CheckpointError: As of `local`.
+    """
+    path = local(source)
+    if path is None:
+        return Found(Path(source), "hub")
+    if path.is_file():
+        return Found(path, "model", _gguf_family(path)) if path.suffix == ".gguf" else Found(path, "none")
+    if "format_version" in _object(path / MANIFEST):
+        return Found(path, "package")
+    if (path / "config.json").is_file():
+        config = _object(path / "config.json")
+        text = config.get("text_config")
+        inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
+        model_type = recognised(config)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+        return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)
+    if (path / "adapter_config.json").is_file():
+        return Found(
+            path, "adapter", base=str(_object(path / "adapter_config.json").get("base_model_name_or_path") or "")
+        )
+    return Found(path, "none")
+
+
+GGUF_VERBS = ("run", "verify", "inspect")
+"""Verbs that take a GGUF file in the place of a package."""
+
+
+def demand_package(path: Path, verb: str) -> None:
+    """Raise PackageError unless `path` is a package, with the command that makes one of what it is."""
+    if not path.exists():
+        raise PackageError(
+            f"{path} does not exist. {verb} takes a package. Make one with `still-export MODEL --to onnx -o {shlex.quote(str(path))}`."
+        )
+    if verb in GGUF_VERBS and path.suffix == ".gguf" and path.is_file():
+        return
+    found = look(path)
+    if found.kind in ("package", "none"):
+        return  # what has no manifest, or a damaged one, is the reader's to refuse
+    name, quoted = path.resolve().name.removesuffix(".gguf"), shlex.quote(str(path))
+    to = {"lower": "", "build": " --to trt"}.get(verb, " --to onnx")
+    made = shlex.quote(f"{name}-package")
+    model = quoted
+    if found.kind == "adapter":
+        model = f"{shlex.quote(found.base) if found.base else 'BASE'} --overlay {quoted}"
+    raise PackageError(
+        f"{path} is {'an adapter' if found.kind == 'adapter' else 'a model'}, and {verb} takes a package. Export it first: "
+        f"still-export {model}{to} -o {made}, then: still-export {verb} {made}"
+    )
+
+
+def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained: bool = False) -> Found:
+    """What `source` is; raise where `source` is no model that `verb` takes, with the command that goes on.
+
+    Args:
+        overlays: Adapters or feature maps that are added to it.
+        untrained: A softmax model is taken as it is.
+
+    Raises:
+        ConfigError: It is a package or an adapter; or linearize is given a model that is linearized.
+        NotLinearizedError: It is a softmax model, where a linearized one is needed.
+        UnsupportedModelError: linearize is given a model without softmax layers.
+        ModelNotFoundError, CheckpointError: As of `local`.
+    """
+    found = look(source)
+    quoted = shlex.quote(source)
+    if found.kind == "package":
+        made_of = (_object(found.path / MANIFEST).get("config") or {}).get("model")
+        to = f"still-export lower {quoted} --to TARGET -o OTHER" if verb == "export" else ""
+        if not to:
+            to = f"still-export {verb} {shlex.quote(str(made_of or 'MODEL'))}"
+        raise ConfigError(f"{source} is an exported package, and {verb} takes a model. Type: {to}")
+    if found.kind == "adapter":
+        base = shlex.quote(found.base) if found.base else "BASE"
+        flag = "--adapter" if verb == "linearize" else "--overlay"
+        raise ConfigError(
+            f"{source} is an adapter, which changes a base model. Give that model, and the adapter with {flag}: "
+            f"still-export {verb} {base} {flag} {quoted}"
+        )
+    for overlay in overlays:
+        if (added := look(overlay)).kind == "package":
+            raise ConfigError(
+                f"--overlay {overlay} is an exported package. Give an adapter's folder ({added.path} is none)."
+            )
+    if found.kind != "model":
+        return found
+    if verb in ("linearize", "select-layers"):
+        if found.model_type.startswith("still_"):
+            raise ConfigError(f"{source} is linearized already. Export it: still-export {quoted} --to onnx -o PACKAGE")
+        if found.model_type and found.model_type not in SOFTMAX and found.path.is_dir():
+            raise UnsupportedModelError(
+                f"{source} is a {found.model_type} model, and {verb} takes softmax models: {', '.join(SOFTMAX)}. If its layers are linear "
+                f"already, it is exported as it is: still-export {quoted} --to onnx -o PACKAGE"
+            )
+    elif verb == "export" and not (overlays or untrained) and found.model_type in SOFTMAX and _has_no_maps(found.path):
+        raise NotLinearizedError(
+            f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. Linearize it "
+            f"first: still-export linearize {quoted} -o LINEAR; or give an adapter with --overlay; or pass --attach-untrained to give it "
+            "untrained STILL attention, whose answers are the base model's only within the first two chunks (128 tokens)."
+        )
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where it is damaged, which its reader reports."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _gguf_family(path: Path) -> str:
+    """general.architecture of a GGUF file whose first entry says it, as llama.cpp's converter writes them; else ""."""
+    with path.open("rb") as file:
+        head = file.read(256)
+    key = b"general.architecture"
+    try:
+        (length,) = struct.unpack_from("<Q", head, 24)
+        kind, size = struct.unpack_from("<IQ", head, 32 + length)
+    except struct.error:
+        return ""
+    begin = 44 + length
+    known = head[:4] == b"GGUF" and head[32 : 32 + length] == key and kind == 8 and size <= len(head) - begin
+    return head[begin : begin + size].decode("utf-8", "replace") if known else ""
+
+
+def _has_no_maps(path: Path) -> bool:
+    """Whether the weights, by the headers of their files, are read and have no linearized model's tensors."""
+    if path.is_file():
+        return True
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                names = json.loads(opened.read(size)) if size <= _MOST_HEADER else {}
+        except (OSError, ValueError, RecursionError):
+            return False
+        if not names or any(part in name for name in names for part in _MAPS):
+            return False
+    return bool(files)

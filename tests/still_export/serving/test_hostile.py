@@ -1,0 +1,245 @@
+"""Clients that mean harm, and accidents that look like it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import http.client
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from still_export.runtime.sampling import RunError
+from still_export.runtime.stop_texts import MOST_STOP_CHARACTERS, StopTexts
+from still_export.serving import app, connection
+from still_export.serving.app import Settings
+from still_export.serving.connection import Connections, report_once
+from tests.still_export.serving.served import Served, serve
+
+BASE = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+HEAD_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def limits() -> Connections:
+    limits = Connections(head_s=HEAD_S, write_s=0.5)
+    limits.most = 8
+    return limits
+
+
+@pytest.fixture(scope="module")
+def served(byte_package: Path, limits: Connections) -> Iterator[Served]:
+    hosts = frozenset(("127.0.0.1", "box.lan"))
+    with serve(byte_package, Settings("tiny", None, 1_000_000, hosts), rows=2, waiting=4, limits=limits) as served:
+        yield served
+
+
+@pytest.mark.parametrize("host, allowed", [
+    ("127.0.0.1:80", True), ("localhost", True), ("LocalHost:8000", True), ("a.localhost.", True), ("[::1]:8000", True),
+    ("10.0.0.7", True), ("Box.lan:1", True),
+    ("attacker.example", False), ("localhost.attacker.example:8000", False), ("127.0.0.1.nip.io", False), ("[::1", False),
+    ("user@attacker.example", False), ("", False),
+])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/"])
+def test_names_of_other_sites_are_refused(served: Served, host: str, allowed: bool, path: str) -> None:
+    """A page of attacker.example whose name now is this machine's address (DNS rebinding)."""
+    status, said = served.ask("GET", path, headers={"host": host})
+    assert status == (200 if allowed else 403)
+    assert allowed or "--allowed-host" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [
+    {**BASE, "\ud800": 1}, {"\udfff": 1}, {**BASE, "stream_options": {"\ud800": 1}}, {**BASE, "user": "\ud800"},
+    {**BASE, "model": "\ud800"}, {**BASE, "stop": "\ud800"}, {**BASE, "prompt": "\ud800"},
+], ids=ascii)  # fmt: skip
+def test_half_a_surrogate_pair_is_no_fault_of_the_server(served: Served, body: dict[str, Any]) -> None:
+    status, said = served.ask("POST", "/v1/completions", body)
+    assert status in (200, 400, 404), said
+    for wrong in ({"role": "\ud800", "content": "a"}, {"role": "user", "content": "a", "\ud800": 1}):
+        status, said = served.ask("POST", "/v1/chat/completions", {"model": "tiny", "messages": [wrong]})
+        assert status == 400, said
+
+
+@pytest.mark.parametrize("change", [
+    {"stop": ["a" * 23_000 + c for c in "bcde"]}, {"prompt": [None] * 150_000}, {"prompt": [[None]] * 100_000}, {"stop": [1] * 150_000},
+    {"logit_bias": {str(i): i for i in range(50_000)}}, {"x" * 900_000: 1},
+], ids=["stop", "prompt", "prompts", "stops", "biases", "name"])  # fmt: skip
+def test_a_large_wrong_body_is_refused_at_once(served: Served, change: dict[str, Any]) -> None:
+    begin = time.perf_counter()
+    status, said = served.ask("POST", "/v1/completions", {**BASE, **change})
+    assert status == 400 and len(said["error"]["message"]) < 1100
+    assert time.perf_counter() - begin < 1
+
+
+def test_stop_texts_cost_linear_time() -> None:
+    """Texts that agree with what is written up to their last character: each was compared from every beginning, at every token."""
+    stops = StopTexts(["a" * (MOST_STOP_CHARACTERS - 1) + end for end in "bcde"])
+    begin = time.perf_counter()
+    assert sum(len(stops.push("a")) for _ in range(20_000)) == 20_000 - MOST_STOP_CHARACTERS + 1
+    assert time.perf_counter() - begin < 2
+    assert stops.push("c") == "" and stops.found
+    with pytest.raises(RunError, match="1,001 characters"):
+        StopTexts(["a" * 1001])
+
+
+def test_stop_texts_that_overlap_themselves() -> None:
+    stops = StopTexts(["aabaaa", "abab"])
+    assert [stops.push(c) for c in "xaabaab"] == ["x", "", "", "", "", "", "aab"]
+    assert stops.push("aaayz") == "" and stops.found
+
+
+def connect(served: Served, sent: bytes = b"") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    client.sendall(sent)
+    return client
+
+
+def ended(client: socket.socket) -> bool:
+    """The server closed the connection."""
+    try:
+        while client.recv(1 << 20):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+ONE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [
+    b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost: local", ONE, ONE + b"GET /health HTTP/1.1\r\nx:",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
+], ids=["nothing", "half a line", "half a head", "one request", "one and a half", "a refused body"])  # fmt: skip
+def test_connections_without_a_request_end(served: Served, limits: Connections, sent: bytes) -> None:
+    """Whatever a client goes on to send, a byte at a time: the time is that of the whole head."""
+    with connect(served, sent) as client:
+        begin, stopped = time.monotonic(), threading.Event()
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while sent[-1:].isalpha() and not stopped.wait(0.05):
+                    client.sendall(b"a")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        assert ended(client)
+        stopped.set()
+        thread.join()
+    assert HEAD_S * 0.8 < time.monotonic() - begin < 4 * HEAD_S
+    assert not limits.waiting
+
+
+def test_too_many_connections_close_the_oldest_that_asks_nothing(served: Served) -> None:
+    idle = [connect(served, b"GET /") for _ in range(30)]
+    begin = time.monotonic()
+    assert [served.ask("GET", "/health")[0] for _ in range(3)] == [200] * 3
+    assert time.monotonic() - begin < HEAD_S
+    assert all(ended(client) for client in idle[:20])
+    for client in idle:
+        client.close()
+
+
+def test_answers_that_nobody_reads_are_given_up(served: Served) -> None:
+    """The client asks for pages without end and reads none."""
+    page = b"GET /page.js HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.port))
+        client.settimeout(5)
+        with pytest.raises(ConnectionError):
+            while True:
+                client.sendall(page * 100)
+
+
+def test_a_full_table_of_descriptors_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(report_once())
+    for _ in range(512):
+        loop.call_exception_handler({"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")})
+    loop.close()
+    said = capsys.readouterr().err
+    assert said.count("Too many open files") == 1 and "ulimit -n" in said
+
+
+def test_connections_leave_descriptors_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    assert Connections().most == 256 - connection.SPARE_DESCRIPTORS
+
+
+def test_health_says_busy_when_nothing_moves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    model = served.worker.scheduler.model
+    feed = model.feed
+
+    def stuck(*arguments: Any) -> Any:
+        begun.set()
+        go.wait(10)
+        return feed(*arguments)
+
+    monkeypatch.setattr(model, "feed", stuck)
+    monkeypatch.setattr(app, "STALLED_S", 0.2)
+    asking = threading.Thread(target=served.ask, args=("POST", "/v1/completions", BASE))
+    asking.start()
+    begun.wait(10)
+    assert served.ask("GET", "/health")[0] == 200
+    time.sleep(0.3)
+    status, said = served.ask("GET", "/health")
+    go.set()
+    asking.join()
+    assert status == 503 and "busy" in said["error"]["message"]
+    assert served.ask("GET", "/health")[0] == 200
+
+
+def test_a_package_that_is_written_while_it_is_served_ends_the_server(byte_package: Path, tmp_path: Path) -> None:
+    package = shutil.copytree(byte_package, tmp_path / "package")
+    weights = package / "model.onnx.data"
+    with serve(package, Settings("tiny"), rows=1) as served:
+        assert served.ask("POST", "/v1/completions", BASE)[0] == 200
+        os.utime(weights, ns=(1, 1))
+        served.thread.join(20)
+        assert not served.thread.is_alive()
+        assert "model.onnx.data was changed while it was used" in str(served.worker.failure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["cut", "written", "exchanged"])
+def test_the_verb_ends_with_a_sentence(byte_package: Path, tmp_path: Path, change: str) -> None:
+    """Never by SIGBUS; a package whose file is exchanged for another is served on as it was."""
+    package = shutil.copytree(byte_package, tmp_path / "package")
+    weights = package / "model.onnx.data"
+    content = weights.read_bytes()
+    command = [sys.executable, "-m", "still_export.cli.main", "serve", package, "--port", "0", "--name", "tiny"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split("127.0.0.1:")[1].split("/")[0])
+        served = Served(port, None, None, None)  # type: ignore[arg-type]
+        assert served.ask("POST", "/v1/completions", BASE)[0] == 200
+        if change == "cut":
+            os.truncate(weights, 0)
+        elif change == "written":
+            weights.write_bytes(content[::-1])
+        else:
+            (package / "new").write_bytes(content[::-1])
+            os.replace(package / "new", weights)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            served.ask("POST", "/v1/completions", BASE)
+        if change == "exchanged":
+            time.sleep(2.5)
+            assert served.ask("POST", "/v1/completions", BASE)[0] == 200
+            process.send_signal(signal.SIGTERM)
+        code, said = process.wait(30), process.stderr.read()
+        assert code == (0 if change == "exchanged" else 2)
+        assert change == "exchanged" or "LostPages: " in said or "was changed while it was used" in said

@@ -1,0 +1,159 @@
+"""What a user gives in a model's or a package's place: refused before torch is imported, with the command to type."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from still_export.errors import CheckpointError, ModelNotFoundError
+from still_export.sources import SOFTMAX, local, look
+
+FIRST_LOOKS = """
+import contextlib, io, json, sys, time
+from still_export.cli.main import main
+said = []
+for arguments in json.load(sys.stdin):
+    begin, text = time.perf_counter(), io.StringIO()
+    with contextlib.redirect_stderr(text):
+        try:
+            main(arguments)
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    heavy = [name for name in ("torch", "transformers", "onnx", "onnxruntime") if name in sys.modules]
+    said.append([code, text.getvalue(), heavy, time.perf_counter() - begin])
+print(json.dumps(said))
+"""
+PACKAGE_VERBS = ("run", "serve", "verify", "bench", "inspect", "prove", "build", "lower")
+MODEL_VERBS = ("export", "linearize", "select-layers", "audit", "evaluate")
+
+
+def header(path: Path, *names: str) -> None:
+    """A safetensors file of empty tensors."""
+    content = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    path.write_bytes(struct.pack("<Q", len(content)) + content)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each kind."""
+    here = tmp_path_factory.mktemp("given")
+    for name, model_type, tensor in (
+        ("softmax", "llama", "model.norm.weight"),
+        ("linear", "rwkv7", "model.norm.weight"),
+        ("still", "still_llama", "model.layers.0.self_attn.feature_map_q.weight"),
+    ):
+        (here / name).mkdir()
+        (here / name / "config.json").write_text(json.dumps({"model_type": model_type}))
+        header(here / name / "model.safetensors", tensor)
+    (here / "adapter").mkdir()
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "maker/base"}))
+    (here / "package").mkdir()
+    manifest = {"format_version": 2, "config": {"model": "/of/the model"}}
+    (here / "package" / "manifest.json").write_text(json.dumps(manifest))
+    name, value = b"general.architecture", b"llama"
+    entry = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, len(value)) + value
+    (here / "model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
+    return here
+
+
+PAIRS = [
+    *((verb, kind, f"still-export {verb} {kind}-package") for verb in PACKAGE_VERBS for kind in ("softmax", "linear", "still")),
+    *((verb, "adapter", "still-export maker/base") for verb in PACKAGE_VERBS),
+    *((verb, "adapter", "--overlay {here}/adapter") for verb in PACKAGE_VERBS),
+    *((verb, "model.gguf", f"still-export {verb} model-package") for verb in PACKAGE_VERBS),
+    *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
+    *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
+    *((verb, "pipe", "a named pipe") for verb in ("run", "serve", *MODEL_VERBS)),
+    ("lower", "softmax", "Export it first: still-export {here}/softmax -o"),
+    ("build", "softmax", "still-export {here}/softmax --to trt -o"),
+    ("export", "package", "still-export lower {here}/package --to TARGET"),
+    ("linearize", "package", "still-export linearize '/of/the model'"),
+    ("audit", "package", "still-export audit '/of/the model'"),
+    ("export", "adapter", "still-export export maker/base --overlay {here}/adapter"),
+    ("linearize", "adapter", "still-export linearize maker/base --adapter {here}/adapter"),
+    ("export", "softmax", "still-export linearize {here}/softmax -o"),
+    ("export", "softmax", "--attach-untrained"),
+    ("export", "model.gguf", "still-export linearize {here}/model.gguf"),
+    ("linearize", "linear", "exported as it is: still-export {here}/linear --to onnx"),
+    ("select-layers", "linear", "exported as it is: still-export {here}/linear --to onnx"),
+    ("linearize", "still", "linearized already. Export it: still-export {here}/still --to onnx"),
+]  # fmt: skip
+
+
+def test_what_is_refused_is_refused_at_once(given: Path, tmp_path: Path) -> None:
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "tokenizer.json")
+    places = {kind: str(given / kind) for _, kind, _ in PAIRS} | {"": "", "pipe": str(tmp_path / "pipe")}
+    outputs = {verb: ["-o", str(tmp_path / "out")] for verb in ("export", "linearize", "select-layers", "lower")}
+    asked = [[verb, places[kind], *outputs.get(verb, [])] for verb, kind, _ in PAIRS]
+    asked.append(["export", str(given / "still"), "--to", "web", "--dtype", "float16", "-o", str(tmp_path / "out")])
+    halves = tmp_path / "half"
+    halves.mkdir()
+    (halves / "config.json").write_text('{"model_type": "rwkv7", "torch_dtype": "float16"}')
+    asked.append(["export", str(halves), "--to", "web", "-o", str(tmp_path / "out")])
+    wanted = [*(message.format(here=given) for _, _, message in PAIRS), *2 * ["Export the model with --dtype float32"]]
+    done = subprocess.run([sys.executable, "-c", FIRST_LOOKS], input=json.dumps(asked), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for arguments, message, (code, said, heavy, seconds) in zip(asked, wanted, json.loads(done.stdout), strict=True):
+        assert code == 2 and message in said and said.count("\n") == 1, (arguments, message, said)
+        assert not heavy, (arguments, said, heavy)
+        assert seconds < 5, arguments  # a loaded machine's; torch alone takes as long
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_linearized_model_of_others_is_no_plain_one(given: Path, tmp_path: Path) -> None:
+    """Weights of the released code and of LoLCATs have model_type llama: their names tell."""
+    from still_export.sources import demand_model
+
+    for name in ("model.layers.0.self_attn.feature_map_q.mlp.layer", "model.layers.1.self_attn.window_factors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        header(folder / "model.safetensors", "model.norm.weight", name)
+        demand_model(str(folder), "export")
+    demand_model(str(given / "softmax"), "export", untrained=True)
+    demand_model(str(given / "softmax"), "export", overlays=[str(given / "adapter")])
+    demand_model(str(given / "linear"), "export")
+
+
+def test_softmax_families_are_those_of_the_models() -> None:
+    from still_export.models import FAMILIES
+
+    assert sorted(SOFTMAX) == sorted(FAMILIES)
+
+
+def sock(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+@pytest.mark.parametrize("make, what", [
+    (os.mkfifo, "a named pipe"), (sock, "a socket"), (lambda path: path.symlink_to("/dev/zero"), "a device"),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "chat_template.jinja", "additional_chat_templates/a.jinja"]
+)
+def test_what_is_no_file_is_not_read(make: Callable[[Path], None], what: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is {what}"):
+        local(tmp_path)
+    with pytest.raises(CheckpointError, match=what):
+        look(tmp_path / name)
+
+
+def test_paths_that_are_none() -> None:
+    for source in ("", " ", "a" * 5000, "a\0b", "a/b/c"):
+        with pytest.raises(ModelNotFoundError):
+            local(source)
+    assert look("maker/model").kind == "hub"
+    assert local(Path()) == Path()
