@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from still_export.package.files import MODEL
 from still_graphs.ops import OPS
 
 CONTRIB = ("output", "mean", "deviation", "sum")
 """Outputs of ONNX Runtime's own norms that add the residual first; other standard ops have no fourth output."""
 
 
-def layer_inputs(folder: Path, layers: int) -> list[str]:
+def layer_inputs(path: Path, layers: int) -> list[str]:
     """Names of what layers 1, 2, ... read, and where it is found what the norm behind the last reads: input, or sum, of the first node that
     has a weight of the layer, or of none. Empty where a layer is not found.
 
@@ -19,7 +18,7 @@ def layer_inputs(folder: Path, layers: int) -> list[str]:
     """
     import onnx
 
-    graph = onnx.load(folder / MODEL, load_external_data=False).graph
+    graph = onnx.load(path, load_external_data=False).graph
     weights = {tensor.name for tensor in graph.initializer}
     found: list[str] = []
     for node in graph.node:

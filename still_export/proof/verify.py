@@ -320,7 +320,7 @@ class Verifier:
         runtime's read."""
         if not self.sharp or not self.cases.follows or self.target.runtime != "ort":
             return []
-        names = layer_inputs(self.package.path, self.package.manifest["model"]["layers"])
+        names = layer_inputs(self.package.path / self.target.graph, self.package.manifest["model"]["layers"])
         if not names:
             return []
         asked = chosen_for_layers(questions)

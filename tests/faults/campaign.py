@@ -151,7 +151,7 @@ class Subject:
     def hidden(self, folder: Path) -> list[str]:
         """Tensors of a graph that layers read, where these are judged by themselves."""
         half = self.package.manifest["model"]["dtype"] == "float16" and self.runtime != "torch"
-        return layer_inputs(folder, self.package.manifest["model"]["layers"]) if half else []
+        return layer_inputs(folder / "model.onnx", self.package.manifest["model"]["layers"]) if half else []
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
         """Verify a runner."""

@@ -66,7 +66,7 @@ def test_few_cases_are_asked_again() -> None:
 def test_small_faults_of_half_precision_are_found_by_layer(tmp_path: Path) -> None:
     package = package_of(tmp_path, "hybrid", "float16")
     layers = package.manifest["model"]["layers"]
-    assert len(layer_inputs(package.path, layers)) == layers
+    assert len(layer_inputs(package.path / "model.onnx", layers)) == layers
     subject = Subject(package, "bodies", Drawn(package, 0), tmp_path)
     report = subject.clean()
     assert report.passed and not report.not_asked
