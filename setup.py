@@ -78,12 +78,13 @@ setup(
     package_dir={**{name: f"{root}/{name}" for name, root in ROOTS.items()}, "still_plugins": "plugins"},
     package_data={
         "still_plugins": ["**/*"],
-        "still_kernels": ["**/*.cu"],
+        "still_kernels": ["**/*.cu", "*/cpu/*"],
         "still_export": [
             "package/manifest.schema.json",
             "report/page.html",
             "serving/page/*",
             "linearization/recipes/*.yaml",
+            "systems/*/*.yaml",
         ],
     },
     include_package_data=False,

@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+from still_export.errors import StillExportError
+
 PACKAGE = "transformers"
 AUTO = {"transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"}
 REGISTERS = "still_export.models"
@@ -74,7 +76,7 @@ def _register() -> None:
     """Import what registers. A transformers that this package cannot work with must not become unusable by it."""
     try:
         importlib.import_module(REGISTERS)
-    except ImportError as error:
+    except (ImportError, StillExportError) as error:
         warnings.warn(f"STILL models are unknown to transformers' Auto classes: {error}", stacklevel=2)
 
 

@@ -4,6 +4,7 @@ which read the rest, take seconds to import."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import stat
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from still_export.discovery import recognised
 from still_export.errors import (
     CheckpointError,
     ConfigError,
@@ -66,7 +68,7 @@ def local(source: str | Path) -> Path | None:
         raise ModelNotFoundError(
             "the model is an empty text. Give a Hugging Face model folder, a hub id or a .gguf file."
         )
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # as it is where there is no home
     try:
         exists = path.exists()
     except (OSError, ValueError) as error:  # such as a name that is too long
@@ -113,7 +115,7 @@ def look(source: str | Path) -> Found:
         config = _object(path / "config.json")
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
-        model_type = str(config.get("model_type", ""))
+        model_type = recognised(config)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)
     if (path / "adapter_config.json").is_file():
@@ -123,12 +125,18 @@ def look(source: str | Path) -> Found:
     return Found(path, "none")
 
 
+GGUF_VERBS = ("run", "verify", "inspect")
+"""Verbs that take a GGUF file in the place of a package."""
+
+
 def demand_package(path: Path, verb: str) -> None:
     """Raise PackageError unless `path` is a package, with the command that makes one of what it is."""
     if not path.exists():
         raise PackageError(
             f"{path} does not exist. {verb} takes a package. Make one with `still-export MODEL --to onnx -o {shlex.quote(str(path))}`."
         )
+    if verb in GGUF_VERBS and path.suffix == ".gguf" and path.is_file():
+        return
     found = look(path)
     if found.kind in ("package", "none"):
         return  # what has no manifest, or a damaged one, is the reader's to refuse

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from still_kernels.add_rms_norm import Inputs
+from still_kernels.add_rms_norm.plan import Inputs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.attention import AttentionState, Inputs, naive_attention
+from still_kernels.attention.meaning import AttentionState, Inputs, naive_attention
 from still_kernels.codes import rounded
 
 Split = int | list[int]

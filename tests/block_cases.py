@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_graphs.ops.select_blocks import slots_of
+from still_kernels.select_blocks.spec import slots_of
 
 Split = int | list[int]
 SPLITS: list[Split] = [70, 1, [129, 100], [1, 0], [0, 3], 5, 1]

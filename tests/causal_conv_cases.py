@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.causal_conv import Inputs, empty_state, naive_causal_conv
+from still_kernels.causal_conv.meaning import Inputs, empty_state, naive_causal_conv
 
 Split = int | list[int]
 SPLITS: list[Split] = [5, 1, 1, [2, 7], [0, 3], [1, 2], [3, 0], [0, 0], 16, 2, 1]

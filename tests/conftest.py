@@ -1,11 +1,12 @@
-"""Tests that need hardware are skipped, and say so, where it is absent."""
+"""What all tests share: those that need hardware which is absent say so, the longest come first, and a failed one says what repeats it."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import os
-from collections import Counter
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,92 +15,53 @@ import torch
 from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.library import BUILD_VARIABLE, cached_library, keep_library, this_cpu
+from tests import durations
+from tests.durations import pytest_addoption
 from tests.plugins import builds
 
-LONGEST = (
-    "still_kernels/test_triton.py",
-    "still_export/runtime/test_heads.py",
-    "still_kernels/test_aot.py",
-    "still_export/cli/test_cli.py",
-    "still_export/proof/test_trt_verify.py",
-    "still_export/linearization/test_linearize.py",
-    "still_export/models/test_linear_families.py",
-    "still_export/targets/test_lower.py",
-    "still_export/linearization/test_mixers.py",
-    "still_export/targets/trt/test_trt_families.py",
-    "still_export/targets/ort/test_native.py",
-    "still_export/serving/test_scheduler.py",
-    "still_kernels/test_attend.py",
-    "still_kernels/block_attention/test_triton.py",
-    "still_export/runtime/test_trt_speculation.py",
-    "still_export/targets/genai/test_genai_package.py",
-    "still_export/targets/portable/test_export.py",
-    "still_export/runtime/test_speculation.py",
-    "still_export/targets/portable/test_linear_export.py",
-    "docs/test_commands.py",
-    "still_export/graph/quantization/test_quantization.py",
-    "toy/test_toy_op.py",
-    "still_kernels/attention/test_aot.py",
-    "still_kernels/test_descriptors.py",
-    "tools/test_benchmarks.py",
-    "still_export/evaluation/test_small_model.py",
-    "still_export/runtime/test_ort_runner.py",
-    "faults/test_faults.py",
-    "still_export/targets/trt/test_build.py",
-    "still_export/graph/quantization/test_dequantized.py",
-    "still_export/linearization/test_fused_losses.py",
-    "plugins/test_onnxruntime.py",
-    "still_kernels/experts/test_experts.py",
-    "still_kernels/test_parallel.py",
-    "still_export/test_auto_classes.py",
-    "docs/test_examples.py",
-    "still_graphs/test_functions.py",
-    "attack/test_attack.py",
-    "still_export/graph/quantization/test_exact_blocks.py",
-    "still_export/evaluation/test_prove.py",
-    "still_export/mixers/test_static_cache.py",
-    "plugins/test_archive.py",
-    "still_export/targets/web/test_web_package.py",
-    "still_export/graph/quantization/test_float8.py",
-    "still_export/models/test_models.py",
-    "still_export/models/test_vision.py",
-    "still_export/mixers/test_cache.py",
-    "still_export/graph/test_fuse.py",
-    "docs/test_own_program.py",
-    "still_kernels/test_launch.py",
-    "still_export/serving/test_guesses.py",
-    "still_kernels/test_hybrid_attention.py",
-    "still_kernels/test_tune.py",
-    "still_export/models/test_quantized.py",
-    "still_kernels/test_narrow.py",
-    "still_export/runtime/test_prefixes.py",
-    "still_export/graph/test_repeat.py",
-    "still_export/package/test_trust.py",
-    "still_export/evaluation/test_synthetic.py",
-    "still_kernels/test_lane_sums.py",
-    "still_kernels/test_linear.py",
-    "plugins/test_block_attention.py",
-    "plugins/test_manifest.py",
-)
-"""Files of more than a quarter of a minute of a processor, by how long they take; behind them those with the most slow tests."""
+__all__ = ["pytest_addoption"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` without a CUDA device, `tensorrt` without that and the library; the files that take longest come first.
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "triton"))
+"""What Triton compiled, by its sources: for all processes and later runs."""
 
-    Tests that run side by side are given out by file: a file of minutes that came last would run alone.
-    """
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    first = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (first.get(item.path, len(first)), -slow[item.path]))
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure what tests take."""
+    config.pluginmanager.register(durations.Durations())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> Iterator[None]:
+    """Of tests of a file that need a GPU, or TensorRT, which is not here, keep the first, which says how many there are; sort."""
+    yield
     cuda = torch.cuda.is_available()
     # TensorRT 8.6 has a Python of its own (tests/gpu/conftest.py).
     tensorrt = cuda and bool(os.environ.get("STILL_TENSORRT_ENV") or importlib.util.find_spec("tensorrt"))
+    absent = {"gpu": "a CUDA device"} if not cuda else {}
+    absent |= {"tensorrt": "TensorRT and a CUDA device"} if not tensorrt else {}
+    cannot: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu") and not cuda:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.get_closest_marker("tensorrt") and not tensorrt:
-            item.add_marker(pytest.mark.skip(reason="needs TensorRT and a CUDA device"))
+        if kind := next((kind for kind in absent if item.get_closest_marker(kind)), None):
+            cannot.setdefault((item.path, kind), []).append(item)
+    for (_, kind), (first, *others) in cannot.items():
+        more = f", as {len(others)} more of this file do" if others else ""
+        first.add_marker(pytest.mark.skip(reason=f"needs {absent[kind]}{more}"))
+    left = {id(item) for _, *others in cannot.values() for item in others}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
+    items[:] = [item for item in items if id(item) not in left]
+    durations.longest_first(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What repeats each failed test alone."""
+    failed = dict.fromkeys(
+        report.nodeid for kind in ("failed", "error") for report in terminalreporter.getreports(kind)
+    )
+    if failed:
+        terminalreporter.section("to repeat one alone")
+    for name in failed:
+        terminalreporter.line(f"python -m pytest -p no:xdist {shlex.quote(name)}")
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.dense_matmul import Inputs
+from still_kernels.dense_matmul.plan import Inputs
 
 
 @dataclass(frozen=True)

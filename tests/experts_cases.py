@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from still_kernels.experts import Inputs as ExpertsInputs
-from still_kernels.experts_nbits import Inputs as NBitsInputs
-from still_kernels.route import Inputs as RouteInputs
+from still_kernels.experts.meaning import Inputs as ExpertsInputs
+from still_kernels.experts_nbits.meaning import Inputs as NBitsInputs
+from still_kernels.route.meaning import Inputs as RouteInputs
 
 CHANNELS, EXPERTS, INNER = 20, 12, 14
 

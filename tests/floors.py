@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import ast
 import io
-import re
 import sys
 import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import networkx
 
+from still_export.proof.op_sources import imports
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"still_export": ".", "still_kernels": "kernels", "still_graphs": "graphs"}
 
 FLOORS = (
     ("errors", "extras", "version"),
-    ("fields",),
+    ("fields", "discovery"),
     ("package",),
     ("sources",),
     ("mixers",),
     ("models",),
+    ("systems",),
     ("texts",),
     ("runtime", "linearization"),
     ("graph",),
@@ -50,25 +51,6 @@ class Arrow:
 
     source: str
     target: str
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Modules that a file names: in imports, nested ones too, for `importlib.import_module`, and in whole strings as "package.module" or
-    "package.module:Name"; not what is under TYPE_CHECKING. `from a import b` is "a.b", whatever b is."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
-    skipped = {id(inner) for outer in types for part in outer.body for inner in ast.walk(part)}
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, f"{path}: a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+(:\w+)?", node.value):
-                yield node.value.partition(":")[0]
 
 
 class Sources:
@@ -93,7 +75,9 @@ class Sources:
         """Who imports whom."""
         found = set()
         for module, path in self.files.items():
-            found |= {Arrow(module, name) for name in map(self._file, imports(path)) if name and name != module}
+            found |= {
+                Arrow(module, name) for name in map(self._file, imports(path, PACKAGES)) if name and name != module
+            }
         return sorted(found)
 
     def _file(self, name: str) -> str | None:

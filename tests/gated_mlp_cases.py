@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.gated_mlp import Inputs
+from still_kernels.gated_mlp.plan import Inputs
 from tests.dense_matmul_cases import normed
 
 

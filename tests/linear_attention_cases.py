@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from still_graphs.ops.linear_attention import DELTA, GATED
-from still_kernels.linear_attention import Inputs, naive_linear_attention
+from still_kernels.linear_attention.meaning import Inputs, naive_linear_attention
+from still_kernels.linear_attention.spec import DELTA, GATED
 
 Split = int | list[int]
 SPLITS: list[Split] = [70, 1, [129, 3], [0, 65], [1, 2], [1, 0], [0, 0], 64, 1]

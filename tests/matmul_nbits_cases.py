@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.matmul_nbits import Inputs
-from still_kernels.matmul_nbits.op import dequantized
+from still_kernels.matmul_nbits.plan import Inputs, dequantized
 
 
 @dataclass(frozen=True)

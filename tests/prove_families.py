@@ -1,7 +1,7 @@
-"""Prove a small random model of each family on ONNX Runtime, by the commands that users run, and keep a record of each.
+"""Prove a small random model of each family on ONNX Runtime, by the commands that users run, and keep one record of them.
 
   python -m tests.prove_families FOLDER [--only gla lfm2_moe-experts] [--dtype float16] [--provider cuda --arch sm_90] [--jobs 2]
-  python -m tools.ledger FOLDER/records/*.json
+  python -m tools.verdicts FOLDER/families-*.json
 
 Linear families and those with experts, with the kernels of this machine. Exit code 1 where a proof fails.
 """
@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from still_export.proof.records import read_records, sum_up, write_record
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.linear_models import FAMILIES, linear_model
 
@@ -55,6 +56,8 @@ def main() -> int:
         for name, said in zip(options.only, pool.map(lambda name: prove(name, options), options.only), strict=True):
             print(f"{name}: {said or 'passed'}", flush=True)
             failed += bool(said)
+    if found := read_records(options.folder / "records"):
+        print(f"record: {write_record(sum_up('families', found), options.folder)}")
     return int(failed > 0)
 
 

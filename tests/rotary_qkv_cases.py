@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from still_kernels.rotary_qkv import Inputs
+from still_kernels.rotary_qkv.plan import Inputs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from still_kernels.round_key_value import Inputs
+from still_kernels.round_key_value.plan import Inputs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from still_kernels.swi_glu import Inputs
+from still_kernels.swi_glu.plan import Inputs
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from still_export.proof.op_sources import imports
 from still_graphs.ops import OPS
-from tests.floors import imports
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -42,13 +42,10 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
 @pytest.mark.parametrize(
     "module, absent",
     [
-        ("still_graphs.ops", ["torch", "onnx", "numpy"]),
+        ("still_graphs.ops", ["torch", "triton", "onnx", "numpy"]),  # and with it the spec.py of every op
         ("still_graphs.functions", ["torch", "onnxruntime"]),
-        ("still_kernels.hybrid_attention", ["triton", "onnx", "transformers"]),
-        (
-            "still_kernels.gated_mlp",
-            ["torch", "triton", "onnx"],
-        ),  # plan, block sizes and definition of an op without a state
+        ("still_kernels.hybrid_attention.meaning.naive", ["triton", "onnx", "transformers"]),
+        ("still_kernels.gated_mlp.plan", ["torch", "triton", "onnx"]),
         ("still_kernels.registry", ["torch", "triton", "onnx"]),
         pytest.param("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"], marks=pytest.mark.slow),
         ("still_export.cli.main", ["torch", "transformers", "onnx", "onnxruntime"]),
@@ -83,32 +80,16 @@ def test_records_of_ops_load_without_torch() -> None:
 
 # Rooms of an op, of models and their training, and of the command line, where options of a configuration are flags.
 OWN = (
-    "graphs/still_graphs/ops/",
-    "graphs/still_graphs/functions/",
     *(f"kernels/still_kernels/{op.torch_name}/" for op in OPS.values()),
     "still_export/graph/quantization/",
     "still_export/mixers/",
     "still_export/models/",
+    "still_export/systems/",
     "still_export/linearization/",
     "still_export/cli/",
 )
 REGISTRATIONS = {
     **{f"still_export/targets/{name}/target.py": {"Experts"} for name in ("trt_rtx", "genai", "web")},
-    "graphs/still_graphs/passes/sum_in_float32.py": {"DenseMatMul", "dense_matmul"},
-    "graphs/still_graphs/passes/fuse_linear_layers.py": {"dense_matmul", "gated_mlp"},
-    "graphs/still_graphs/passes/fuse_between_attention.py": {"BetweenAttention", "between_attention", "swi_glu"},
-    "graphs/still_graphs/passes/fuse_rotary.py": {"RotaryQkv", "rotary_qkv"},
-    "graphs/still_graphs/passes/fuse_rotary_embeddings.py": {
-        "RotaryQkv",
-        "rotary_qkv",
-        "matmul_nbits",
-        "low_rank_matmul",
-    },
-    "graphs/still_graphs/passes/fuse_low_rank.py": {"LowRankMatMul", "low_rank_matmul"},
-    "graphs/still_graphs/passes/add_greedy_token.py": {"GreedyToken", "greedy_token"},
-    "graphs/still_graphs/passes/fuse_norms.py": {"AddRmsNorm", "add_rms_norm", "dense_matmul", "matmul_nbits"},
-    "graphs/still_graphs/passes/fuse_rounding.py": {"RoundKeyValue", "round_key_value"},
-    "graphs/still_graphs/passes/fuse_gates.py": {"SwiGlu", "swi_glu", "dense_matmul", "matmul_nbits"},
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""
 NAMESAKES = {
@@ -167,12 +148,11 @@ def test_generic_rooms_name_no_op_no_state_and_no_attribute() -> None:
 
 
 def test_generic_sources_of_the_plugins_name_no_op() -> None:
-    """Core, hosts and programs take ops from specs, archives and entries; the lists of folders of ops are in CMake."""
+    """Core, hosts and programs take ops from specs, archives and entries; CMake finds folders of ops."""
     words = {word for op in OPS.values() for word in (op.name, op.torch_name)} - {"Attention", "attention"}
-    rooms = {ROOT / "plugins/cpu" / op.torch_name for op in OPS.values()} | {ROOT / "tests/plugins/fuzz"}
     found = {}
     for path in (ROOT / "plugins").rglob("*"):
-        if path.suffix not in (".cpp", ".h", ".S", ".map") or rooms & set(path.parents):
+        if path.suffix not in (".cpp", ".h", ".S", ".map"):
             continue
         if named := set(re.findall(r"[A-Za-z_]+", path.read_text(encoding="utf-8"))) & words:
             found[str(path.relative_to(ROOT))] = named
@@ -182,5 +162,5 @@ def test_generic_sources_of_the_plugins_name_no_op() -> None:
 def test_the_words_are_those_of_the_specs() -> None:
     """The test above can fail: every op brings words of its own, and its own rooms use them."""
     assert {"HybridAttention", "kv_state", "select_scope"} <= words_of_ops()
-    text = (ROOT / "kernels/still_kernels/hybrid_attention/plan.py").read_text(encoding="utf-8")
+    text = (ROOT / "kernels/still_kernels/hybrid_attention/plan/launches.py").read_text(encoding="utf-8")
     assert set(re.findall(r"[A-Za-z_]+", text)) & words_of_ops()

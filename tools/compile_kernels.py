@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from still_kernels.hybrid_attention.tiles import HEAD_DIMS
+from still_kernels.hybrid_attention.plan.tiles import HEAD_DIMS
 
 CASES = Path(__file__).parents[1] / "tests/still_kernels/triton_cases.py"
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -73,8 +73,9 @@ def compile_layer(arch: int, name: str, dtype_name: str) -> str:
 
     from still_kernels import launcher
     from still_kernels.common.cuda_function import CudaFunction
-    from still_kernels.hybrid_attention import Inputs, launch
-    from still_kernels.hybrid_attention.tiles import tile_table
+    from still_kernels.hybrid_attention import launch
+    from still_kernels.hybrid_attention.meaning.inputs import Inputs
+    from still_kernels.hybrid_attention.plan.tiles import tile_table
     from still_kernels.packing import Packing
     from still_kernels.tile import SHARED_BYTES
 

@@ -117,20 +117,20 @@ class Kernel:
 
 
 def _hybrid(tokens: int, batch: int = 0) -> Cost:
-    from still_kernels.hybrid_attention.cost import decode_cost, prefill_cost
+    from still_kernels.hybrid_attention.work import decode_cost, prefill_cost
 
     layer = HybridAttentionConfig(32, 8, 128, chunk_size=64, salient_per_chunk=4, capacity_tokens=tokens + 64)
     return decode_cost(layer, tokens, batch) if batch else prefill_cost(layer, tokens)
 
 
 def _softmax(tokens: int, batch: int = 0) -> Cost:
-    from still_kernels.attention.cost import decode_cost, prefill_cost
+    from still_kernels.attention.work import decode_cost, prefill_cost
 
     return decode_cost(32, 8, 128, tokens, batch) if batch else prefill_cost(32, 8, 128, tokens)
 
 
 def _delta(tokens: int, batch: int = 0) -> Cost:
-    from still_kernels.linear_attention.cost import decode_cost, prefill_cost
+    from still_kernels.linear_attention.work import decode_cost, prefill_cost
 
     return decode_cost(32, 128, 128, batch, True) if batch else prefill_cost(32, 32, 128, 128, tokens, True)
 

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Lint, types and tests, from nothing. usage: bash tools/test.sh [--fast|--all] [PYTEST ARGUMENTS]
-# --fast leaves out what is marked slow (more than two seconds of a processor), --all leaves out nothing: without it what is marked long
-# (every architecture, 65,536 steps, fresh environments ...) stays out. The slowest tests are listed at the end.
+# Lint, types and tests, from nothing. usage: bash tools/test.sh [--fast | --changed [BASE] | --all] [PYTEST ARGUMENTS]
+#
+#   (nothing)         what CI runs: all but what is marked long
+#   --fast            without what is marked slow (more than two seconds of a processor)
+#   --changed [BASE]  the test files that a change can reach (tools/changed_tests.py): since BASE, such as main, or not committed yet
+#   --all             with what is marked long (every architecture, 65,536 steps, fresh environments ...)
 set -euo pipefail
-kind=(-m "not long")
+kind=(-m "not long") changed=
 case ${1:-} in
     --fast) kind=(-m "not slow and not long"); shift ;;
+    --changed) changed=yes; shift; base=; case ${1:-} in ""|-*|*::*) ;; *) base=$1; shift ;; esac ;;
     --all) kind=(); shift ;;
 esac
 # The native kernel's tests wait for a compiler for two minutes of a processor, of which pip leaves one.
@@ -13,19 +17,26 @@ beside="nlohmann-json pytest"
 . "$(dirname "$0")/env.sh" dev env PYTHONPATH=graphs python -m tests.plugins.builds
 ruff check .
 ruff format --check .
+files=()
+if [ "$changed" ]; then
+    found=$(python -m tools.changed_tests ${base:+"$base"})
+    [ "$found" ] || { echo "no test reaches what changed"; exit; }
+    mapfile -t files <<< "$found"
+fi
 # ONNX Runtime's C headers are in no wheel; without them the native kernel's tests are skipped.
 if [ -z "${STILL_ONNXRUNTIME_INCLUDE:-}" ] && headers=$(STILL_CACHE=build python -m still_export.cli.main kernels headers); then
     export STILL_ONNXRUNTIME_INCLUDE=$headers
 fi
-# Types are checked beside the tests, and said after them.
-types=$(mktemp)
-mypy > "$types" 2>&1 &
+# Types are checked, and verdicts compared with the code that they are of, beside the tests; said after them.
+said=$(mktemp)
+{ mypy && python -m tools.verdicts --old; } > "$said" 2>&1 &
 checking=$!
-trap 'kill $checking 2> /dev/null || true; rm -f "$types"' EXIT
-# Two processes of one thread each: the tests are many small calls. By file, in the order of tests/conftest.py: tests of one file share
-# what one of them computed.
+trap 'kill $checking 2> /dev/null || true; rm -f "$said"' EXIT
+# Two processes of one thread each: the tests are many small calls. By file, the longest first (tests/durations.json): tests of one file
+# share what one of them computed.
 status=0
-OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} "$@" || status=$?
+OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 2 ${kind[@]+"${kind[@]}"} \
+    ${files[@]+"${files[@]}"} "$@" || status=$?
 wait $checking || status=$?
-cat "$types"
+cat "$said"
 exit $status

@@ -22,6 +22,12 @@ try {
     await model.load(file);
     said.again = await all(model.generate(ids.slice(-1), asked.tokens ?? 16, sampling()));
   }
+  if (asked.chat) {
+    model.start();
+    said.answers = [];
+    for (const message of asked.chat) said.answers.push((await all(model.ask(message, asked.tokens ?? 16, sampling()))).join(""));
+    said.length = model.length;
+  }
   if (asked.calls) said.verdicts = await all(prove(model, await files(asked.calls)));
 } catch (error) {
   said.error = sentence(error);

@@ -1,16 +1,26 @@
-"""Ordered steps that bring a graph to a target: each says what it requires and what it ensures, and both are checked."""
+"""Ordered steps that bring a graph to a target: each says what it requires and what it ensures, and both are checked.
+
+Steps of one op stand in its folder's fuse.py: `STEPS` by host, and `AFTER`, the folders of ops whose steps come before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from still_graphs.conditions import whole
 from still_graphs.errors import UnsupportedError
+from still_graphs.ops import OPS
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+PLUGINS, CUDA, CPU = "plugins", "cuda", "cpu"
+"""Hosts that steps of ops are for: plugins of TensorRT 8.6, ONNX Runtime on GPUs, and on CPUs with kernels of this project."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,14 @@ class Step:
     def name(self) -> str:
         """Name of the pass."""
         return self.run.__name__
+
+
+def steps_of_ops(host: str) -> tuple[Step, ...]:
+    """The steps of all ops' folders for a host, in the order that `AFTER` asks for and otherwise in that of the folders' names."""
+    places = {spec.torch_name: f"{spec.package}.fuse" for spec in OPS.values()}
+    found = {op: import_module(place) for op, place in places.items() if find_spec(place)}
+    order = TopologicalSorter({op: getattr(fuse, "AFTER", ()) for op, fuse in found.items()}).static_order()
+    return tuple(step for op in order for step in found[op].STEPS.get(host, ()))
 
 
 Dump = Callable[[str, "ir.Model"], None]

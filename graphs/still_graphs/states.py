@@ -1,6 +1,6 @@
 """How many rows a state has after how many tokens, and what that means in shapes and bytes. Stdlib only.
 
-The one place in Python that computes with a growth rule (`still_graphs.ops.spec.Growth.resolve`); exports copy this file into packages.
+The one place in Python that computes with a growth rule (`still_graphs.spec.Growth.resolve`); exports copy this file into packages.
 C++ does it in plugins/runner/states.cpp.
 """
 

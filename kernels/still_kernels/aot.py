@@ -1,6 +1,6 @@
 """Ahead-of-time archive: every kernel of an op as cubins for the C++ hosts, with its launch plan, compiled without a GPU.
 
-    python -m still_kernels.aot --arch sm_80,sm_90 -o DIR
+    python -m still_kernels.aot OP --arch sm_80,sm_90 -o DIR
 
 writes `index.json` and one file per distinct cubin. docs/reference/kernels.md describes the index.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
+from still_kernels.common.cubin import read_entry, trailing_pointers
 from still_kernels.common.cuda_function import CudaFunction, nvrtc
 from still_kernels.op_kernels import Build, OpKernels
 from still_kernels.registry import kernels_of, op_names
@@ -101,12 +102,7 @@ def compile_cuda(
     plain = {short: name for name, short in TRITON_TYPES.items()}
     elements = {name: plain[kind.removeprefix("*")] for name, kind in signature.items() if kind.startswith("*")}
     found = function.ahead(arch, values, elements, [name for name, value in values.items() if value is None])
-    own = {
-        "symbol": found.symbol,
-        "shared_bytes": found.shared_bytes,
-        "num_warps": num_warps,
-        "trailing_null_pointers": 0,
-    }
+    own = {"symbol": found.symbol, "shared_bytes": found.shared_bytes, "num_warps": num_warps}
     together = {"cluster": values[function.cluster]} if function.cluster else {}
     return found.cubin, {**own, **together}
 
@@ -130,9 +126,22 @@ def compile_triton(
     options = {**tile.options(), "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     meta = compiled.metadata
-    assert meta.global_scratch_size == 0 and meta.profile_scratch_size == 0, f"{name} needs scratch memory"
-    own = {"symbol": meta.name, "shared_bytes": meta.shared, "num_warps": meta.num_warps, "trailing_null_pointers": 2}
+    demand_launchable(name, meta)
+    own = {"symbol": meta.name, "shared_bytes": meta.shared, "num_warps": meta.num_warps}
     return compiled.asm["cubin"], own, iter(getattr(meta, "tensordesc_meta", None) or ())
+
+
+def demand_launchable(name: str, meta: Any) -> None:
+    """Raise ConfigError for what Triton's metadata ask of a launch and hosts of the archive do not do."""
+    scratch = {kind: getattr(meta, f"{kind}_scratch_size", 0) for kind in ("global", "profile")}
+    if any(scratch.values()):
+        raise ConfigError(
+            f"{name} needs scratch memory ({scratch} bytes), of which hosts of compiled kernels have none."
+        )
+    if getattr(meta, "num_ctas", 1) != 1 or getattr(meta, "launch_cooperative_grid", False):
+        raise ConfigError(
+            f"{name} is launched as a cluster of programs or a cooperative grid, which hosts of compiled kernels do not do."
+        )
 
 
 def compile_variant(
@@ -144,7 +153,7 @@ def compile_variant(
         The variant's entry of the index, and its cubins by file name.
 
     Raises:
-        ConfigError: The installed Triton cannot compile for `arch`.
+        ConfigError: The installed Triton cannot compile for `arch`, or what it compiles is launched in another way than hosts launch.
     """
     import triton
 
@@ -170,24 +179,26 @@ def compile_variant(
         if own["shared_bytes"] > SHARED_BYTES[arch]:
             raise ConfigError(
                 f"{name} of {variant} needs {own['shared_bytes']} bytes of shared memory; sm_{arch} has "
-                f"{SHARED_BYTES[arch]}. Lower its blocks in tiles.py."
+                f"{SHARED_BYTES[arch]}. Lower its blocks in its plan.py."
             )
         file = hashlib.sha256(cubin).hexdigest()[:24] + ".cubin"
         cubins[file] = cubin
+        passed = [described(argument, kind, descriptors) for argument, kind in signature.items() if kind != "constexpr"]
+        types = [argument["type"] for argument in passed]
+        entry_of = read_entry(cubin, own["symbol"])
         kernels[name] = {
             **own,
             "cubin": file,
             "threads": 32 * own["num_warps"],
-            "args": [
-                described(argument, kind, descriptors) for argument, kind in signature.items() if kind != "constexpr"
-            ],
+            "trailing_null_pointers": trailing_pointers(entry_of, own["symbol"], types, own.get("cluster", 1)),
+            "args": passed,
             "constexprs": {k: v for k, v in sorted(values.items()) if not k.startswith(("p_", "d_"))},
         }
     entry = {"key": asdict(variant), "arch": f"sm_{arch}", "constants": dict(build.plan_constants), "kernels": kernels}
     return entry, cubins
 
 
-_SOURCES = ("triton_", "gluon_", "cuda_")
+_SOURCES = ("kernels", "triton_", "gluon_", "cuda_")
 
 
 def source_hash(kernels: OpKernels) -> str:
@@ -195,7 +206,7 @@ def source_hash(kernels: OpKernels) -> str:
     digest = hashlib.sha256()
     shared = Path(__file__).with_name("common")
     files = [path for path in kernels.folder.rglob("*") if path.suffix in (".py", ".cu")]
-    own = [p for p in files if p.stem in ("op", "tiles", "plan") or p.stem.startswith(_SOURCES)]
+    own = [p for p in files if "plan" in (p.stem, p.parent.name) or p.stem.startswith(_SOURCES)]
     for path in [*sorted(shared.glob("*_*.py")), *sorted(own)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -248,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 0 on success, 2 on a usage error."""
     parser = argparse.ArgumentParser(prog="python -m still_kernels.aot", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="sm_80,sm_86,sm_89,sm_90", help=f"comma-separated, of {', '.join(ARCHS)}")
-    parser.add_argument("--op", default=op_names()[0], help=f"of {', '.join(op_names())}")
+    parser.add_argument("op", choices=op_names())
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--variants", type=Path, help="JSON list of variants (fields of the op's Variant); default: built in"

@@ -1,4 +1,4 @@
-"""Rows of a state in 8 bits: `still_graphs.ops.spec.CACHE` says what they are. In PyTorch."""
+"""Rows of a state in 8 bits: `still_graphs.spec.CACHE` says what they are. In PyTorch."""
 
 from __future__ import annotations
 

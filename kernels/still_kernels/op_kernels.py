@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_graphs.ops import OpSpec
+from still_graphs.spec import OpSpec
 from still_kernels.plan import Call, Check, Plan
 from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile
@@ -89,8 +89,8 @@ class OpKernels:
 
     @property
     def folder(self) -> Path:
-        """Of triton_*.py, gluon_*.py, tiles.py and plan.py, whose bytes the archive's source hash covers: that of the variant."""
-        return Path(str(import_module(self.variant.__module__).__file__)).parent
+        """The op's: the archive's source hash covers its plan and kernels."""
+        return Path(str(import_module(self.spec.package).__file__)).parent
 
     @cached_property
     def _rules(self) -> dict[bool, list[Any]]:
@@ -165,26 +165,13 @@ def imported(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(import_module(module), name)
 
 
-def offers(package: str, *parts: str) -> Callable[[str], Any]:
-    """The `__getattr__` of an op's package: names of its modules `parts` need torch, so these are imported when one is asked for."""
-
-    def attribute(name: str) -> Any:
-        for part in parts:
-            module = import_module(f"{package}.{part}")
-            if hasattr(module, name):
-                return getattr(module, name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return attribute
-
-
 @dataclass(frozen=True)
 class Op:
-    """One op as `still_kernels.registry` finds it: `OP` of `op.py` in its folder.
+    """One op as `still_kernels.registry` finds it: `OP` of `plan` in its folder.
 
     Args:
         kernels: What is launched, and what kernels are compiled for.
-        work: What bench and tune ask, which imports torch; None where an op is neither timed nor tuned.
+        work: What bench and tune ask, which imports torch; None: `WORK` of the folder's `work`, where there is one.
     """
 
     kernels: OpKernels

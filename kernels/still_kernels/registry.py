@@ -47,6 +47,9 @@ def work_of(name: str) -> OpWork:
         UnsupportedError: It has nothing to say.
     """
     work = op_of(name).work
+    if work is None and _is_there(place := _place(name, "work")):
+        found: OpWork = import_module(place).WORK
+        return found
     if work is None:
         raise UnsupportedError(f"op {name} says nothing of its calls, so it can be neither timed nor tuned.")
     return work()
@@ -59,9 +62,8 @@ def ties_of(manifest: Mapping[str, Any]) -> Ties:
     return Ties(ties for ties in found if ties)
 
 
-def _place(name: str, part: str = "op") -> str:
-    spec = OPS[name]
-    return f"{spec.home}.{part}" if spec.home else f"still_kernels.{spec.torch_name}.{part}"
+def _place(name: str, part: str = "plan") -> str:
+    return f"{OPS[name].package}.{part}"
 
 
 def _has_kernels(name: str) -> bool:

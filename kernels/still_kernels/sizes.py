@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_graphs.ops.spec import OpSpec, dimension, in_numbers
+from still_graphs.spec import OpSpec, dimension, in_numbers
 from still_kernels.plan import Call, Plan
 
 

@@ -23,15 +23,9 @@ COARSE = 2.0
 """Times PyTorch's own error that a runtime's may have where turned choices are counted."""
 CHOSEN = "chosen"
 """What PyTorch's run tells of a layer whose states show what is chosen: places of the tokens [B, HS, n, k], -1: none."""
-SURE = 1e-6
-"""Chance below which more turned choices than expected are no chance."""
-
 FAR = 12.0
 """Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token: as any row of a half
-precision state may (`still_export.proof.tolerance`)."""
-
-Turned = dict[int, np.ndarray]
-"""By layer, in an array of the op's own: 1 where PyTorch's own run chose otherwise than the reference, 0 where not, -1: not known."""
+precision state may (`still_export.proof.judge`)."""
 
 Look = tuple[np.ndarray, Arrays]
 """Lengths [B] before some tokens, and the outputs of the call that brought the last of them."""
@@ -44,7 +38,8 @@ Pairs = list[tuple[Arrays, Arrays]]
 class Choices:
     """Counts of what a runtime chooses by comparing numbers: compared, different where they nearly tie, different without a tie;
     `widest` is the largest lead among those that differ, in parts of the lead that is a tie. `expected` is the number of choices that
-    rounding turns in a right runtime. `untold` are tokens with a choice that nearly ties and that the runtime does not tell."""
+    rounding turns in a right runtime; it is a figure, since which they are follows from the processor. `untold` are tokens with a choice
+    that nearly ties and that the runtime does not report."""
 
     compared: int = 0
     near_ties: int = 0
@@ -52,15 +47,6 @@ class Choices:
     widest: float = 0.0
     expected: float = 0.0
     untold: int = 0
-
-    @property
-    def too_many(self) -> bool:
-        """Whether more choices differ by a near tie than rounding turns: the tail of a Poisson distribution is below SURE."""
-        term, below = math.exp(-self.expected), 0.0
-        for number in range(self.near_ties):
-            below += term
-            term *= self.expected / (number + 1)
-        return self.near_ties > self.expected and 1 - below < SURE
 
     def add(self, other: Choices) -> None:
         """Add the counts of `other`."""
@@ -73,8 +59,8 @@ class Choices:
 
 
 class OpTies(Protocol):
-    """Choices of one op that rounding may turn; `op_kernels.Op` names what makes them. PyTorch follows a runtime's where it can, and tells
-    of its own run what it would have chosen: `leads` below 0 are those of choices that it followed."""
+    """Choices of one op that rounding may turn; `op_kernels.Op` names what makes them. PyTorch follows the runtime's choices where it can;
+    `leads` below 0 are those of choices that it would have made otherwise."""
 
     score: str
     """The state that holds what is compared."""
@@ -86,15 +72,8 @@ class OpTies(Protocol):
         right. `own` are errors of PyTorch's own run, of each pair by output as of `row_errors`: of a token that errs far there, the
         target's may, too, and is no other one."""
 
-    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
-        """The pairs with PyTorch's choice wherever the target made another one on a near tie; `turned` tells where that is, else states
-        do, with `own` as of `compare`."""
-
-    def turned(self, scores: Scores, own: Scores) -> Turned:
-        """Where PyTorch's own run chose otherwise than the reference, as both tell; nothing where settling asks for nothing."""
-
-    def alike(self, expected: Arrays, actual: Arrays) -> bool:
-        """Whether two runtimes chose the same, up to the end of one call."""
+    def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
+        """Of each pair by layer the sequences [B] in which the two sides chose otherwise on a near tie, as states show it."""
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
         """What a runtime chose in calls one after the other, by layer, as PyTorch can follow it; nothing where states do not show it."""
@@ -137,19 +116,13 @@ class Ties:
             total.add(op.compare(pairs, leads, own))
         return total
 
-    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
+    def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
         """As of OpTies."""
+        found: list[dict[int, np.ndarray]] = [{} for _ in pairs]
         for op in self.each:
-            pairs = op.settle(pairs, leads, own, turned)
-        return pairs
-
-    def turned(self, scores: Scores, own: Scores) -> Turned:
-        """As of OpTies."""
-        return {k: v for op in self.each for k, v in op.turned(_part(op, scores), own).items()}
-
-    def alike(self, expected: Arrays, actual: Arrays) -> bool:
-        """As of OpTies."""
-        return all(op.alike(expected, actual) for op in self.each)
+            for each, more in zip(found, op.turned(pairs, leads, own), strict=True):
+                each.update(more)
+        return found
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
         """As of OpTies."""
@@ -203,11 +176,6 @@ def followed(leads: Iterable[np.ndarray]) -> Choices:
 def _part(op: OpTies, scores: Scores) -> Scores:
     """What an op compared."""
     return {key: x for key, x in scores.items() if (key < 0) == bool(op.watched)}
-
-
-def near_ties(leads: Leads) -> int:
-    """How many of the reference's choices that states show, and that followed nobody, another right runtime may make otherwise."""
-    return sum(int((lead <= 1).sum()) for layer, lead in leads.items() if layer >= 0)
 
 
 def expected_ties(leads: Leads) -> float:

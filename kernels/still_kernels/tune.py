@@ -1,9 +1,9 @@
-"""Which block sizes are fastest on this GPU: every kernel timed alone, over settings around those of its tiles.py.
+"""Which block sizes are fastest on this GPU: every kernel timed alone, over settings around those of its plan.py.
 
     python -m still_kernels.tune OP --context 65536 --seconds 240 -o tune.json
 
 Each setting runs whole calls first: their outputs and states, written over NaN, must be those of the current settings, else it gets
-no time. From the best setting the search goes on while time is left. Nothing is written back: put what wins into tiles.py.
+no time. From the best setting the search goes on while time is left. Nothing is written back: put what wins into plan.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// What an op is: names, shapes, types and attributes. The values come from the op_spec.inc of each op's folder.
+// What an op is: names, shapes, types and attributes. The values come from the spec.py of each op's folder.
 #pragma once
 
 #include <cstdint>

@@ -3,204 +3,129 @@
 #include "../core/error.h"
 #include "files.h"
 
-#include <algorithm>
 #include <fstream>
 #include <iterator>
 #include <limits>
-#include <map>
-#include <regex>
-#include <set>
 
 namespace still
 {
-
-extern char const* const kManifestSchema; // still_export/package/manifest.schema.json
-
 namespace
 {
 
 constexpr int64_t kFormatVersion = 2;
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMostTokens = int64_t{1} << 40;
+constexpr size_t kMostDimensions = 8;
 
-template <typename... Parts>
-[[noreturn]] void refuse(std::string const& source, std::string const& field, Parts const&... parts)
-{
-    fail(source, field.empty() ? "" : ": ", field, " ", parts..., ". Copy the package again, or export the model again.");
-}
-
-std::string quoted(std::string const& text) { return "'" + text.substr(0, 40) + "'"; }
-
-// A value held against a JSON Schema of the keywords that pydantic writes for manifest.py.
-class Schema
+// A value that this program reads, with its place for messages.
+class Field
 {
 public:
-    Schema(Json const& definitions, std::string const& source) : mDefinitions(definitions), mSource(source) {}
+    Field(Json const& value, std::string const& source, std::string place = {}) : mValue(value), mSource(source), mPlace(std::move(place)) {}
 
-    // Throws unless `value`, which stands at `field`, has `rule`.
-    void check(Json const& rule, Json const& value, std::string const& field) const
+    template <typename... Parts>
+    [[noreturn]] void refuse(Parts const&... parts) const
     {
-        std::vector<Json const*> kinds;
-        add_branches(rule, kinds);
-        auto const own = std::find_if(kinds.begin(), kinds.end(), [&](Json const* kind) { return has_type(*kind, value); });
-        if (own == kinds.end() || !fits(**own, value))
-        {
-            std::string wanted;
-            for (Json const* kind : own == kinds.end() ? kinds : std::vector<Json const*>{*own})
-                wanted += (wanted.empty() ? "" : " or ") + words(*kind);
-            std::string const shown = value.is_structured() ? "one of " + std::to_string(value.size()) + " entries" : value.dump(-1, ' ', true);
-            refuse(mSource, field, "must be ", wanted, ", not ", shown.substr(0, 60));
-        }
-        if (value.is_object())
-            members(**own, value, field);
-        else if (value.is_array() && (*own)->contains("items"))
-            for (size_t i = 0; i < value.size(); ++i)
-                check((*own)->at("items"), value[i], field + "[" + std::to_string(i) + "]");
+        fail(mSource, mPlace.empty() ? "" : ": ", mPlace, " ", parts..., ". Copy the package again, or export the model again.");
+    }
+
+    bool has(char const* name) const { return mValue.is_object() && mValue.contains(name) && !mValue.at(name).is_null(); }
+
+    Field at(char const* name) const
+    {
+        if (!mValue.is_object())
+            refuse("must be an object");
+        Field const found(has(name) ? mValue.at(name) : mValue, mSource, mPlace.empty() ? name : mPlace + "." + name);
+        if (!has(name))
+            found.refuse("is missing");
+        return found;
+    }
+
+    std::vector<Field> items() const
+    {
+        if (!mValue.is_array())
+            refuse("must be a list");
+        std::vector<Field> found;
+        for (Json const& item : mValue)
+            found.emplace_back(item, mSource, mPlace + "[" + std::to_string(found.size()) + "]");
+        return found;
+    }
+
+    std::vector<std::pair<std::string, Field>> members() const
+    {
+        if (!mValue.is_object())
+            refuse("must be an object");
+        std::vector<std::pair<std::string, Field>> found;
+        for (auto const& [name, item] : members_of(mValue))
+            found.emplace_back(name, Field(item, mSource, mPlace + "[\"" + name + "\"]"));
+        return found;
+    }
+
+    bool is_text() const { return mValue.is_string(); }
+
+    std::string const& text() const
+    {
+        if (!is_text())
+            refuse("must be a text");
+        return text_of(mValue);
+    }
+
+    int64_t integer(int64_t least, int64_t most = kMost) const
+    {
+        if (!mValue.is_number_integer() || mValue < least || mValue > most)
+            refuse("must be an integer in ", least, "..", most);
+        return integer_of(mValue);
+    }
+
+    void flag() const
+    {
+        if (!mValue.is_boolean())
+            refuse("must be true or false");
     }
 
 private:
-    void members(Json const& rule, Json const& value, std::string const& field) const
-    {
-        Json const known = rule.value("properties", Json::object()), others = rule.value("additionalProperties", Json(true));
-        std::string const prefix = field.empty() ? "" : field + ".";
-        for (Json const& name : rule.value("required", Json::array()))
-            if (!value.contains(text_of(name)))
-                refuse(mSource, prefix + text_of(name), "is missing");
-        for (auto const& [name, item] : members_of(value))
-            if (known.contains(name))
-                check(known.at(name), item, prefix + name);
-            else if (others == false)
-                refuse(mSource, field, "has ", quoted(name), ", which nothing here knows");
-            else if (others.is_object())
-                check(others, item, field + "[\"" + name + "\"]");
-    }
-
-    void add_branches(Json const& rule, std::vector<Json const*>& kinds) const
-    {
-        if (rule.contains("$ref"))
-        {
-            std::string const& name = text_of(rule.at("$ref"));
-            add_branches(mDefinitions.at(name.substr(name.rfind('/') + 1)), kinds);
-        }
-        else if (rule.contains("anyOf"))
-            for (Json const& branch : rule.at("anyOf"))
-                add_branches(branch, kinds);
-        else
-            kinds.push_back(&rule);
-    }
-
-    static bool has_type(Json const& rule, Json const& value)
-    {
-        std::string const type = rule.value("type", "");
-        return type.empty() || (type == "integer" ? value.is_number_integer() : type == "boolean" ? value.is_boolean() : type == value.type_name());
-    }
-
-    // Whether `value`, of the rule's type, has what the rule says of it alone.
-    static bool fits(Json const& rule, Json const& value)
-    {
-        if (rule.contains("minimum") && (value < rule.at("minimum") || value > rule.value("maximum", value)))
-            return false;
-        if (rule.contains("minLength") && text_of(value).size() < rule.at("minLength"))
-            return false;
-        if (rule.contains("pattern") && !std::regex_match(text_of(value), std::regex(text_of(rule.at("pattern")))))
-            return false;
-        if (value.is_array() && (value.size() < rule.value("minItems", size_t{0}) || value.size() > rule.value("maxItems", value.size())))
-            return false;
-        auto const& known = rule.value("enum", Json::array());
-        return rule.value("const", value) == value && (known.empty() || std::find(known.begin(), known.end(), value) != known.end());
-    }
-
-    // What `rule` asks for.
-    static std::string words(Json const& rule)
-    {
-        std::string const& type = text_of(rule.at("type"));
-        if (rule.contains("const"))
-            return rule.at("const").dump();
-        if (rule.contains("enum"))
-        {
-            std::string all;
-            for (Json const& one : rule.at("enum"))
-                all += (all.empty() ? "" : " or ") + (one.is_string() ? text_of(one) : one.dump());
-            return all;
-        }
-        if (type == "number" && rule.contains("minimum"))
-            return "a number from " + rule.at("minimum").dump() + " on";
-        if (type == "integer")
-            return "an integer in " + rule.at("minimum").dump() + ".." + rule.at("maximum").dump();
-        if (type == "array" && rule.contains("minItems"))
-            return "a list of " + rule.at("minItems").dump() + (rule.contains("maxItems") ? " to " + rule.at("maxItems").dump() : " or more") + " items";
-        if (type == "string")
-            return rule.contains("pattern") ? "a text of " + text_of(rule.at("pattern"))
-                                            : rule.contains("minLength") ? "a text of a character or more" : "a text";
-        return type == "array" ? "a list" : type == "object" ? "an object" : type == "boolean" ? "true or false" : type;
-    }
-
-    Json const& mDefinitions;
+    Json const& mValue;
     std::string const& mSource;
+    std::string mPlace;
 };
 
-void check_shape(Json const& state, std::string const& source, std::string const& field)
+void check_state(Field const& state)
 {
-    Json const& growth = state.at("growth");
-    auto const& shape = items_of(state.at("shape"));
-    size_t const grown = growth.is_null() ? 0 : growth.at("axis").get<size_t>();
-    if (grown >= shape.size())
-        refuse(source, field + ".growth.axis", "is ", grown, ", which the shape does not have");
-    for (size_t axis = 0; axis < shape.size(); ++axis)
+    state.at("name").text();
+    state.at("dtype").text();
+    bool const grows = state.has("growth");
+    if (grows)
     {
-        std::string const name = axis == 0 ? "batch" : axis == grown ? text_of(growth.at("dimension")) : "";
-        bool const named = axis == 0 || axis == grown;
-        if (shape[axis].is_string() != named || (named && text_of(shape[axis]) != name))
-            refuse(source, field + ".shape[" + std::to_string(axis) + "]", "must be ", named ? name : "a number");
+        Field const growth = state.at("growth");
+        growth.at("per").integer(1);
+        growth.at("lag").integer(0);
+        growth.at("rows").integer(0);
+        growth.at("fixed").flag();
     }
+    auto const shape = state.at("shape").items();
+    if (shape.empty() || shape.size() > kMostDimensions)
+        state.at("shape").refuse("must have 1 to ", kMostDimensions, " sizes");
+    for (Field const& size : shape)
+        if (!size.is_text())
+            size.integer(1);
+        else if (size.text() != "batch" && !grows)
+            size.refuse("must be a number, as the state has no growth");
 }
 
-// What fields of a manifest that has its schema say of each other.
-void check_rules(Json const& manifest, std::string const& source)
+void check_engine(Field const& engine, Field const& files)
 {
-    Json const& model = manifest.at("model");
-    if (model.at("layers") != model.at("layer_types").size())
-        refuse(source, "model.layer_types", "has ", model.at("layer_types").size(), " entries for ", model.at("layers"), " layers");
-    std::set<std::string> names;
-    std::map<std::string, Json> growths;
-    for (Json const& state : manifest.at("states"))
-    {
-        std::string const field = "states[" + std::to_string(names.size()) + "]";
-        if (!names.insert(text_of(state.at("name"))).second)
-            refuse(source, field + ".name", "is that of another state, ", quoted(text_of(state.at("name"))));
-        bool const ahead = text_of(state.at("name")).rfind("mtp_", 0) == 0; // of a head, behind the model's layers
-        if ((state.at("layer") >= model.at("layers")) != ahead)
-            refuse(source, field + ".layer", "is ", state.at("layer"), "; the model has ", model.at("layers"), " layers");
-        if (auto const& op = text_of(state.at("op")); !op.empty() && !manifest.at("ops").contains(op))
-            refuse(source, field + ".op", "is ", quoted(op), ", which ops does not have");
-        check_shape(state, source, field);
-        Json const& growth = state.at("growth");
-        if (!growth.is_null() && (growth.at("dimension") == "batch" || growths.emplace(text_of(growth.at("dimension")), growth).first->second != growth))
-            refuse(source, field + ".growth", "must be the rule of the other states of its dimension");
-    }
-    auto const& files = members_of(manifest.at("files"));
-    for (auto const& [name, entry] : files)
-        check_name(name);
-    auto const listed = [&](std::string const& field, Json const& name) {
-        if (files.find(text_of(name)) == files.end())
-            refuse(source, field, "is ", quoted(text_of(name)), ", which files does not list");
-    };
-    size_t engines = 0;
-    for (Json const& engine : manifest.value("engines", Json::array()))
-        listed("engines[" + std::to_string(engines++) + "].file", engine.at("file"));
-    Json const plugins = manifest.value("plugins", Json::object());
-    for (auto const& [major, name] : members_of(plugins))
-        listed("plugins[\"" + major + "\"]", name);
-    if (Json const native = manifest.value("native", Json()); !native.is_null())
-        listed("native.library", native.at("library"));
-    if ((engines > 0 || !plugins.empty()) && manifest.value("trt", Json()).is_null())
-        refuse(source, "trt", "is missing");
-    size_t places = 0;
-    if (Json const quantization = manifest.value("quantization", Json()); !quantization.is_null())
-        for (Json const& place : quantization.value("adapters", Json::array()))
-        {
-            std::string const field = "quantization.adapters[" + std::to_string(places++) + "].outputs";
-            if (place.at("outputs").size() != place.at("weights").size())
-                refuse(source, field, "has not one entry for each of the weights");
-        }
+    Field const file = engine.at("file");
+    if (!files.has(file.text().c_str()))
+        file.refuse("is '", file.text().substr(0, 40), "', which files does not list");
+    engine.at("size_bytes").integer(0, std::numeric_limits<int64_t>::max());
+    engine.at("tensorrt").text();
+    engine.at("prefill_tokens").integer(1);
+    if (engine.has("stripped"))
+        engine.at("stripped").flag();
+    if (engine.at("archs").items().empty())
+        engine.at("archs").refuse("has no architecture");
+    for (Field const& arch : engine.at("archs").items())
+        arch.text();
 }
 
 } // namespace
@@ -210,9 +135,29 @@ Json parse_manifest(std::string_view text, std::string const& source)
     Json manifest = parse_json(text, source);
     if (Json const version = manifest.is_object() ? manifest.value("format_version", Json()) : Json(); version.is_number_integer() && version != kFormatVersion)
         fail(source, " has format version ", version, "; this program reads ", kFormatVersion, ". Export the model again, or update still_run.");
-    static Json const schema = Json::parse(kManifestSchema);
-    Schema(schema.at("$defs"), source).check(schema, manifest, "");
-    check_rules(manifest, source);
+    Field const whole(manifest, source);
+    whole.at("target").text();
+    for (Field const& id : whole.at("eos_token_ids").items())
+        id.integer(0);
+    whole.at("model").at("vocab_size").integer(1);
+    whole.at("model").at("all_logits").flag();
+    whole.at("capacity").at("capacity_tokens").integer(0, kMostTokens);
+    whole.at("capacity").at("bounded").flag();
+    for (Field const& state : whole.at("states").items())
+        check_state(state);
+    for (auto const& [name, entry] : whole.at("files").members())
+    {
+        check_name(name);
+        entry.at("sha256").text();
+    }
+    if (whole.has("speculate"))
+        whole.at("speculate").integer(0);
+    if (whole.has("engines"))
+        for (Field const& engine : whole.at("engines").items())
+        {
+            check_engine(engine, whole.at("files"));
+            whole.at("trt").at("version_compatible").flag();
+        }
     return manifest;
 }
 

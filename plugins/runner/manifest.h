@@ -1,4 +1,4 @@
-// A package's manifest.json: every field checked once, before anything is made of it, as still_export/package/checked.py does.
+// A package's manifest.json: every field that still_run reads, checked once before anything is made of it. All others Python checks.
 #pragma once
 
 #include "../core/json.h"

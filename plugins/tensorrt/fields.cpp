@@ -73,8 +73,7 @@ Op read_op(OpSpec const& spec, PluginFieldCollection const& fields)
 {
     std::map<std::string, AttributeValue> values;
     for (AttributeSpec const& attribute : spec.attributes)
-        if (attribute.name != kCache || find(fields, attribute.name))
-            values[attribute.name] = value(spec, attribute.name, attribute.kind, fields);
+        values[attribute.name] = value(spec, attribute.name, attribute.kind, fields);
     int64_t const absent = value(spec, kAbsentInputs, AttributeKind::kInteger, fields).integer;
     return {spec, values, static_cast<uint64_t>(static_cast<uint32_t>(absent))};
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.cli.output import Output
+from still_export.package.trust import home
 from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.text import Answer
 
@@ -113,7 +114,7 @@ def line_reader() -> Callable[[str], str | None]:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
-        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "still-export" / "chat-history"
+        path = Path(os.environ.get("XDG_STATE_HOME") or home() / ".local/state") / "still-export" / "chat-history"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         history: Any = FileHistory(str(path))

@@ -15,6 +15,7 @@ from still_export.cli.output import Output, command_line
 from still_export.sources import demand_model
 
 if TYPE_CHECKING:
+    from still_export.graph.options import ExportOptions
     from still_export.package.folder import Package
     from still_export.targets.target import Target
 
@@ -89,7 +90,11 @@ def export(
             progress=progress,
             dump_dir=dump_dir,
         )
+        progress("running a short text")
+        overflow = _overflow(job.asked, package)
         engines, lacking = _engines(package, target, progress)
+    if overflow:
+        out.say(overflow)
     _say_what_lacks(package, target, out)
     _say_what_was_rounded(package, out)
     if lacking:
@@ -142,6 +147,20 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
         return ([], "") if target.build is None else (target.build(package, None, progress), "")
     except NoBuilderError as error:
         return [], str(error)
+
+
+def _overflow(asked: ExportOptions, package: Package) -> str:
+    """The warning of a model that overflows in the package's type; empty where it does not, or has bfloat16's range."""
+    from still_export.proof.overflow import overflow_of
+
+    dtype = package.manifest["model"]["dtype"]
+    found = None if dtype == "bfloat16" else overflow_of(asked)
+    if found is None:
+        return ""
+    advice = "Export it with --dtype bfloat16 or float32." if dtype == "float16" else "Its weights may be damaged."
+    return (
+        f"warning: this model overflows in {dtype} {found.where} on a short text, so its answers are useless. {advice}"
+    )
 
 
 def _say_what_was_rounded(package: Package, out: Output) -> None:

@@ -1,13 +1,14 @@
-"""still-export inspect: what a package holds."""
+"""still-export inspect: what a package holds, or what was understood of a GGUF file."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, PackageFolder, ReportFile
+from still_export.cli.output import Output, ReportFile
 from still_export.sources import demand_package
 
 EXAMPLES = """
@@ -16,11 +17,13 @@ Examples:
     still-export inspect package
 
     still-export inspect package --report package.html
+
+    still-export inspect model.gguf
 """
 
 
 def inspect(
-    package: PackageFolder,
+    package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file.")],
     report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Sizes of the state only.")] = False,
@@ -34,6 +37,12 @@ def inspect(
     from still_export.report import inspect as looks
     from still_export.report.render import check_report, write_report
 
+    if package.suffix == ".gguf" and package.is_file():
+        from still_export.models.gguf.description import describe
+
+        said = describe(package)
+        Output(as_json, quiet).result(said, *(f"{name}: {line}" for name, line in said.items()))
+        return
     if report is not None:
         check_report(report)
     opened = open_package(package, check_hashes=False)

@@ -160,6 +160,33 @@ class Output:
             yield advance
 
     @contextlib.contextmanager
+    def phases(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A bar for each phase, called with its name, what is done of it and of how much; in a log file a line for each phase."""
+        if self.quiet:
+            yield lambda phase, done, total: None
+            return
+        known: dict[str, Any] = {}
+        if not self.errors.is_terminal:
+
+            def line(phase: str, done: int, total: int) -> None:
+                part = 4 * done // max(total, 1)
+                if known.get(phase) != part:
+                    known[phase] = part
+                    self.log(f"{phase}: {done} of {total}")
+
+            yield line
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.errors) as progress:
+
+            def update(phase: str, done: int, total: int) -> None:
+                if phase not in known:
+                    known[phase] = progress.add_task(phase, total=total)
+                progress.update(known[phase], completed=done, total=total)
+
+            yield update
+
+    @contextlib.contextmanager
     def training(self) -> Iterator[Callable[[str, int, int, dict[str, float]], None]]:
         """A bar per stage with its newest measurements and the time left; called with stage, steps done, steps in all, measurements.
 

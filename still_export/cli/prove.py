@@ -1,4 +1,4 @@
-"""still-export prove: all that this machine can show of a package, as a record for the ledger."""
+"""still-export prove: all that this machine can show of a package, as a record."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def prove(
     from still_export.evaluation.prove import ProveOptions
     from still_export.evaluation.prove import prove as show
     from still_export.package.trust import trust_package
-    from still_export.proof.ledger import figures
-    from still_export.proof.records import write_record
+    from still_export.proof.records import figures_line, write_record
 
     if trust_native:
         trust_package(package)
@@ -44,7 +43,7 @@ def prove(
         proven = show(package, options, progress)
     made = proven.record
     path = write_record(made, folder)
-    lines = [f"{made.verdict}: {figures(made.figures)}", *(f"not shown here: {each}" for each in proven.missing)]
+    lines = [f"{made.verdict}: {figures_line(made.figures)}", *(f"not shown here: {each}" for each in proven.missing)]
     content = {**made.model_dump(mode="json"), "record": str(path), "missing": proven.missing}
     out.result(content, *lines, f"record: {path}")
     raise typer.Exit(1 if made.verdict == "failed" else 0)

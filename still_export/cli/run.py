@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Guess, Output, PackageFolder, TrustNative
+from still_export.cli.output import Guess, Output, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.sources import demand_package
 
@@ -31,7 +31,7 @@ A long text is read once and asked many times:
 
 
 def run(
-    package: PackageFolder,
+    package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file, which is exported once.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
     ] = None,
@@ -39,6 +39,10 @@ def run(
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat format; without a prompt, talk.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(help="Arguments of the model's chat template, as JSON: '{\"enable_thinking\": false}'."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = all.")] = 0,
@@ -77,6 +81,7 @@ def run(
     demand_package(package, "run")
     from still_export.api import load
     from still_export.cli.chat import WHEN_FULL, talk
+    from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.prefix_folder import open_prefixes
@@ -96,7 +101,9 @@ def run(
         raise typer.BadParameter(f"--when-full {when_full} is unknown; known: {', '.join(WHEN_FULL)}")
     if save_state and not given:
         raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
+    arguments = _arguments(chat_template_kwargs)
     out = Output(as_json, quiet)
+    package = package_of(package, out)
     if not check:
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
@@ -116,7 +123,7 @@ def run(
         if not given:
             cache = open_prefixes(model.runner, prefix_cache, prefix_dir)
             talk(
-                Conversation(model.runner, model.text, tokens, sampling, system, stop or (), prefix, cache),
+                Conversation(model.runner, model.text, tokens, sampling, system, stop or (), prefix, cache, arguments),
                 out,
                 when_full,
             )
@@ -127,7 +134,13 @@ def run(
         content = _read(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
         with out.reading(len(content) // 4) as progress:
             if save_state:
-                snapshot = model.read(_ids(prompt_ids) or content, chat=chat, system=system, progress=progress)
+                snapshot = model.read(
+                    _ids(prompt_ids) or content,
+                    chat=chat,
+                    system=system,
+                    chat_template_kwargs=arguments,
+                    progress=progress,
+                )
                 snapshot.save(save_state)
                 out.log(f"[{snapshot.length} tokens read into {save_state}, {save_state.stat().st_size / 1e6:.1f} MB]")
                 return
@@ -135,7 +148,15 @@ def run(
             if system is not None:
                 messages.insert(0, {"role": "system", "content": system})
             request = _ids(prompt_ids) or (messages if chat else content)
-            answer = model.answer(request, tokens, sampling, stop or (), as_text=prompt_ids is None, progress=progress)
+            answer = model.answer(
+                request,
+                tokens,
+                sampling,
+                stop or (),
+                as_text=prompt_ids is None,
+                progress=progress,
+                chat_template_kwargs=arguments,
+            )
             write_answer(answer, None if as_json else sys.stdout)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
@@ -157,6 +178,18 @@ def _ids(given: str | None) -> list[int] | None:
         return token_ids(given)
     except ValueError:
         raise ConfigError(f"--prompt-ids {given}: give numbers separated by commas.") from None
+
+
+def _arguments(given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    try:
+        found = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs {given:.60}: no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--chat-template-kwargs {given:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
+    return found
 
 
 def _read(path: Path) -> str:

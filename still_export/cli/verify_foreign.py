@@ -61,7 +61,7 @@ def verify_foreign(
         write_junit(content, package.name, junit)
     out.result(
         content,
-        *(f"{'ok   ' if check.passed else 'WRONG'} {check.name}: {check.detail}" for check in report.checks),
+        *(f"{'ok   ' if check.passed else 'WRONG'} {check.name}: {check.what}" for check in report.checks),
         *(f"not seen: {line}" for line in report.unseen),
         f"report: {where / 'report.json'}",
         "PASSED" if report.passed else "FAILED: the decoder does not compute what the model computes",

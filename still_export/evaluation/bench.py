@@ -22,7 +22,7 @@ import numpy as np
 from still_export.fields import option
 from still_export.package.checked import read_manifest
 from still_export.proof.reference import open_runner, runtime_of
-from still_export.runtime.sampling import likeliest
+from still_export.runtime.sampling import checked_token, likeliest
 
 LENGTHS = (1024, 4096, 8000)
 DECODE_STEPS = 24
@@ -79,6 +79,7 @@ def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
     for start in range(0, length, model.prefill_tokens):
         logits = model.feed(tokens[:, start : start + model.prefill_tokens])
     token = likeliest(logits[:, -1])
+    checked_token(int(token.min()))
     prefill = time.perf_counter() - begin
     times = []
     steps = model.greedy(token, setting.steps + 1)

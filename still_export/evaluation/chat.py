@@ -9,7 +9,7 @@ import torch
 
 from still_export.errors import ConfigError
 from still_export.evaluation.questions import repeated
-from still_export.package.chat_format import chat_format
+from still_export.texts.turns import turn_pieces
 
 CHAT_TOKENS = 200
 """Tokens of an answer at most."""
@@ -76,7 +76,7 @@ def template(tokenizer: Any) -> dict[str, str]:
     Raises:
         ConfigError: There is none.
     """
-    chat = chat_format(tokenizer)
+    chat = turn_pieces(tokenizer)
     if chat is None:
         raise ConfigError(
             "the tokenizer has no chat template, so a chat cannot be evaluated. Leave out --chat and the tasks unseen and code."

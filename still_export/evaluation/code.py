@@ -101,7 +101,7 @@ def code_prompts(
     Every question is about another name, and about another file as long as there are files.
 
     Args:
-        chat: Pieces of the chat template, as of `chat_format`.
+        chat: Pieces of the chat template, as of `turn_pieces`.
         text: Source code of files that are named (`files`).
         length: Tokens of a prompt at most; files of fewer than half of it are left out.
         depths: The file is cut into so many parts; a question of the first is about its beginning.

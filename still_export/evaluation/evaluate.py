@@ -283,9 +283,9 @@ def load_any(
         opened = open_source(source, dtype=dtype)
         if tokens > opened.config.still.deployment.capacity(opened.config):
             opened = open_source(source, dtype=dtype, deployment={"capacity_tokens": tokens})
-        if every := getattr(opened.config, "every", None):
+        if inserted := getattr(opened.config, "feeding", {}).get("inserted"):
             raise ConfigError(
-                f"{source} wants a token of its own behind every {every['tokens']}, which runners put there: export it, and evaluate the "
+                f"{source} wants a token of its own behind every {inserted['every']}, which runners put there: export it, and evaluate the "
                 "package."
             )
         models["still"] = opened.read()

@@ -46,13 +46,14 @@ class PackageModel:
     def _logits(self, tokens: np.ndarray, kept: int) -> np.ndarray:
         """[B, kept, V] of the last tokens of [B, T]."""
         rows, count = tokens.shape
-        self.runner.start(rows, self.runner.rows(count))
+        feeding = self.runner.feeding
+        self.runner.start(rows, feeding.length(count))
         if self._all_logits:
-            between, places = self.runner.between(tokens)
-            return self._fed(between)[:, places[-kept:]]
+            fed, places = feeding.fed(tokens)
+            return self._fed(fed)[:, places[-kept:]]
         first = count - kept + 1
         found = np.empty((rows, kept, self.config.vocab_size), np.float32)  # of long texts gigabytes, once
-        found[:, 0] = self._fed(self.runner.between(tokens[:, :first])[0])[:, -1]
+        found[:, 0] = self._fed(feeding.fed(tokens[:, :first])[0])[:, -1]
         for place in range(first, count):
             found[:, place - first + 1] = self.runner.step(tokens[:, place])
         return found

@@ -1,30 +1,23 @@
-"""All that this machine can show of a package, in one call: engines built, held to PyTorch, measured, and a record of it for the ledger."""
+"""All that this machine can show of a package, in one call: engines built, held to PyTorch, measured, and a record of it."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from still_export.errors import ModelNotFoundError
+from still_export.errors import ModelNotFoundError, PackageError
 from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
 from still_export.extras import demand
 from still_export.fields import option
-from still_export.package.files import MANIFEST
 from still_export.package.folder import Package, open_package
 from still_export.proof.package import VerifyOptions, verify
-from still_export.proof.records import PLUGINS, Record, make_record
+from still_export.proof.records import Record, make_record, what_ran
 from still_export.proof.verify import Report
 from still_export.targets.registry import packaged_target, runtime_of
-from still_export.targets.runtime import Runtime
-from still_export.targets.target import Target
 
-INNER = ("package", "mixers", "models", "graph", "runtime", "proof")
-ROOMS = (*(f"still_export.{room}" for room in INNER), "still_graphs", "still_kernels", "still_export.targets.portable")
-"""Sources that a proof covers, whatever the target."""
 SHOWN = 5
 """Mismatches that a record names."""
 
@@ -88,8 +81,13 @@ def prove(
     setting = BenchOptions(provider=options.provider, lengths=options.lengths)
     if left := sorted(set(LENGTHS) - set(setting.held(opened.manifest))) if not options.lengths else []:
         missing.append(f"speed at {', '.join(map(str, left))} tokens, which are beyond the package's capacity")
-    for row in bench(opened.path, setting, say):
-        figures |= _speed(row)
+    try:
+        for row in bench(opened.path, setting, say):
+            figures |= _speed(row)
+    except PackageError as error:
+        if report is None or report.passed:
+            raise
+        missing.append(f"speed: {error}")
     manifest = opened.manifest
     quantized = manifest.get("quantization")
     subject = {
@@ -103,27 +101,17 @@ def prove(
     given = {name: text for name, text in subject.items() if text}
     passed = None if report is None else report.passed
     kind: Literal["proof", "benchmark"] = "benchmark" if passed is None else "proof"
-    held = hashlib.sha256((opened.path / MANIFEST).read_bytes()).hexdigest()[:12]
-    rooms = rooms_of(target, runtime, opened.manifest)
-    versions = {"manifest": held}
-    if engines := manifest.get("engines"):
-        versions["tensorrt"] = engines[0]["tensorrt"]
-    made = make_record(kind, "prove", given, figures, rooms, passed, options.seed, versions=versions)
+    ran = what_ran(manifest, "cuda" if runtime.engines or options.provider == "cuda" else "cpu")
+    versions = {"tensorrt": engines[0]["tensorrt"]} if (engines := manifest.get("engines")) else {}
+    made = make_record(kind, given["package"], given, figures, ran, passed, options.seed, versions=versions)
     return Proven(made, missing)
-
-
-def rooms_of(target: Target, runtime: Runtime, manifest: dict[str, Any]) -> list[str]:
-    """Sources that a proof of a package covers: what others' targets have is not among them, and C++ only where the package has some."""
-    own = "ort" if target.name.startswith("ort-") else target.name.replace("-", "_")
-    homes = {f"still_export.targets.{own}", runtime.open.__module__.rpartition(".")[0]}
-    return [*ROOMS, *sorted(homes), *([PLUGINS] if runtime.engines or manifest.get("native") else [])]
 
 
 def _verified(package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]) -> Report | None:
     """The verdict, None where PyTorch's answers are not here."""
 
-    def started(count: int) -> Callable[..., None]:
-        return lambda *done: say(f"verified {done[0]}" if done else "verified")
+    def progress(phase: str, done: int, total: int) -> None:
+        say(f"verifying: {phase}, {done} of {total}")
 
     asked = VerifyOptions(
         model=options.model,
@@ -134,7 +122,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     )
     try:
         say("verifying")
-        return verify(package.path, asked, started=started).report
+        return verify(package.path, asked, progress=progress).report
     except ModuleNotFoundError as error:
         if options.calls is not None or error.name not in ("torch", "transformers"):
             raise
@@ -147,9 +135,8 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
 def _figures(report: Report) -> dict[str, Any]:
     worst = max(report.outputs, key=lambda each: each.worst / each.bound if each.bound else 0.0)
     wrong = [f"{report.selections.wrong} selections differ without a near tie"] if report.selections.wrong else []
-    wrong += ["more selections differ by a near tie than rounding turns"] if report.selections.too_many else []
     wrong += [each.told() for each in report.mismatches[:SHOWN]]
-    wrong += [f"{each.name}: {each.detail}" for each in report.checks if not each.passed]
+    wrong += [f"{each.name}: {each.what}" for each in report.checks if not each.passed]
     return {
         "cases": len({each.case for each in report.outputs}),
         "worst_of_its_bound": round(worst.worst / worst.bound, 4) if worst.bound else 0.0,

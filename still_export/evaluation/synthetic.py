@@ -14,8 +14,8 @@ import numpy as np
 from still_export.errors import ConfigError
 from still_export.evaluation.chat import replies, template
 from still_export.evaluation.questions import holds, unseen_fact
-from still_export.package.chat_format import chat_format
 from still_export.texts.tasks import COLOURS, THINGS, hide, piece, room_for_filler, stretch
+from still_export.texts.turns import turn_pieces
 
 REPLY_TOKENS = 40
 """Of a reply at most, where a task has no number of its own; long lists of answers have."""
@@ -248,7 +248,7 @@ class PromptWriter:
 
     def __init__(self, tokenizer: Any, task: str, fillers: Sequence[np.ndarray], words: Sequence[str]) -> None:
         self.tokenizer, self.task, self.fillers, self.words = tokenizer, task, fillers, words
-        chat = template(tokenizer) if task == UNSEEN else chat_format(tokenizer)
+        chat = template(tokenizer) if task == UNSEEN else turn_pieces(tokenizer)
         self.end = "" if chat is None else chat["user_to_assistant"]
         self.start = tokenizer("")["input_ids"] if chat is None else self._encode(chat["start"])
 

@@ -20,7 +20,7 @@ from still_export.graph.trace import TracedModel, trace_model
 from still_export.models.read.weights import Weight, Weights, value_of
 from still_export.version import __version__
 from still_graphs.ops import DOMAIN, OPS, OPSET, OpSpec
-from still_graphs.ops.spec import CACHE
+from still_graphs.spec import CACHE
 from still_graphs.states import EMBEDDINGS, GIVEN, StateTable
 
 IR_VERSION = 10

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError, TrainingError
+from still_export.errors import CheckpointError, ConfigError, TrainingError
 from still_export.linearization import adapter
 from still_export.models.load import load_tokenizer
 from still_export.package.staging import staged_folder
@@ -103,6 +104,25 @@ def is_still_folder(folder: Path) -> bool:
         return "still_config" in config
     except (OSError, ValueError, TypeError):
         return False
+
+
+def rehearse_save(model: Any, tokenizer: Any) -> None:
+    """Write all of `save_model` but the weights, and read it: what cannot be written is said before a training.
+
+    Raises:
+        CheckpointError: The configuration, generation settings or tokenizer cannot be saved and read again.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # transformers has a check and an error of its own for each
+            reason = " ".join(str(error).split())
+            raise CheckpointError(
+                f"the trained model could not be saved beside its base's settings: {reason}"
+            ) from error
+        load_tokenizer(folder)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from still_export.errors import ConfigError
 from still_export.linearization.losses import head_losses, without_head
-from still_export.package.chat_format import chat_format
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.texts import Corpus, held_out_rows
+from still_export.texts.turns import turn_pieces
 
 CONTEXTS = {4096: 1, 1024: 1}
 """Rows of text by length; a longer row's beginning counts for the shorter length, too."""
@@ -66,7 +66,7 @@ class Yardstick:
                     rest = rest[size:]
         self.contexts = sorted({row.shape[1] for row in self.rows})
         self.bytes_per_token = corpus.bytes_per_token
-        writer = NaturalWriter(tokenizer, corpus.held_out, chat_format(tokenizer))
+        writer = NaturalWriter(tokenizer, corpus.held_out, turn_pieces(tokenizer))
         self.prompts: list[tuple[Tensor, int]] = []
         for length, count in QUESTIONS.items():
             rng = np.random.default_rng((SEED, length))

@@ -9,9 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from still_export.discovery import Registry, systems
 from still_export.errors import ConfigError
 from still_export.fields import option
 from still_export.linearization.budget import Budget
+from still_export.mixers.layers import HYBRID, SELECTED, Linearizer
 
 if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
@@ -20,14 +22,18 @@ STILL_FIELDS = (
     *("chunk_size", "salient_per_chunk", "salient_by_layer", "select_scope", "feature_map", "capacity_tokens"),
     "layer_types",
 )
-LAYERS = {
-    "still": "hybrid_attention",
-    "liger-gla": "liger_gla",
-    "gla": "linearized_gla",
-    "gdn": "linearized_gdn",
-    "blocks": "selected_blocks",
-}
-"""By the recipe's mixer: what a layer is called that it made, in `layer_types`."""
+LINEARIZERS: Registry[Linearizer] = Registry(
+    (
+        Linearizer("still", HYBRID),
+        Linearizer("gla", "linearized_gla"),
+        Linearizer("gdn", "linearized_gdn"),
+        Linearizer("blocks", SELECTED, trained=False),
+    ),
+    "recipe",
+    "LINEARIZERS",
+)
+"""By the recipe's mixer."""
+MADE = ", ".join(("full_attention", *(made.layer for made in LINEARIZERS.values())))
 OF_STILL = (
     *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
     *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates", "finetune_maps"),
@@ -36,10 +42,8 @@ OF_STILL = (
 """Options that no other mixer has."""
 OF_BLOCKS = ("top_blocks", "local_blocks", "dense_length", "reuse")
 """The same of chosen blocks."""
-UNTRAINED = ("liger-gla", "blocks")
-"""Mixers without parameters of their own."""
 CHOICES = {
-    "mixer": tuple(LAYERS),
+    "mixer": tuple(LINEARIZERS),
     "loss": ("ce", "kl"),
     "answer_loss": ("same", "ce"),
     "selection_target": ("student", "base"),
@@ -51,7 +55,7 @@ CHOICES = {
 
 ROW_TOKENS = 1024
 """Of a row, where nobody says otherwise and the model holds so many."""
-DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LAYERS}
+DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LINEARIZERS}
 """By mixer: the recipe where nobody names one."""
 
 
@@ -75,7 +79,7 @@ class Recipe:
         (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
     )
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
-    mixer: str = option("still", "What softmax layers become: still, liger-gla, gla, gdn or blocks.")
+    mixer: str = option("still", f"What softmax layers become: {', '.join(LINEARIZERS)}.")
     start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
@@ -98,7 +102,7 @@ class Recipe:
     )
     layer_types: tuple[str, ...] | None = option(
         None,
-        "Per layer full_attention or what the mixer makes: hybrid_attention, liger_gla, linearized_gla, linearized_gdn, selected_blocks.",
+        f"Per layer full_attention or what the mixer makes; all of them: {MADE}.",
     )
     top_blocks: int = option(96, "Blocks of 64 tokens that a token reads with mixer=blocks.")
     local_blocks: int = option(32, "Of them, the latest before its own.")
@@ -239,7 +243,7 @@ class Recipe:
             raise ConfigError(f"reuse={self.reuse} says which layers stay softmax: leave out layer_types.")
         if self.mixer == "still":
             return
-        if self.mixer in UNTRAINED and self.transfer_steps:
+        if not LINEARIZERS[self.mixer].trained and self.transfer_steps:
             raise ConfigError(
                 f"transfer_steps={self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
@@ -252,7 +256,7 @@ class Recipe:
     @property
     def layer(self) -> str:
         """What a layer is called that the mixer made."""
-        return LAYERS[self.mixer]
+        return LINEARIZERS[self.mixer].layer
 
     @property
     def lora_in_transfer(self) -> bool:
@@ -321,8 +325,8 @@ class Recipe:
 
 def presets() -> dict[str, Path]:
     """Recipes that come with this package, by name."""
-    folder = Path(str(files("still_export.linearization").joinpath("recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    folders = [files("still_export.linearization").joinpath("recipes"), *map(files, systems())]
+    return {path.stem: path for folder in folders for path in sorted(Path(str(folder)).glob("*.yaml"))}
 
 
 def preset(name: str) -> Path:

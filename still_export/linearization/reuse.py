@@ -110,7 +110,7 @@ def lost_attention(model: Any, attentions: Sequence[Any], ids: Tensor) -> list[l
     import torch
 
     from still_export.mixers.trainable import SOFTMAX, attention_mode
-    from still_kernels.select_blocks import Inputs, naive_select_blocks
+    from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
 
     masses: list[Tensor] = []
     chosen: list[Tensor] = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from still_export.linearization import adapter
-from still_export.linearization.folder import RunFolder, save_model
+from still_export.linearization.folder import RunFolder, rehearse_save, save_model
 from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
 from still_export.linearization.recipe import Recipe
@@ -28,11 +28,11 @@ from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.mixers.layers import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
-from still_export.package.chat_format import chat_format
 from still_export.package.staging import staged_folder
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.tasks import TaskWriter, Weighing
 from still_export.texts.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
+from still_export.texts.turns import turn_pieces
 
 REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0
@@ -81,6 +81,7 @@ class LinearizationRun:
         self.start = adapter.Start(recipe) if recipe.start else None
         self.adopt(recipe)
         model = self.load_base()
+        rehearse_save(model, self.tokenizer)
         self.base_weights = weights_digest(model)
         if recipe.reuse is not None:
             Reuse.read(Path(recipe.reuse), self.layers).check(recipe.reuse, self.base_weights)
@@ -151,7 +152,7 @@ class LinearizationRun:
         recipe = self.recipe
         natural = None
         if recipe.natural:
-            natural = NaturalWriter(self.tokenizer, self.corpus.train, chat_format(self.tokenizer))
+            natural = NaturalWriter(self.tokenizer, self.corpus.train, turn_pieces(self.tokenizer))
         return Batches(
             self.corpus,
             TaskWriter(self.tokenizer, self.corpus.train),

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from still_export.errors import CapacityError, ShapeError, UnsupportedError, UnsupportedModelError
 from still_graphs.ops import OpSpec
-from still_graphs.ops.spec import AttributeValue
+from still_graphs.spec import AttributeValue
 from still_kernels.packing import PagedStates
 
 if TYPE_CHECKING:

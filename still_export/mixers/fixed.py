@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from still_export.errors import UnsupportedError, UnsupportedModelError
 from still_export.mixers.base import LayerOp, LayerT, Mixer, Progress, StillCacheLayer, part_of, refill, stay
 from still_export.mixers.kernel_state import KernelStateLayer, State
-from still_graphs.ops.spec import StateSpec
+from still_graphs.spec import StateSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

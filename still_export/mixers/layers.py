@@ -51,6 +51,21 @@ class Deployment:
         return self.capacity_tokens or int(family.max_position_embeddings)
 
 
+@dataclass(frozen=True)
+class Linearizer:
+    """What softmax layers become in a linearization.
+
+    Args:
+        name: The recipe's mixer.
+        layer: Name of such a layer in `layer_types`.
+        trained: It has parameters of its own, which stage 1 trains.
+    """
+
+    name: str
+    layer: str
+    trained: bool = True
+
+
 def check_range(name: str, value: int, most: int) -> None:
     """Raise ConfigError unless `value` of the field `name` is within 1..most."""
     if value < 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from still_graphs.ops import DOMAIN, OpSpec
-from still_graphs.ops.spec import AttributeValue
+from still_graphs.spec import AttributeValue
 
 Given = Mapping[str, Tensor | None]
 Compute = Callable[[Given, Mapping[str, AttributeValue], bool], Mapping[str, Tensor]]

@@ -185,9 +185,9 @@ class StillModelMixin:
             CapacityError: A static cache has no room for so many tokens.
             UnsupportedError: The model wants tokens of its own between.
         """
-        if every := getattr(self.config, "every", None):
+        if inserted := getattr(self.config, "feeding", {}).get("inserted"):
             raise UnsupportedError(
-                f"generate() puts no token {every['id']} behind every {every['tokens']}, which this model wants. Export it: "
+                f"generate() puts no token {inserted['id']} behind every {inserted['every']}, which this model wants. Export it: "
                 "`still-export run` does."
             )
         generation = kwargs.get("generation_config") or self.generation_config  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from still_export.models.families.experts import stacked_experts
 from still_export.models.families.fused import split_linear_layers
 from still_export.models.families.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.families.softmax_families import FAMILIES, Family
+from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -197,5 +198,5 @@ def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
     weights = complete_weights(family, config, model.state_dict(), fresh=True)
     result = build_model(family, config, {name: value_of(weight) for name, weight in weights.items()})
     if isinstance(getattr(model, "generation_config", None), GenerationConfig):
-        result.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
+        result.generation_config = read_generation(model.generation_config.to_dict())
     return result

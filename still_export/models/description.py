@@ -34,6 +34,6 @@ def describe_model(model: Any) -> dict[str, Any]:
         "still": still.to_dict(),
         "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
         "states": [state.to_dict() for state in states],
-        **({"every": every} if (every := getattr(config, "every", None)) else {}),
+        **({"feeding": feeding} if (feeding := getattr(config, "feeding", None)) else {}),
         "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
     }

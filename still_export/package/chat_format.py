@@ -1,47 +1,205 @@
-"""A chat template's constant pieces, so that a package can talk without a template engine."""
+"""A model's chat template: what it makes of messages, whole, or cut where a message goes on.
+
+Exports copy this file into packages.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-_SYSTEM, _USER, _ANSWER, _AGAIN = ("\ue000s\ue001", "\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001")
+from still_export.package.refusals import RunError
+from still_export.package.template import TemplateRefusal, render_template
+
+Message = Mapping[str, Any]
+MARK = "\ue000\ue001"
+"""Characters of private use: they stand where a rendered text is cut."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning in other programs; templates read the first, those of gpt-oss the second."""
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""What models write around their reasoning."""
+OWN = frozenset(("messages", "tools", "add_generation_prompt"))
+"""Variables of a template that are no arguments."""
 
 
-def chat_format(tokenizer: Any) -> dict[str, str] | None:
-    """What a chat template writes around messages, or None if there is no template or it is more than text around messages.
+@dataclass(frozen=True)
+class ChatFormat:
+    """The templates of a model by name ("default", and "tool_use" for requests with tools), and the special tokens that they may write.
 
-    Args:
-        tokenizer: Of transformers.
-
-    Returns:
-        `start` (before the first user message), `user_to_assistant`, `assistant_to_user`; `system_start` and `system_to_user`
-        (in the place of `start`, around a system message) where the template takes one.
+    Methods raise RunError where messages are malformed, TemplateRefusal where the template does not take them.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return None
 
-    def render(*messages: tuple[str, str]) -> str:
-        turns = [{"role": role, "content": content} for role, content in messages]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    templates: Mapping[str, str]
+    tokens: Mapping[str, str]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return asdict(self)
+
+    @cached_property
+    def thoughts(self) -> tuple[str, str] | None:
+        """What stands around the model's reasoning, where its template says so."""
+        return next((pair for pair in THOUGHTS if any(pair[1] in text for text in self.templates.values())), None)
+
+    @cached_property
+    def _forms(self) -> tuple[bool, bool]:
+        """Whether the template takes content that is a text, and content that is a list of parts."""
+        found = []
+        for content in (MARK, [{"type": "text", "text": MARK}]):
+            try:
+                text = self._rendered([{"role": "user", "content": content}], None, {}, True)
+            except TemplateRefusal:
+                text = ""
+            found.append(MARK in text and '"type"' not in text and "'type'" not in text)
+        return found[0], found[1]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        reply: bool = True,
+    ) -> str:
+        """The text of a chat.
+
+        Args:
+            messages: "role" and "content" (a text or text parts), with "tool_calls" and "reasoning_content" where there are some.
+            tools: JSON schemas of functions, as of OpenAI.
+            arguments: Of the template, such as `enable_thinking`.
+            reply: End with what begins the assistant's answer.
+        """
+        if not messages:
+            raise RunError("there are no messages. Give at least one.")
+        if named := sorted(OWN & set(arguments or {})):
+            raise RunError(f"{', '.join(named)} is no argument of a chat template: it is given apart.")
+        said = [self._message(message, number) for number, message in enumerate(messages, 1)]
+        return self._rendered(said, tools, arguments or {}, reply)
+
+    def render_open(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text of a chat up to the end of its last message's content, which goes on. Options as of `render`."""
+        said = [dict(message) for message in messages]
+        if said:
+            # Where the template trims, the blank behind the mark goes, and with it those before.
+            said[-1]["content"] = _joined(said[-1].get("content"), MARK + " ", -1)
+        text = self.render(said, **options, reply=False)
+        before, _, after = self._cut(text, last=True)
+        return before if after.startswith(" ") else before.rstrip()
+
+    def render_behind(self, messages: Sequence[Message], place: str, *, goes_on: bool = False, **options: Any) -> str:
+        """What follows a text that was read before: the end of a chat's text.
+
+        Args:
+            messages: Those that follow.
+            place: The text before ended inside a "user" message, which the first one here goes on with, or with an "answer".
+            goes_on: The last message does, as of `render_open`.
+            options: As of `render`.
+        """
+        said = [dict(message) for message in messages]
+        if place == "answer":
+            said[:0] = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        elif said and said[0].get("role") == "user":
+            said[0]["content"] = _joined(said[0].get("content"), MARK, 0)
+        else:
+            raise RunError("a message of the user was begun before; the first one here must go on with it.")
+        render = self.render_open if goes_on else self.render
+        return self._cut(render(said, **options))[2]
+
+    def opening(self, system: str | None = None, **options: Any) -> str:
+        """What stands before the first message of a user."""
+        said = [{"role": "user", "content": MARK}]
+        if system is not None:
+            said.insert(0, {"role": "system", "content": system})
+        return self._cut(self.render(said, **options))[0]
+
+    def _cut(self, text: str, last: bool = False) -> tuple[str, str, str]:
+        found = text.rpartition(MARK) if last else text.partition(MARK)
+        if not found[1]:
+            raise TemplateRefusal("the model's chat template leaves out the message that is to go on. Give it whole.")
+        return found
+
+    def _message(self, message: Message, number: int) -> dict[str, Any]:
+        if not isinstance(message.get("role"), str):
+            raise RunError(f"message {number} has no role. Give one, such as user.")
+        said = dict(message)
+        if message.get("content") is None and message["role"] != "assistant":
+            raise RunError(f"message {number} ({message['role']}) has no content. Give a text.")
+        said["content"] = self._content(message.get("content"), number)
+        if isinstance(calls := message.get("tool_calls"), Sequence) and calls:
+            said["tool_calls"] = [_call(call) for call in calls]
+        thought = next((said[name] for name in REASONING if said.get(name) is not None), None)
+        return said if thought is None else {REASONING[1]: thought, **said, REASONING[0]: thought}
+
+    def _content(self, content: Any, number: int) -> Any:
+        """`content` in a form that the template takes."""
+        if content is None:
+            return ""
+        if isinstance(content, str):
+            return content if self._forms != (False, True) else [{"type": "text", "text": content}]
+        if not isinstance(content, Sequence):
+            raise RunError(
+                f"content of message {number} is a {type(content).__name__}; give a text or a list of parts."
+            )
+        for place, part in enumerate(content, 1):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise RunError(
+                    f"part {place} of message {number} is of type {kind!r:.40}; this package reads text alone."
+                )
+        return list(content) if self._forms[1] else "\n".join(part["text"] for part in content)
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+        reply: bool,
+    ) -> str:
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise RunError(f"this model has chat templates for {', '.join(sorted(self.templates))} alone.")
+        own = {"messages": messages, "tools": list(tools) if tools else None, "add_generation_prompt": reply}
+        return render_template(self.templates[name], {**self.tokens, "documents": None, **arguments, **own})
+
+
+def _joined(content: Any, mark: str, place: int) -> Any:
+    """`content` with `mark` before (0) or behind (-1) its text."""
+    if isinstance(content, str) or not content:
+        return mark + (content or "") if place == 0 else (content or "") + mark
+    parts = [dict(part) for part in content]
+    parts[place]["text"] = _joined(parts[place].get("text"), mark, place)
+    return parts
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool, its arguments as the object that templates take, where they are the text of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
     try:
-        whole = render(("user", _USER), ("assistant", _ANSWER), ("user", _AGAIN))
-        start, rest = whole.split(_USER)
-        user_to_assistant, rest = rest.split(_ANSWER)
-        assistant_to_user, end = rest.split(_AGAIN)
-        single = render(("user", _USER))
-    except Exception:  # a template may raise anything, and may drop or repeat messages
+        given = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": given}} if isinstance(given, dict) else call
+
+
+def chat_format(tokenizer: Any) -> ChatFormat | None:
+    """The chat templates of a tokenizer of transformers; None where it has none."""
+    given = getattr(tokenizer, "chat_template", None)
+    if not given:
         return None
-    if end != user_to_assistant or single != start + _USER + user_to_assistant:
-        return None
-    found = {"start": start, "user_to_assistant": user_to_assistant, "assistant_to_user": assistant_to_user}
-    try:
-        with_system = render(("system", _SYSTEM), ("user", _USER))
-        found["system_start"], rest = with_system.split(_SYSTEM)
-        found["system_to_user"], end = rest.split(_USER)
-    except Exception:
-        end = ""
-    if end != user_to_assistant:
-        found.pop("system_start", None)
-        found.pop("system_to_user", None)
-    return found
+    templates = dict(given) if isinstance(given, Mapping) else {"default": str(given)}
+    return ChatFormat(templates, dict(tokenizer.special_tokens_map))
+
+
+def read_format(chat: Mapping[str, Any] | None) -> ChatFormat | None:
+    """The same of a manifest."""
+    return ChatFormat(chat["templates"], chat["tokens"]) if chat else None

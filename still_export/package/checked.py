@@ -1,7 +1,7 @@
 """manifest.json, read and checked: by manifest.schema.json, and by the rules that no schema can say.
 
-Standard library only: exports copy this file and the schema into packages, for run_ort.py and run_trt.py. The C++ reader is
-plugins/runner/manifest.cpp; the cases of tests/still_export/package/manifest hold all readers to one another.
+Standard library only: exports copy this file and the schema into packages, for run_ort.py and run_trt.py. The cases of
+tests/still_export/package/manifest hold all readers to one another; still_run checks the fields that it reads.
 """
 
 from __future__ import annotations

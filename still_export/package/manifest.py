@@ -1,6 +1,6 @@
 """manifest.json as a model: every field that a verb reads, with its type and range.
 
-Readers check by the JSON Schema of it (checked.py, plugins/runner/manifest.cpp). `python -m still_export.package.manifest` writes that.
+Readers check by the JSON Schema of it (checked.py). `python -m still_export.package.manifest` writes that.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ Size = Annotated[int, Field(ge=0, le=1 << 62)]
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 
-class Every(Record):
-    """The token `id` of a model's own, which it wants behind every so many tokens."""
+class Inserted(Record):
+    """The token `id` of a model's own, which is fed behind every so many tokens."""
 
-    tokens: Count
+    every: Count
     id: Whole
+
+
+class Feeding(Record):
+    """How the model is fed, where that is not token by token: tokens of its own, or prompts in one call."""
+
+    inserted: Inserted | None = None
+    whole_prompts: bool = False
 
 
 class File(Record):
@@ -90,15 +97,10 @@ class State(Record):
 
 
 class Chat(Record):
-    """Text around the messages of a conversation."""
+    """The model's chat templates by name (Jinja, as of transformers), and the special tokens that they may write by their variables."""
 
-    __pydantic_extra__: dict[str, str]
-
-    start: str
-    system_start: str
-    system_to_user: str
-    user_to_assistant: str
-    assistant_to_user: str
+    templates: dict[str, str]
+    tokens: dict[str, str]
 
 
 class Native(Record):
@@ -203,7 +205,7 @@ class Manifest(Record):
     chat: Chat | None = None
     portable: str | None = None
     state_identity: str | None = None
-    every: Every | None = None
+    feeding: Feeding | None = None
     speculate: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
     vision: Vision | None = None
     native: Native | None = None

@@ -13,14 +13,27 @@ from typing import Any
 from still_export.package.checked import read_manifest
 from still_export.package.files import PLUGIN, check_hash, sha256
 
+_TRUSTED: set[str] = set()
+"""SHA-256 of what was trusted in this process, should the list not be writable."""
+
+
+def home() -> Path:
+    """The user's home; of a user without one, a path below which nothing can be written."""
+    try:
+        return Path.home()
+    except RuntimeError:  # a user id that the system has no entry of, as containers run under
+        return Path(os.devnull) / "no-home"
+
 
 def trusted_list() -> Path:
     """The user's own list of native files, by SHA-256: built on this machine, or loaded with --trust-native."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "still-export" / "trusted-native"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "still-export" / "trusted-native"
 
 
 def trusts(digest: str) -> bool:
-    """Whether the user's list has a file of this SHA-256."""
+    """Whether the user's list has a file of this SHA-256, or this process trusts it."""
+    if digest in _TRUSTED:
+        return True
     try:
         lines = trusted_list().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -33,13 +46,14 @@ def trust(path: Path) -> None:
     digest = sha256(path)
     if trusts(digest):
         return
+    _TRUSTED.add(digest)
     target = trusted_list()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("a", encoding="utf-8") as file:
             file.write(f"{digest} {path.name}\n")
     except OSError as error:
-        print(f"{target} cannot be written ({error.strerror}): {path.name} stays untrusted", file=sys.stderr)
+        print(f"{target} cannot be written ({error.strerror}): {path.name} is trusted this time alone", file=sys.stderr)
 
 
 def trust_package(folder: Path, engines: bool = True) -> None:

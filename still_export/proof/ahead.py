@@ -15,9 +15,9 @@ from still_export.models.base import last_rows
 from still_export.models.step import decode_with_state
 from still_export.package.calls import Arrays
 from still_export.proof.cases import Case, errors_of
-from still_export.proof.checks import Check
 from still_export.proof.codes import as_numbers
 from still_export.proof.sessions import Session
+from still_export.proof.verdict import Check
 from still_graphs.states import AHEAD
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import Pairs

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from still_export.package.calls import Arrays, next_feed, without_padding
+from still_export.package.calls import Arrays, without_padding
+from still_export.proof.absolute import Overflow
+from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question
 from still_export.proof.codes import as_numbers
-from still_kernels.ties import Leads, Pairs, Ties
+from still_kernels.ties import Leads, Pairs
 
 TINY = float(np.finfo(np.float64).tiny)
 SINGLE = (np.float32, np.float16)
@@ -26,28 +28,6 @@ COMPARING = 4
 """Threads that compare at most: more wait for each other between their steps, and sixteen take longer than one."""
 MOST = 1e15
 """Up to which, and from whose inverse on, products of numbers and their errors are float32."""
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a runtime chose, which PyTorch follows: `seen`, experts by place [B, N, k] of each layer that has some, and `kept`, by layer, as
-    of `OpTies.kept`; `first` are its outputs of the case's first call, where they are known."""
-
-    seen: Sequence[np.ndarray] = ()
-    kept: Mapping[int, np.ndarray] = field(default_factory=dict)
-    first: Arrays | None = None
-
-    def is_like(self, other: Told | None) -> bool:
-        """Whether both tell the same."""
-        if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
-            return False
-        pairs = [*zip(self.seen, other.seen, strict=True), *((x, other.kept[layer]) for layer, x in self.kept.items())]
-        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
-
-
-Follow = Mapping[int, Told]
-"""By number of a case."""
-EMPTY: Follow = {}
 
 
 @dataclass
@@ -68,7 +48,7 @@ class Case:
         own_top1: That run's best tokens that are the reference's too, and all.
         untold: By layer, tokens [B, N] with a choice that nearly ties and that the target did not tell: their logits, and what later layers
             keep of each, are not held.
-        carried: Calls go on from the target's own states, as when it said what it selects: from PyTorch's it may select otherwise.
+        overflow, right_overflow: Where PyTorch's own run, and the reference, are not finite; None: nowhere.
     """
 
     name: str
@@ -83,7 +63,8 @@ class Case:
     own_top1: tuple[int, int] = (0, 0)
     went: dict[int, np.ndarray] = field(default_factory=dict)
     untold: Mapping[int, np.ndarray] = field(default_factory=dict)
-    carried: bool = False
+    overflow: Overflow | None = None
+    right_overflow: Overflow | None = None
 
     @cached_property
     def largest(self) -> dict[str, float]:
@@ -102,45 +83,24 @@ class Case:
         _ = self.largest
         self.feeds, self.expected, self.step_logits = [], [], None
 
-    def pairs(self, run: Steps, ties: Ties) -> tuple[Pairs, Pairs]:
-        """PyTorch's and the target's outputs: of each call, or along the steps; and those of steps in which it chose otherwise. Rows in
-        8 bits are numbers.
-
-        Everything behind another choice differs, though either may be right. So the steps go on from PyTorch's state there: the call
-        is repeated with PyTorch's scores, which leave no choice, and compared like every other. What was chosen first is judged by
-        itself.
-        """
+    def pairs(self, outputs: Sequence[Arrays]) -> Pairs:
+        """PyTorch's outputs and a subject's, of each call, then of each group of steps (`Answer.outputs`). Rows in 8 bits are numbers."""
+        left = iter(outputs)
         if not self.steps:
-            outputs = run.carry(self.feeds) if self.carried else map(run.infer, self.feeds)
-            return [fixed_pair(*call) for call in zip(self.feeds, self.expected, outputs, strict=True)], []
-        pairs, turned = [fixed_pair(self.feeds[0], self.expected[0], run.infer(self.feeds[0]))], []
-        if not ties.alike(*pairs[0]):
-            run.load(next_feed(self.expected[0], self.steps[0]))
-        done = 0
+            return [fixed_pair(feed, right, next(left)) for feed, right in zip(self.feeds, self.expected, strict=True)]
+        pairs, done = [fixed_pair(self.feeds[0], self.expected[0], next(left))], 0
         for place, feed, expected in zip(self.places, self.feeds[1:], self.expected[1:], strict=True):
             if place > done:
-                found = as_numbers(run.step(self.steps[done:place]))
-                pairs.append((self.before(place, done, feed), found))
-            found, expected = as_numbers(run.step(self.steps[place : place + 1])), as_numbers(expected)
-            if not ties.alike(expected, found):
-                turned.append((expected, found))
-                found = as_numbers(run.infer(feed))
-            pairs.append((expected, found))
+                pairs.append((self.before(place, done, feed), as_numbers(next(left))))
+            pairs.append((as_numbers(expected), as_numbers(next(left))))
             done = place + 1
-        return pairs, turned
+        return pairs
 
     def add(self, known: Case) -> None:
         """What more is known of the same case: further states of its calls, or their logits."""
         for held, more in zip((*self.feeds, *self.expected), (*known.feeds, *known.expected), strict=True):
             held.update(more)
         self.step_logits = known.step_logits
-
-    def elsewhere(self, pairs: Pairs, seen: Sequence[np.ndarray], ties: Ties) -> Told | None:
-        """What a target chose otherwise than PyTorch, in calls before the first step or, of experts, anywhere; None: nothing."""
-        calls = pairs[:1] if self.steps else pairs
-        if all(ties.alike(*pair) for pair in calls) and (not self.went or self.follows(seen)):
-            return None
-        return Told(seen, ties.kept([actual for _, actual in calls]))
 
     def follows(self, seen: Sequence[np.ndarray]) -> bool:
         """Whether PyTorch went where a runtime did, of which experts by place [B, N, k] were seen of each layer that has some."""
@@ -173,35 +133,21 @@ class Case:
         return as_numbers(held if self.step_logits is None else {**held, "logits": self.step_logits[:, done:place]})
 
 
-class Steps(Protocol):
-    """What carries a state from call to call."""
-
-    def load(self, feed: Arrays) -> None:
-        """Take the state that `feed` gives."""
-
-    def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call whose state is given."""
-
-    def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
-        """Outputs of calls of which the first has states and the others go on from its."""
-
-    def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
-        """Outputs after `tokens` [B, 1], fed one by one, with the logits of all of them."""
-
-
 class CaseSource(Protocol):
     """Where cases come from: PyTorch beside the target, or a file that PyTorch filled on another machine, which cannot answer anew."""
 
     count: int
     follows: bool
+    progress: Progress
 
-    def begin(self, number: int) -> Sequence[Arrays]:
-        """Draw a case's prompts. Its calls up to the first step, one after the other, of which the first has states: what a target may be
-        asked before PyTorch answers."""
+    def begin(self, number: int) -> Question:
+        """Draw a case's prompts: what a subject is asked before PyTorch answers."""
+
+    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
+        """The cases of `answers`, in which every layer reads what it read there; of a source that follows."""
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
-        """The cases of these numbers, below `count`; asked again, with other prompts where it can. Those of `follow` have the prompts that
-        they had, and PyTorch chooses what is told."""
+        """The cases of these numbers, below `count`, with the prompts of `begin`. In those of `follow` PyTorch chooses what is told."""
 
 
 def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, Arrays]:

@@ -11,6 +11,8 @@ import numpy as np
 from still_export.package.calls import Arrays, given_of
 from still_graphs.states import StateTable
 
+HIDDEN = "hidden"
+"""What a layer gives, as an output `present_hidden.<layer>` that no package has."""
 Keep = Callable[[str], bool]
 _KEPT = {"float64": "float32"}
 """Types that states are given in, where they are not those that the model has."""
@@ -34,19 +36,17 @@ class Call:
         tokens: [B, T], right-padded.
         new_tokens: Tokens that each sequence brings, int64 [B].
         keep: Of the outputs `present_<state>.<layer>`, those that are kept.
-        right: Outputs whose choices every layer must have made. A layer that chose otherwise repeats the call from the states of `feed`,
-            or, without one, leaves those of `right` to the next call.
-        feed: The right states before the call, `past_<state>.<layer>`.
         every: Logits of every token, where the package gives those of the last.
+        inputs: What layers 1, 2, ..., and behind the last the model's norm, read in the place of what the layer before gave, [B, T, C]
+            each; what that gave is kept then.
         given: What the call has of images, by `still_graphs.states.GIVEN`, over its tokens.
     """
 
     tokens: np.ndarray
     new_tokens: np.ndarray
     keep: Keep = everything
-    right: Arrays | None = None
-    feed: Arrays | None = None
     every: bool = False
+    inputs: Sequence[np.ndarray] = ()
     given: Arrays = field(default_factory=dict)
 
 

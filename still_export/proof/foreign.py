@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError, UnsupportedError
-from still_export.proof.checks import Check
+from still_export.proof.verdict import Check
 from still_export.runtime.foreign import MASK, ForeignModel, ForeignState
 
 LENGTHS = (1, 7, 64, 65, 131)
@@ -215,9 +215,7 @@ class ForeignProof:
 
             results.append(self._result(f"padding on the {side}", read))
         if any(check.passed for check in results):
-            self.report.unseen += [
-                f"{check.name} does not hold: {check.detail}" for check in results if not check.passed
-            ]
+            self.report.unseen += [f"{check.name} does not hold: {check.what}" for check in results if not check.passed]
             results = [check for check in results if check.passed]
         self.report.checks += results
 

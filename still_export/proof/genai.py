@@ -10,7 +10,7 @@ import numpy as np
 
 from still_export.package.folder import Package
 from still_export.package.trust import UNTRUSTED, native_file
-from still_export.proof.checks import Check
+from still_export.proof.verdict import Check
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 

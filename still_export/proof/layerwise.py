@@ -18,8 +18,7 @@ from still_export.models.read.weights import Weight, narrow_value_of, row_pieces
 from still_export.models.step import decode_given
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
-from still_export.proof.chains import Chain, empty_feed, zeros
-from still_export.proof.codes import as_numbers
+from still_export.proof.chains import HIDDEN, Chain, empty_feed, zeros
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
 
@@ -43,7 +42,6 @@ class LayerwiseModel:
         manifest: Of the package.
         source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round what they give:
             few processors have half arithmetic, and without it these layers take most of the time.
-        alike: Whether two calls' outputs chose the same; see `Call.right`.
         prepare: Changes the model before it runs, whose weights are not read yet.
         device: Where it computes.
         dtype: What it computes in, None: as the source has it.
@@ -53,12 +51,11 @@ class LayerwiseModel:
         self,
         manifest: dict[str, Any],
         source: Source,
-        alike: Callable[[Arrays, Arrays], bool] = lambda right, found: True,
         prepare: Callable[[Any], None] | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.source, self.alike, self.prepare, self.device = source, alike, prepare, torch.device(device)
+        self.source, self.prepare, self.device = source, prepare, torch.device(device)
         self.config = source.config
         self.asked, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
         self.table = state_table(self.config, self.dtype)
@@ -153,7 +150,7 @@ class Passage:
         tokens = np.unique(every.clip(0))  # -1, where an embedding is given, needs any row
         with torch.no_grad():
             self._model = layers.outline(tokens)
-        self._work = [_Chain(chain, tokens, layers.device) for chain in chains]
+        self._work = [_Chain(chain, tokens, layers.device, layers.dtype) for chain in chains]
         self._cache = StillCache.empty(layers.config)
         self.outputs = [chain.outputs for chain in self._work]
 
@@ -161,6 +158,11 @@ class Passage:
     def unsure(self) -> list[bool]:
         """Of each chain, whether it was told keys that may be another token's of those run so far."""
         return [chain.unsure for chain in self._work]
+
+    @property
+    def overflows(self) -> list[int | None]:
+        """Of each chain, the first layer whose hidden states are not finite; None: none so far."""
+        return [chain.overflow for chain in self._work]
 
     @torch.no_grad()
     def through(self, index: int) -> None:
@@ -171,7 +173,7 @@ class Passage:
             last = index == of.layers - 1
             layer = _Layer(self._model, self._cache, index, last, of.states_of(index), self._linear)
             for chain in self._work:
-                chain.through(index, layer, of.alike)
+                chain.through(index, layer)
         self._linear.forget()
 
     @torch.no_grad()
@@ -193,6 +195,11 @@ class Passage:
 _linear = functional.linear
 
 
+def _with_hidden(given: Any, hidden: Tensor) -> Any:
+    """What a layer gave, with other hidden states."""
+    return (hidden, *given[1:]) if isinstance(given, tuple) else hidden
+
+
 class _Reached(Exception):
     """A layer that is not the last one has been computed."""
 
@@ -210,6 +217,8 @@ class _Layer:
         self.told: Tensor | None = None
         self.unsure: Tensor | None = None
         self.given: dict[str, Tensor] = {}
+        self.after: Tensor | None = None
+        self.gave: Any = None
         watched = [module for module in model.model.layers[index].modules() if hasattr(module, "watch")]
         selecting = [module for module in watched if hasattr(module, "selects")]
         for module in [module for module in watched if module not in selecting][-1:]:
@@ -262,7 +271,7 @@ class _Layer:
             found.append(own(at, *args, **kwargs))
             if not self.last:
                 raise _Reached
-            return found[0]
+            return found[0] if self.after is None else _with_hidden(found[0], self.after)
 
         def skip(given: Tensor, *args: Any, **kwargs: Any) -> Any:
             return (given,) if isinstance(hidden, tuple) else given
@@ -278,14 +287,15 @@ class _Layer:
         finally:
             for layer in layers[: self.index + 1]:
                 del layer.forward
+        self.gave = found[0]
         return result, cache.layers[self.index].states() if self.states else {}
 
 
 class _Chain:
     """A chain on its way through the layers."""
 
-    def __init__(self, chain: Chain, tokens: np.ndarray, device: torch.device) -> None:
-        self.chain, self.device = chain, device
+    def __init__(self, chain: Chain, tokens: np.ndarray, device: torch.device, dtype: torch.dtype) -> None:
+        self.chain, self.device, self.dtype = chain, device, dtype
         self.hidden: list[Any] = [None] * len(chain.calls)
         self.carried: list[dict[int, Tensor]] = [{} for _ in chain.calls]
         places = [np.where(call.tokens < 0, call.tokens, np.searchsorted(tokens, call.tokens)) for call in chain.calls]
@@ -295,17 +305,15 @@ class _Chain:
         self.lengths = [self._tensor(length) for length in lengths]
         self.outputs: list[Arrays] = [{"present_length": length.astype(np.int64)} for length in lengths[1:]]
         self.unsure = False
+        self.overflow: int | None = None
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
 
-    def through(self, index: int, layer: _Layer, alike: Callable[[Arrays, Arrays], bool]) -> None:
+    def through(self, index: int, layer: _Layer) -> None:
         """All calls through one layer."""
-
-        def given(side: str, arrays: Arrays) -> dict[str, Tensor]:
-            return {name: self._state(arrays[f"{side}_{name}.{index}"], kind) for name, kind in layer.states.items()}
-
-        states = given("past", self.chain.start)
+        start = self.chain.start
+        states = {name: self._state(start[f"past_{name}.{index}"], kind) for name, kind in layer.states.items()}
         follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
         layer.told, layer.unsure = None if told is None else torch.from_numpy(told).to(self.device), None
         for i, call in enumerate(self.chain.calls):
@@ -313,16 +321,33 @@ class _Chain:
             layer.given = {name: torch.from_numpy(x).to(self.device) for name, x in call.given.items()}
             if (carried := getattr(layer.model, "carried", None)) is not None:
                 carried.values = self.carried[i]
-            at = (self.hidden[i], self.tokens[i], self.new[i], self.lengths[i])
-            self.hidden[i], states = layer(*at, states)
-            if call.right is not None and not self._right(call.right, _named(states, index), alike):
-                if call.feed is None:
-                    self._keep(i, states | layer.seen, index)
-                    states = given("present", call.right)
-                    continue
-                self.hidden[i], states = layer(*at, given("past", call.feed))
-            self._keep(i, states | layer.seen, index)
+            read = [self._tensor_of(x) for x in call.inputs[max(index - 1, 0) : index + 1]]
+            if call.inputs and index:
+                self.hidden[i] = _with_hidden(self.hidden[i], read[0])
+            layer.after = read[-1] if layer.last and len(call.inputs) > index else None
+            self.hidden[i], states = layer(self.hidden[i], self.tokens[i], self.new[i], self.lengths[i], states)
+            more = {HIDDEN: self._given(i, layer.gave)} if len(call.inputs) > index else {}
+            self._keep(i, states | layer.seen | more, index)
+        if self.overflow is None and not all(map(self._is_finite, self.hidden, self.new)):
+            self.overflow = index
         self.unsure |= layer.unsure is not None and bool(layer.unsure)
+
+    def _tensor_of(self, given: np.ndarray) -> Tensor:
+        """What a layer reads."""
+        return torch.from_numpy(np.ascontiguousarray(given)).to(self.device, self.dtype)
+
+    def _given(self, number: int, hidden: Any) -> Tensor:
+        """What the layer gave of a call, zeros in the place of padding."""
+        given = hidden[0] if isinstance(hidden, tuple) else hidden
+        real = torch.arange(given.shape[1], device=given.device) < self.new[number][:, None]
+        return torch.where(real[..., None], given, 0)
+
+    @staticmethod
+    def _is_finite(hidden: Any, new: Tensor) -> bool:
+        """Whether what a layer gave is finite, padding left out."""
+        given = hidden[0] if isinstance(hidden, tuple) else hidden
+        real = torch.arange(given.shape[1], device=given.device) < new[:, None]
+        return bool(given[real].isfinite().all())
 
     def _state(self, array: np.ndarray, dtype: torch.dtype) -> Tensor:
         if are_zeros(array):  # which need not travel
@@ -336,10 +361,6 @@ class _Chain:
         within = (places < told.shape[1])[..., None]
         found = told.gather(1, places.clamp_max(told.shape[1] - 1)[..., None].expand(-1, -1, told.shape[2]))
         return torch.where(within, found, -1)
-
-    @staticmethod
-    def _right(right: Arrays, found: Arrays, alike: Callable[[Arrays, Arrays], bool]) -> bool:
-        return alike(as_numbers({name: right[name] for name in found}), as_numbers(found))
 
     def _keep(self, number: int, states: dict[str, Tensor], index: int) -> None:
         """States, and margins, that the call keeps."""

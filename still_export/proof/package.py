@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +15,15 @@ from still_export.extras import demand
 from still_export.fields import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, open_package
+from still_export.proof.answers import Progress, silent
 from still_export.proof.sessions import Target
+from still_export.proof.texts_asked import asked_tokens
+from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Report, Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target, runtime_of
+from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
@@ -27,9 +31,6 @@ if TYPE_CHECKING:
     from still_export.models.read.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
-
-Started = Callable[[int], Callable[..., None]]
-"""Told how many cases there are; what it returns is told each that is done."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class VerifyOptions:
     )
     decode_steps: int | None = option(None, "Single-token steps after a prefill.", least=1, shown="72, of engines 256")
     seed: int = option(0, "Seed of the prompts.")
+    quick: bool = option(False, "Two prompts of 1 and 65 tokens and four steps; says what it leaves out.")
     runtime: str | None = option(None, "ort, trt, torch or vllm.", shown="the package's target")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     plugin: Path | None = option(None, "trt: plugin library in the place of the package's.")
@@ -55,6 +57,8 @@ class VerifyOptions:
     reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
 
     def __post_init__(self) -> None:
+        if self.quick and (self.lengths or self.decode_steps is not None or self.calls is not None):
+            raise ConfigError("--quick says which prompts there are: leave out --lengths, --decode-steps and --calls.")
         if self.adapter is not None and self.calls is not None:
             raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
         if self.reference_device is not None and self.calls is not None:
@@ -62,13 +66,12 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found; `loss` of a quantized package is what its bits cost, `advice` what to do where recorded answers cannot tell."""
+class VerifyResult:
+    """What was found; `loss` of a quantized package is what its bits cost."""
 
     report: Report
     target: Target
     loss: QuantizationLoss | None = None
-    advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
@@ -80,15 +83,15 @@ def verify(
     options: VerifyOptions = VerifyOptions(),
     output: Path | None = None,
     *,
-    started: Started = lambda count: lambda *done: None,
-) -> Verdict:
+    progress: Progress = silent,
+) -> VerifyResult:
     """Compare a package with PyTorch on logits, every state tensor and every selection.
 
     Args:
         package: Its folder.
         options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-        started: Told how many cases there are.
+        progress: Told each step.
 
     Returns:
         The verdict, `report.passed` first.
@@ -107,29 +110,100 @@ def verify(
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)
+    held = _weights_held(proof, progress)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
         output.mkdir(exist_ok=True)
     try:
-        report = Verifier(proof.package, cases, target, proof.steps).run(output, started(cases.count))
+        report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
+    report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
+    if options.quick:
+        left_out = f"--quick: prompts of other lengths than {', '.join(map(str, QUICK))}, and steps behind the first {QUICK_STEPS}"
+        report = report.including(Verdict([], [left_out]))
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
         asked = _options(proof.package, options.model, manifest["model"]["dtype"])
-        report = replace(report, checks=[*report.checks, vision_check(proof.package, asked, options.seed)])
-    if options.calls is not None:
-        unsure = not report.passed and report.selections.near_ties and not getattr(cases, "followed", True)
-        return Verdict(report, target, advice=FOLLOW.format(shlex.quote(str(folder))) if unsure else "")
-    if not proof.quantized:
-        return Verdict(report, target)
+        report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
+    if options.calls is not None or not proof.quantized:
+        return VerifyResult(report, target)
     from still_export.proof.quantized import quantization_loss_of
 
     wide = _options(proof.package, options.model, "float32")
     device = options.reference_device or "cpu"
-    return Verdict(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+    return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+
+
+def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
+    """Every weight of the package beside the model's, and the model beside what others read of its files, before anything runs."""
+    if proof.options.calls is not None:
+        return Verdict(
+            not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
+        )
+    from still_export.models.load import resolve_source
+    from still_export.models.read.source import find_source
+    from still_export.proof.embedding_rows import check_rows
+    from still_export.proof.held_weights import check_weights
+    from still_export.proof.source_reader import check_source
+
+    package = proof.package
+    asked = _options(package, proof.options.model, "float32")
+    with _found(package):
+        source = find_source(asked)
+    verdict = check_weights(package.path, package.manifest, source, progress)
+    verdict.add(check_rows(package, source))
+    progress("reading the model's files as others do", 0, 0)
+    overlays = [resolve_source(overlay) for overlay in asked.overlays]
+    verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
+    return verdict
+
+
+def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
+    """What a user runs beside the graph and the runtime that were compared."""
+    from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
+    from still_export.proof.whole_package import check_files, check_programs
+
+    package, options, verdict = proof.package, proof.options, Verdict()
+    manifest, device = package.manifest, options.reference_device or "cpu"
+    progress("running the package's programs", 0, 0)
+    verdict.add(check_programs(package, options.provider))
+    if options.calls is not None:
+        verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
+        verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
+        return verdict
+    with _found(package):
+        from still_export.models.load import resolve_source
+
+        asked = _options(package, options.model, "float32")
+        verdict.add(check_files(package, resolve_source(asked.model, asked.revision)))
+    if pairs or manifest["target"] != "onnx" or manifest.get("speculate") or proof.runtime.name != "ort":
+        verdict.not_asked.append(
+            "function bodies and the portable graph: verify a package --to onnx, without --speculate"
+        )
+        return verdict
+
+    progress("comparing function bodies and the portable graph", 0, 0)
+
+    def cases() -> CaseSource:
+        lengths = other_lengths(StateTable.of(manifest).period)
+        return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
+
+    verdict.add(check_other_graphs(package, target.native, cases))
+    return verdict
+
+
+@contextlib.contextmanager
+def _found(package: Package) -> Iterator[None]:
+    """Say of a model that is not there what it is for."""
+    try:
+        yield
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
+        ) from error
 
 
 def record(
@@ -138,7 +212,7 @@ def record(
     options: VerifyOptions = VerifyOptions(),
     *,
     follow: Path | None = None,
-    started: Started = lambda count: lambda *done: None,
+    progress: Progress = silent,
 ) -> int:
     """Write PyTorch's answers to the file `path`, for a machine without PyTorch and for every package lowered from the same one.
 
@@ -160,7 +234,7 @@ def record(
         raise ConfigError(TEXT)
     if follow is None:
         cases = proof.cases({})
-        record_cases(cases, proof.package, path, started(cases.count))
+        record_cases(cases, proof.package, path, progress)
         return cases.count
     if options.lengths or options.decode_steps is not None or options.seed:
         raise ConfigError("--follow says which prompts there are: leave out --lengths, --decode-steps and --seed.")
@@ -168,7 +242,7 @@ def record(
     asked = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
     cases = _Proof(package, asked, record=True).cases({})
     chosen.begin(cases)
-    record_cases(cases, proof.package, path, started(cases.count), chosen.told)
+    record_cases(cases, proof.package, path, progress, chosen.told)
     return cases.count
 
 
@@ -177,7 +251,7 @@ def select(
     path: Path,
     options: VerifyOptions = VerifyOptions(),
     *,
-    started: Started = lambda count: lambda *done: None,
+    progress: Progress = silent,
 ) -> int:
     """Write to the file `path` what the runtime selects in the prompts of a proof, for `record` to follow where PyTorch is.
 
@@ -204,10 +278,11 @@ def select(
     target = proof.ready({})
     open_package(proof.package.path)  # it is about to run
     lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
-    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed)
+    words = asked_tokens(proof.package.path, manifest)
+    prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
     try:
         with target.open() as session:
-            write_selections(session, prompts, proof.package, path, started(prompts.count))
+            write_selections(session, prompts, proof.package, path, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
     return prompts.count
@@ -221,10 +296,8 @@ def _check_written(options: VerifyOptions, flag: str) -> None:
         raise ConfigError(f"{flag} writes a file and --calls reads one; give one of them.")
 
 
-FOLLOW = (
-    "These answers follow no runtime, and what this one selects by a near tie changes all behind it. Let PyTorch select the same: "
-    "still-export verify {} --selections FILE, then --record --follow FILE."
-)
+QUICK, QUICK_STEPS = (1, 65), 4
+"""Prompts and steps of `--quick`."""
 TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
 
 
@@ -243,6 +316,11 @@ class _Proof:
             raise ConfigError(TEXT)
         _check_lengths(options.lengths, self.package)
         self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
+        if options.quick:
+            capacity = manifest["capacity"]
+            most = capacity["capacity_tokens"] if capacity["bounded"] else max(QUICK)
+            lengths = tuple(n for n in QUICK if n <= most)
+            self.options, self.steps = replace(options, quick=False, lengths=lengths), QUICK_STEPS
 
     def ready(self, added: dict[str, Any]) -> Target:
         """The runtime, with what an adapter adds.
@@ -316,7 +394,6 @@ def _torch_cases(
     from still_export.proof.layerwise import LayerwiseModel
     from still_export.proof.prompts import affordable
     from still_export.proof.torch_cases import TorchCases
-    from still_kernels.registry import ties_of
 
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")
@@ -326,16 +403,12 @@ def _torch_cases(
     if dtype == "float32" and has_narrow_caches(package.manifest):
         dtype = "float16"
     manifest = package.manifest
-    try:
+    with _found(package):
         wide = held_source(_options(package, model, "float32"), package.path, manifest, pairs, device)
         if dtype == "float32":  # opened once; a configuration says what type its model has
             own = replace(wide, config=deepcopy(wide.config))
         else:
             own = held_source(_options(package, model, dtype), package.path, manifest, pairs, device)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
-        ) from error
 
     def round_inputs(model: Any) -> None:
         quantization = manifest["quantization"]
@@ -343,9 +416,10 @@ def _torch_cases(
 
     exact = None if rounded or dtype != "float32" else torch.float64
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
-    beside = LayerwiseModel(manifest, own, ties_of(manifest).alike, round_inputs if rounded else None, device)
+    beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed)
+    words = asked_tokens(package.path, manifest)
+    cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 
         def head(source: Source, kind: torch.dtype | None, rounds: bool) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.proof.answers import Question
 from still_export.proof.chains import Call, Chain
 from still_export.runtime.images import image_positions
 from still_export.targets.registry import packaged_target
@@ -24,6 +25,8 @@ ROWS = 4
 CHUNK = 64
 """Tokens at whose multiples calls end where no state grows by chunks: ops without such a state compute in chunks of so many."""
 
+RUN = 16
+"""Tokens of a text, and random ones, that follow each other in a prompt."""
 
 ROUNDED = 64
 """Tokens that PyTorch's own rounding is measured over at least: with fewer, further prompts of that length are drawn for it alone. The
@@ -67,6 +70,7 @@ class Prompts:
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
         seed: Of the prompts, which are drawn in the order that they are asked for.
+        words: Tokens of texts, chats and special ones, which make up every other run of RUN tokens.
     """
 
     def __init__(
@@ -76,8 +80,10 @@ class Prompts:
         lengths: tuple[int, ...] = LENGTHS,
         decode_steps: int = 72,
         seed: int = 0,
+        words: Sequence[int] = (),
     ) -> None:
         self.empty_feed, self.seed = empty_feed, seed
+        self._words, self._drawn = np.array(words, np.int64), 0
         self.ties = ties_of(manifest)
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(manifest["model"]["vocab_size"])
@@ -105,10 +111,10 @@ class Prompts:
         self.drawn[number] = self._drafts[number]()
         return self.drawn[number]
 
-    def begin(self, number: int) -> Sequence[Arrays]:
+    def begin(self, number: int) -> Question:
         """As of CaseSource."""
         draft = self.draft(number)
-        return draft.feeds[:1] if draft.steps else draft.feeds
+        return Question(draft.feeds[:1] if draft.steps else draft.feeds, draft.steps, draft.places)
 
     def _kinds(self) -> Iterator[Callable[[], Draft]]:
         for length in self.lengths:
@@ -124,7 +130,14 @@ class Prompts:
             yield partial(self._decode, -(-self.decode_steps // 4), np.minimum(counts, self.decode_prompt))
 
     def _tokens(self, *shape: int) -> np.ndarray:
-        return self.random.integers(0, self.vocabulary, shape, dtype=np.int64)
+        drawn = self.random.integers(0, self.vocabulary, shape, dtype=np.int64)
+        if not self._words.size:
+            return drawn
+        places = self._drawn + np.arange(drawn.size)
+        self._drawn += drawn.size
+        runs, within = np.divmod(places, RUN)
+        words = self._words[(runs // 2 * RUN + within) % self._words.size]
+        return np.where(runs % 2, words, drawn.reshape(-1)).reshape(shape)
 
     def _start(self, tokens: np.ndarray, capacity: int, new_tokens: np.ndarray | None = None) -> Arrays:
         room = max(capacity, self.least_room)

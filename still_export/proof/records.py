@@ -1,10 +1,9 @@
-"""Records of proofs and benchmarks: what was run, where, by which sources, and what it showed; a JSON file each."""
+"""Records of proofs and benchmarks, a JSON file for each run: what ran, as hashes, where, by which judge, and what it showed."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -12,30 +11,34 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from still_export.errors import ConfigError
+from still_export.package.files import DATA, MODEL
+from still_export.proof.op_sources import Device, op_digest
 from still_export.runtime.cuda_driver import CudaError, Driver
-from still_export.targets.trt.plugins import SOURCE
+
+PROOF_VERSION = 1
+"""Of the judge: a verdict of another version is old, because today's judge might decide otherwise."""
 
 DISTRIBUTIONS = (
     *("still-export", "torch", "transformers", "triton", "numpy", "onnx", "onnxruntime", "onnxruntime-gpu"),
     *("onnxruntime-genai", "tensorrt", "tensorrt-rtx", "vllm", "ray"),
 )
 """Whose versions a record has, where they are installed."""
-PLUGINS = "plugins"
-"""The room of the C++ sources, which are no package."""
+OP = "op "
+"""How parts of a run begin that are ops; behind it stand the op's name and "on cpu" or "on cuda"."""
+INSTRUCTIONS = ("avx512f", "avx2")
+"""Of x86 processors, the widest first; kernels are compiled for each."""
 COMMIT = "STILL_COMMIT"
 """Environment variable: the commit of sources that were carried to this machine without their clone."""
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Room = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
 
 
 class Strict(BaseModel):
@@ -45,8 +48,12 @@ class Strict(BaseModel):
 
 
 class Machine(Strict):
-    """Where it ran: the system, the processor and its logical cores, memory in GiB, and the GPU as its driver names it."""
+    """Where it ran: the system, the processor and its logical cores, memory in GiB, and the GPU as its driver names it.
 
+    kind: What kernels are compiled for: "sm_90", or "x86_64 avx2".
+    """
+
+    kind: str
     system: str
     processor: str
     cores: int
@@ -66,7 +73,8 @@ class Record(Strict):
         versions: Of Python and of DISTRIBUTIONS, and those that the caller knows of, such as a driver's.
         verdict: Of a proof whether it passed; of a benchmark "measured".
         figures: What it showed, with the unit in each name.
-        sources: The sources that it covers, by room, hashed.
+        judge: PROOF_VERSION of the proof.
+        ran: SHA-256 of the parts: "graph", "weights" and "native" of a package, and the code of its ops, as "op NAME on cpu".
         digest: SHA-256 of all the rest, so that what is edited later is seen.
     """
 
@@ -81,7 +89,8 @@ class Record(Strict):
     seed: int | None = None
     verdict: Literal["passed", "failed", "measured"]
     figures: dict[str, JsonValue]
-    sources: dict[Room, Sha256]
+    judge: int
+    ran: dict[str, Sha256]
     digest: Sha256
 
     @model_validator(mode="after")
@@ -96,9 +105,35 @@ class Record(Strict):
             raise ValueError("it was changed after it was written")
         return self
 
-    def stale_rooms(self) -> list[str]:
-        """Rooms whose sources are no longer those that were run, or are gone."""
-        return [room for room, found in self.sources.items() if _hash_or_none(room) != found]
+
+def what_ran(manifest: Mapping[str, Any], device: Device) -> dict[str, str]:
+    """The parts of a package, hashed: its graph, weights and native library, and the code of its ops on this kind of device."""
+    native = manifest.get("native") or {}
+    files = {"graph": MODEL, "weights": DATA, "native": native.get("library", "")}
+    ran = {part: manifest["files"][name]["sha256"] for part, name in files.items() if name in manifest["files"]}
+    return ran | ops_ran(manifest["ops"], device)
+
+
+def ops_ran(names: Iterable[str], device: Device) -> dict[str, str]:
+    """The code of ops on this kind of device, hashed."""
+    return {f"{OP}{name} on {device}": digest for name in names if (digest := op_digest(name, device))}
+
+
+def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> list[str]:
+    """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared, which takes an export.
+
+    Args:
+        judge: PROOF_VERSION of the run.
+        ran: Its parts.
+        letters: Of each hash that are known.
+    """
+    found = ["judge"] if judge != PROOF_VERSION else []
+    for part, digest in ran.items():
+        if part.startswith(OP):
+            name, _, device = part.removeprefix(OP).partition(" on ")
+            if (op_digest(name, "cuda" if device == "cuda" else "cpu") or "")[:letters] != digest:
+                found.append(part.removeprefix(OP))
+    return found
 
 
 def make_record(
@@ -106,16 +141,16 @@ def make_record(
     name: str,
     subject: dict[str, str],
     figures: dict[str, Any],
-    rooms: Iterable[str],
+    ran: Mapping[str, str],
     passed: bool | None = None,
     seed: int | None = None,
     command: Sequence[str] | None = None,
     versions: dict[str, str] | None = None,
 ) -> Record:
-    """A record of what ended just now, on this machine, by these sources.
+    """A record of what ended just now, on this machine.
 
     Args:
-        rooms: Packages that it covers, dotted, such as `still_export.runtime` and `still_kernels`; "plugins" is the C++ sources.
+        ran: Its parts, from `what_ran` or `ops_ran`; empty of a benchmark that runs no package.
         passed: Of a proof.
         command: Its words; this process's own without them.
         versions: Beside those that can be found here.
@@ -132,9 +167,25 @@ def make_record(
         "seed": seed,
         "verdict": "measured" if kind == "benchmark" else "passed" if passed else "failed",
         "figures": figures,
-        "sources": {room: hash_room(room) for room in rooms},
+        "judge": PROOF_VERSION,
+        "ran": dict(ran),
     }
     return Record.model_validate({**found, "digest": _digest(found)})
+
+
+def sum_up(name: str, parts: Sequence[Record]) -> Record:
+    """One record of a run that proved several packages or asked several checks: `rows` has each, `failed` the names of those that failed,
+    `ran` the ops of all; its subject is what they share."""
+    margins = [m for part in parts if isinstance(m := part.figures.get("worst_of_its_bound"), int | float)]
+    failed: list[JsonValue] = [part.name for part in parts if part.verdict == "failed"]
+    rows = [part.model_dump(mode="json", include={"name", "subject", "verdict", "figures", "ran"}) for part in parts]
+    figures = {"checks": len(parts), "failed": failed, "rows": rows}
+    if margins:
+        figures["worst_of_its_bound"] = max(margins)
+    subject = dict(set.intersection(*(set(part.subject.items()) for part in parts)))
+    ran = {kind: digest for part in parts for kind, digest in part.ran.items() if kind.startswith(OP)}
+    versions = {kind: version for part in parts for kind, version in part.versions.items()}
+    return make_record("proof", name, subject, figures, ran, not failed, parts[0].seed, versions=versions)
 
 
 def write_record(record: Record, folder: Path) -> Path:
@@ -170,28 +221,16 @@ def read_records(folder: Path) -> list[Record]:
     return sorted((read_record(path) for path in folder.glob("**/*.json")), key=lambda record: record.date)
 
 
-def hash_room(room: str) -> str:
-    """SHA-256 of the sources of an importable package or module, with their paths in it.
-
-    Raises:
-        ConfigError: There is none of this name.
-    """
-    found = _hash_or_none(room)
-    if found is None:
-        raise ConfigError(
-            f"{room}: no package of this name is here; a record names rooms such as still_export.runtime."
-        )
-    return found
-
-
 def find_machine() -> Machine:
     """This one."""
     try:
-        gpu: str | None = str(Driver().name)
+        driver = Driver()
+        gpu, kind = str(driver.name), f"sm_{driver.architecture}"
     except (CudaError, OSError):
-        gpu = None
+        gpu, kind = None, _instructions()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return Machine(
+        kind=kind,
         system=f"{platform.system()} {platform.machine()}",
         processor=_processor(),
         cores=os.cpu_count() or 1,
@@ -230,38 +269,20 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-@cache
-def _hash_or_none(room: str) -> str | None:
-    place = SOURCE if room == PLUGINS else _place(room)
-    if place is None or not place.exists():
-        return None
-    if place.is_file():
-        return hashlib.sha256(place.read_bytes()).hexdigest()
-    digest = hashlib.sha256()
-    for path in sorted(place.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            digest.update(f"{path.relative_to(place).as_posix()}\n{path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _place(room: str) -> Path | None:
-    """The folder of a package, the file of a module."""
-    try:
-        spec = importlib.util.find_spec(room)
-    except ModuleNotFoundError:
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
-
-
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _instructions() -> str:
+    try:
+        flags = set(re.findall(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)[0].split())
+    except (OSError, IndexError):
+        flags = set()
+    return " ".join([platform.machine(), *[name for name in INSTRUCTIONS if name in flags][:1]])
 
 
 def _own_command() -> list[str]:
@@ -271,3 +292,9 @@ def _own_command() -> list[str]:
     own = ["still-export"] if module.startswith("still_export") else ["python", "-m", module]
     words = [re.sub(r"(^|=)(/[^/]+)*/(?=[^/])", r"\1", word) for word in sys.argv[1:]]
     return [*(own if module else [Path(sys.argv[0]).name]), *words]
+
+
+def figures_line(found: Mapping[str, Any]) -> str:
+    """Numbers and words of a record's figures in a line, without lists."""
+    shown = ((name, value) for name, value in found.items() if isinstance(value, int | float | str))
+    return ", ".join(f"{name.replace('_', ' ')} {f'{v:.3g}' if isinstance(v, float) else v}" for name, v in shown)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
+from still_export.package.files import MODEL
 from still_export.runtime.base import Runner
 from still_export.targets import registry
 from still_export.targets.runtime import Opening
@@ -27,6 +28,9 @@ def open_runner(
     plugin: Path | None = None,
     check: bool = True,
     watch: tuple[str, ...] = (),
+    bodies: bool = False,
+    graph: str = MODEL,
+    tensors: tuple[str, ...] = (),
 ) -> Runner:
     """The runner of the package `folder`.
 
@@ -39,6 +43,9 @@ def open_runner(
         plugin: TensorRT's plugin library in the place of the package's.
         check: Compare the weights with their hashes.
         watch: Ops whose first outputs are asked for, where the runtime can tell them.
+        bodies: Run function bodies, though there are kernels.
+        graph: Of the package.
+        tensors: Of the graph, which are asked for behind them; of ONNX Runtime alone.
 
     Raises:
         ConfigError: The provider is unknown, or not one of this runtime.
@@ -49,4 +56,6 @@ def open_runner(
         raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
     if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
-    return record.open(Opening(folder, manifest, provider, threads, plugin, check, watch))
+    return record.open(
+        Opening(folder, manifest, provider, threads, plugin, check, watch, tensors=tensors, bodies=bodies, graph=graph)
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,58 +10,34 @@ from typing import Protocol
 import numpy as np
 
 from still_export.errors import PackageError
-from still_export.package.calls import Arrays
 from still_export.package.folder import Package
+from still_export.proof.answers import Follow, Progress, Question, Told, ask
 from still_export.proof.array_file import ArrayFile, written_arrays
-from still_export.proof.cases import Follow, Told
-from still_export.proof.codes import as_numbers
 from still_export.proof.prompts import Prompts
 from still_export.proof.sessions import Session
-from still_export.proof.shelf import Shelf
-from still_kernels.ties import Ties
 
-KIND, FORMAT = "selections", 1
+KIND, FORMAT = "selections", 2
 
 
-class Begun(Protocol):
+class Prompted(Protocol):
     """As of CaseSource."""
 
     count: int
 
-    def begin(self, number: int) -> Sequence[Arrays]:
+    def begin(self, number: int) -> Question:
         """As of CaseSource."""
 
 
-def told_by(
-    session: Session, cases: Begun, ties: Ties, progress: Callable[[Sequence[Arrays]], None] = lambda calls: None
-) -> dict[int, Told]:
-    """What a runtime selects in each case before its first step, and its outputs of the first call. `progress` is told each case's
-    calls."""
-    found = {}
-    for number in range(cases.count):
-        asked, shelf = cases.begin(number), Shelf()
-        calls = session.carry(asked)
-        found[number] = Told((), ties.kept([as_numbers(call) for call in calls]), calls[0])
-        shelf.take(calls[:1], "")
-        shelf.put_back()
-        session.seen()
-        progress(asked)
-    return found
-
-
-def write_selections(
-    session: Session, prompts: Prompts, package: Package, path: Path, progress: Callable[[str], None]
-) -> None:
+def write_selections(session: Session, prompts: Prompts, package: Package, path: Path, progress: Progress) -> None:
     """Write to `path` what a runtime selects in `prompts`, whole or not at all."""
-    asked: list[str] = []
-
-    def done(calls: Sequence[Arrays]) -> None:
-        asked.append(_tokens(calls))
-        progress(prompts.drawn[len(asked) - 1].name)
-
-    told = told_by(session, prompts, prompts.ties.shown, done)
     with written_arrays(path) as arrays:
-        kept = [{str(layer): arrays.keep(keys) for layer, keys in told[number].kept.items()} for number in sorted(told)]
+        asked, kept = [], []
+        for number in range(prompts.count):
+            question = prompts.begin(number)
+            told = ask(session, question, prompts.ties.shown, keep=False).told
+            asked.append(_tokens(question))
+            kept.append({str(layer): arrays.keep(keys) for layer, keys in told.kept.items()})
+            progress("asking the runtime", number + 1, prompts.count)
         content = {"lengths": prompts.lengths, "decode_steps": prompts.decode_steps, "seed": prompts.seed}
         arrays.finish(KIND, FORMAT, package, {**content, "prompts": asked, "kept": kept})
 
@@ -91,7 +66,7 @@ class Selections:
         told = {number: Told((), each) for number, each in enumerate(kept)}
         return cls(path, tuple(head["lengths"]), head["decode_steps"], head["seed"], head["prompts"], told)
 
-    def begin(self, cases: Begun) -> None:
+    def begin(self, cases: Prompted) -> None:
         """Draw the prompts of all cases, which have to be those that the runtime was asked.
 
         Raises:
@@ -104,12 +79,11 @@ class Selections:
             )
 
 
-def _tokens(calls: Sequence[Arrays]) -> str:
+def _tokens(question: Question) -> str:
     """Of the tokens of some calls."""
     found = hashlib.sha256()
-    for call in calls:
-        for name in ("input_ids", "new_tokens"):
-            array = np.ascontiguousarray(call[name], np.int64)
-            found.update(f"{array.shape}".encode())
-            found.update(array.reshape(-1).view(np.uint8).data)
+    for given in [*(call[name] for call in question.feeds for name in ("input_ids", "new_tokens")), *question.steps]:
+        array = np.ascontiguousarray(given, np.int64)
+        found.update(f"{array.shape}".encode())
+        found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()[:24]

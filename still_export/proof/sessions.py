@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from still_export.package.calls import Arrays, given_of, last_logits, typed_states
+from still_export.package.files import MODEL
 from still_export.package.folder import Package
-from still_export.proof.checks import Check
+from still_export.proof.chains import HIDDEN
 from still_export.proof.reference import open_runner
+from still_export.proof.verdict import Check
 from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.targets.registry import runtime_named
 from still_export.targets.runtime import Opening
@@ -24,20 +26,22 @@ class Session:
 
     Args:
         model: The runner.
+        hidden: Of its watched outputs the last so many are what layers read, from layer 1 on.
     """
 
-    def __init__(self, model: Runner) -> None:
-        self.model = model
+    def __init__(self, model: Runner, hidden: int = 0) -> None:
+        self.model, self.hidden = model, hidden
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._calls = 0
 
     def seen(self) -> list[np.ndarray]:
         """What was watched since the last time, in the graph's order, by places of tokens [B, N, ..]; -1: not seen, the later the truer."""
-        calls, self.model.seen = getattr(self.model, "seen", []), []  # type: ignore[attr-defined]
+        calls, self.model.seen, self._calls = getattr(self.model, "seen", []), [], 0  # type: ignore[attr-defined]
         most = max((int((past + new).max(initial=0)) for past, new, _ in calls), default=0)
         rows = max((len(past) for past, _, _ in calls), default=0)  # a runtime may try a call of one before
         found: list[np.ndarray] = []
         for past, new, outputs in calls:
-            for number, output in enumerate(outputs):
+            for number, output in enumerate(outputs[: len(outputs) - self.hidden]):
                 if output.ndim > 3:  # of several heads: as `margins` of these layers number what is chosen
                     heads = output.shape[2]
                     output = np.where(output < 0, -1, output * heads + np.arange(heads, dtype=np.int32)[:, None])
@@ -77,7 +81,7 @@ class Session:
         return self._outputs(np.concatenate([self.model.feed(token) for token in tokens], axis=1))
 
     def _outputs(self, logits: np.ndarray) -> Arrays:
-        outputs = {"logits": logits, "present_length": self.model.length}
+        outputs = {"logits": logits, "present_length": self.model.length, **self._read_by_layers(logits.shape[0])}
         for name, array in self.model.state_arrays().items():
             if name not in self._shapes:
                 continue
@@ -87,6 +91,16 @@ class Session:
             found[part] = array[part]
             outputs[f"present_{name}"] = found
         return outputs
+
+    def _read_by_layers(self, rows: int) -> Arrays:
+        """What layers read in the calls since the last time, one after the other, [B, T, C]; zeros in the place of padding."""
+        calls, self._calls = getattr(self.model, "seen", [])[self._calls :], len(getattr(self.model, "seen", []))
+        found: dict[str, list[np.ndarray]] = {}
+        for _, new, outputs in calls if self.hidden else ():
+            for layer, output in enumerate(outputs[len(outputs) - self.hidden :]):
+                real = np.arange(output.shape[1]) < np.reshape(new, (-1, 1))
+                found.setdefault(f"present_{HIDDEN}.{layer}", []).append(np.where(real[..., None], output, 0))
+        return {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
 
     def checks(self, start: Arrays, count: int) -> list[Check]:
         """Where the runner replays steps from a CUDA graph, captured again when the state grows half way: they equal single steps
@@ -183,6 +197,8 @@ class Target:
         plugin: TensorRT's plugin library in the place of the package's.
         adapter: What a LoRA adapter adds, as `Runner.use_adapter` takes it.
         genai: Ask onnxruntime-genai too, beside ONNX Runtime's runner.
+        bodies: Function bodies run, though the package has kernels.
+        graph: Of the package.
     """
 
     def __init__(
@@ -193,8 +209,10 @@ class Target:
         plugin: Path | None = None,
         adapter: Arrays | None = None,
         genai: bool = False,
+        bodies: bool = False,
+        graph: str = MODEL,
     ) -> None:
-        self.genai = genai
+        self.genai, self.bodies, self.graph = genai, bodies, graph
         self.package, self.runtime, self.provider, self.plugin = package, runtime, provider, plugin
         self.adapter = adapter or {}
         self.record = runtime_named(runtime)
@@ -217,17 +235,26 @@ class Target:
         return 1.5 if self.record.engines or self.provider == "cuda" else 1.0
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Session]:
-        """The runner that `run` opens, ready."""
+    def open(self, tensors: Sequence[str] = ()) -> Iterator[Session]:
+        """The runner that `run` opens, ready; with `tensors` of its graph as further outputs, which are what layers read."""
         manifest = self.package.manifest
         # The hashes were compared when the package was opened.
         model = open_runner(
-            self.package.path, manifest, self.runtime, self.provider, plugin=self.plugin, check=False, watch=self.watch
+            self.package.path,
+            manifest,
+            self.runtime,
+            self.provider,
+            plugin=self.plugin,
+            check=False,
+            watch=self.watch,
+            bodies=self.bodies,
+            graph=self.graph,
+            tensors=tuple(tensors),
         )
         if self.adapter:
             model.use_adapter(self.adapter, "adapter")
         self.native = getattr(model, "native", None) is not None
-        yield Session(model)
+        yield Session(model, len(tensors))
 
     def checks(self, count: int) -> list[Check]:
         """Of the engine that people run the package with, where that is not the runner here, over `count` tokens."""

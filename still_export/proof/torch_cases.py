@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from still_export.package.calls import Arrays, given_of, next_feed
+from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
-from still_export.proof.cases import EMPTY, Case, Follow, Told, errors_of, fixed_pair, row_errors, same_best
-from still_export.proof.chains import Call, Chain, nothing
+from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, Told, silent
+from still_export.proof.cases import Case, errors_of, fixed_pair, row_errors, same_best
+from still_export.proof.chains import HIDDEN, Call, Chain, nothing
 from still_export.proof.codes import as_numbers
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import LENGTHS, Draft, Prompts
 from still_export.proof.shelf import Shelf
 from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
-from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties, Turned
+from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
 
 LENGTH = "present_length"
 
@@ -34,6 +36,7 @@ class TorchCases:
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
         seed: Of the prompts.
+        words: Tokens of texts that they hold.
 
     Attributes:
         head: Questions to the head that guesses tokens ahead, which a package may have.
@@ -49,66 +52,92 @@ class TorchCases:
         lengths: tuple[int, ...] = LENGTHS,
         decode_steps: int = 72,
         seed: int = 0,
+        words: Sequence[int] = (),
     ) -> None:
         self.reference, self.own = reference, own
         self.ties = ties_of(manifest)
-        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed)
+        self.prompts = Prompts(manifest, reference.empty_feed, lengths, decode_steps, seed, words)
         self.count = self.prompts.count
         self._layers: list[int] = []  # that route
         self.head: HeadCases | None = None
+        self.progress: Progress = silent
 
-    def begin(self, number: int) -> Sequence[Arrays]:
+    def begin(self, number: int) -> Question:
         """As of CaseSource."""
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
-        """The cases of these numbers with fresh prompts, as of CaseSource."""
-        drafts = [
-            self._followed(number, follow[number]) if number in follow else self.prompts.draft(number)
-            for number in numbers
-        ]
+        """As of CaseSource. A second run follows what routers chose, whose layers the first one shows, and keys of which the reference
+        cannot say whose they are; only where a case needs it."""
+        told = {number: follow.get(number, Told()) for number in numbers}
+        drafts = [self._followed(number, told[number]) for number in numbers]
         cases, unsure = self._answered(drafts)
-        again = [place for place, each in enumerate(unsure) if each]
+        again = [
+            place
+            for place, (case, number) in enumerate(zip(cases, numbers, strict=True))
+            if unsure[place] or (told[number].seen and case.went and not case.follows(told[number].seen))
+        ]
         if again:
-            chosen = [drafts[place] for place in again]
-            for place, case in zip(
-                again, self._answered(chosen, _Meanings(self.own, chosen, self.ties))[0], strict=True
-            ):
+            drafts = [self._followed(numbers[place], told[numbers[place]]) for place in again]
+            meanings = _Meanings(self.own, drafts, self.ties) if any(unsure) else None
+            for place, case in zip(again, self._answered(drafts, meanings)[0], strict=True):
                 cases[place] = case
         return cases
+
+    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
+        """Cases in which every layer reads what it read in `answers`, whose outputs have `present_hidden.<layer>`: so one layer's rounding
+        is all that outputs may differ by."""
+        drafts = []
+        for number, answer in answers.items():
+            draft = self._followed(number, answer.told)
+            names = [f"present_{HIDDEN}.{n}" for n in range(self.reference.layers)]
+            inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
+            calls = [replace(call, inputs=given) for call, given in zip(draft.chain.calls, inputs, strict=True)]
+            drafts.append(replace(draft, chain=replace(draft.chain, calls=calls), further=()))
+        return dict(zip(answers, self._answered(drafts)[0], strict=True))
 
     def _answered(self, drafts: Sequence[Draft], meanings: _Meanings | None = None) -> tuple[list[Case], list[bool]]:
         """The cases, and of each whether it follows keys of which the reference cannot say whose they are."""
         reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
-        follow_of: list[dict[int, np.ndarray]] = [{} for _ in cases]
+        follow_of: list[list[dict[int, np.ndarray]]] = [[{}, *({} for _ in d.further)] for d in drafts]
         # Both go on layer by layer, side by side: what a layer said is measured, and forgotten where nobody is asked for it.
-        own = _Asked(self.own, list(map(_own_chains, drafts, cases, follow_of)), self.ties)
+        own = _Asked(self.own, list(map(_own_chains, drafts, follow_of)), self.ties)
         shelves = [Shelf() for _ in cases]
-        for layer in [*range(self.reference.layers), None]:
+        count = self.reference.layers
+        for layer in [*range(count), None]:
+            self.progress("PyTorch's layers", count if layer is None else layer, count)
             if layer is not None and meanings is not None:
                 meanings.tell(layer)
             right = reference.answers(layer)
-            exact = [self.ties.scores(each[0].looks) if layer is not None else {} for each in right]
-            for draft, case, follow_case, answered, scores in zip(drafts, cases, follow_of, right, exact, strict=True):
+            scores_of = [
+                [self.ties.scores(each.looks) if layer is not None else {} for each in chains] for chains in right
+            ]
+            exact = [scores[0] for scores in scores_of]
+            for draft, case, follow, answered, scores in zip(drafts, cases, follow_of, right, scores_of, strict=True):
                 case.add(_case(draft, answered[0].outputs))
-                went = {key: x[..., -1, :] > 0 for key, x in scores.items()}
-                case.went |= {~key: x for key, x in went.items() if key < 0}
-                # What states show is followed where the target was: else a target's own choices differ, too, and so does this run's.
-                follow_case |= {key: _places(x) for key, x in went.items() if key < 0 or key in draft.chain.follow}
+                case.went |= {~key: x[..., -1, :] > 0 for key, x in scores[0].items() if key < 0}
+                for told, found in zip(follow, scores, strict=True):  # the own run's errors are of rounding alone
+                    told |= {key: _places(x[..., -1, :] > 0) for key, x in found.items()}
             for each in zip(drafts, cases, right, exact, own.answers(layer), strict=True):
                 self._measure(layer, *each)
             for case, shelf in zip(cases, shelves, strict=True):
                 shelf.take([*case.feeds, *case.expected], f".{layer}")
         for shelf in shelves:
             shelf.put_back()
+        for run, name in ((own, "overflow"), (reference, "right_overflow")):
+            left = iter(run.passage.overflows)
+            for case, chains_of in zip(cases, run.asked, strict=True):
+                layers = [layer for layer in [next(left) for _ in chains_of] if layer is not None]
+                if layers:
+                    setattr(case, name, Overflow(min(layers)))
         self._layers = sorted(cases[0].went)
         chains = iter(reference.passage.unsure)
         return cases, [any([next(chains) for _ in (d.chain, *d.further)]) for d in drafts]
 
     def _followed(self, number: int, told: Told) -> Draft:
-        """The draft that was drawn last, on which PyTorch chooses what a runtime chose."""
-        draft = self.prompts.drawn[number]
+        """The draft of a case, on which PyTorch chooses what a runtime chose."""
+        draft = self.prompts.drawn.get(number) or self.prompts.draft(number)
         seen = {~layer: went for layer, went in zip(self._layers, told.seen, strict=False)}
         return replace(draft, chain=replace(draft.chain, follow=seen | dict(told.kept)))
 
@@ -116,20 +145,18 @@ class TorchCases:
         self, layer: int | None, draft: Draft, case: Case, right: list[_Answered], scores: Scores, own: list[_Answered]
     ) -> None:
         """Tell the case the errors of PyTorch's own run on its calls, in a layer or in the logits, and on a draft's `further`, the last of
-        both; it carries its state as the target does. Where its choices differ by a tie, it counts with the reference's."""
+        both. It carries its state as the target does, and follows the reference's choices."""
         asked, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
-        turned: Turned = {}
         if scores:
             counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
             beside = self.ties.scores([look for answer in asked for look in answer.looks])
             case.leads |= self.ties.leads(scores, beside, counts)
-            turned = self.ties.turned(scores, beside)
-        outputs = asked[0].outputs if case.steps else [answer.outputs[0] for answer in asked]
-        pairs = _pairs(case, outputs, layer)
+        pairs = _pairs(case, asked[0].outputs, layer)
         if layer is None:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
-        pairs = self.ties.settle(pairs, case.leads, turned=turned)
+            own_logits, right_logits = ([each[side]["logits"] for each in pairs] for side in (1, 0))
+            case.overflow, case.right_overflow = overflow_of_logits(own_logits), overflow_of_logits(right_logits)
         case.own = case.own or [{} for _ in range(len(pairs) + len(further))]
         for name in pairs[0][0]:
             rows, sums = zip(*(errors_of(a[name], b[name]) for a, b in pairs), strict=True)
@@ -226,9 +253,10 @@ def _cut(call: Call, ties: Ties) -> list[Call]:
             for name, x in call.given.items()
         }
         new = np.clip(call.new_tokens - start, 0, tokens.shape[1])
-        calls.append(replace(call, tokens=tokens, new_tokens=new, given=given))
+        inputs = [np.ascontiguousarray(x[:, start : start + size]) for x in call.inputs]
+        calls.append(replace(call, tokens=tokens, new_tokens=new, given=given, inputs=inputs))
     parts = [
-        replace(Call(part.tokens, part.new_tokens, ties.is_score), every=call.every, given=part.given)
+        replace(part, keep=lambda name: name.startswith(f"present_{HIDDEN}.") or ties.is_score(name))
         for part in calls[:-1]
     ]
     return [*parts, replace(calls[-1], keep=lambda name: call.keep(name) or ties.is_score(name))]
@@ -246,6 +274,8 @@ def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answ
         outputs = {
             n: x for n, x in pieces[-1].items() if not n.startswith((f"present_{MARGINS}.", f"present_{CHOSEN}."))
         }
+        for name in [name for name in outputs if len(pieces) > 1 and name.startswith(f"present_{HIDDEN}.")]:
+            outputs[name] = np.concatenate([piece[name] for piece in pieces], axis=1)
         if len(pieces) > 1 and "logits" in outputs:
             logits = [piece["logits"] for piece in pieces]
             if not calls[-1].every:  # those of each sequence's last token
@@ -271,19 +301,9 @@ def _case(draft: Draft, answers: list[Arrays]) -> Case:
     return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
 
-def _own_chains(draft: Draft, case: Case, follow: dict[int, np.ndarray]) -> list[Chain]:
-    """The calls of `case` as a target makes them, each alone from PyTorch's state or steps that carry their own, in pieces as the
-    reference's; and a draft's `further`. In those of the case tokens go where the reference's did, as `follow` will say."""
-    if not case.steps:
-        return [*(replace(Chain.of(feed), follow=follow) for feed in case.feeds), *draft.further]
-    first, *pieces = draft.chain.calls
-    chosen, done = dict(zip(case.places, zip(case.feeds[1:], case.expected[1:], strict=True), strict=True)), 0
-    calls = [replace(first, right=case.expected[0])]
-    for piece in pieces:
-        feed, expected = chosen.get(done, (None, None))
-        calls.append(replace(piece, right=expected, feed=feed))
-        done += piece.tokens.shape[1]
-    return [Chain(draft.chain.start, calls, follow), *draft.further]
+def _own_chains(draft: Draft, follow: Sequence[dict[int, np.ndarray]]) -> list[Chain]:
+    """What the own run is asked: the reference's chains, in which tokens go where the reference's did, as `follow` will say."""
+    return [replace(chain, follow=told) for chain, told in zip((draft.chain, *draft.further), follow, strict=True)]
 
 
 def _places(went: np.ndarray) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,27 @@ from still_export.graph.quantization.policy import rounds_activations
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
-from still_export.proof.calls_file import CallsFile
-from still_export.proof.cases import (
-    EMPTY,
-    Case,
-    CaseSource,
-    Follow,
-    cosine_sums,
-    errors_of,
-    fixed_pair,
-    same_best,
+from still_export.proof.absolute import (
+    LOGITS,
+    Findings,
+    constant_check,
+    finite_check,
+    layer_of,
+    likeliest_check,
+    overflow_checks,
+    rounding_check,
 )
-from still_export.proof.checks import Check
+from still_export.proof.answers import EMPTY, Answer, Progress, Question, Told, ask, chosen_for_layers, silent
+from still_export.proof.calls_file import CallsFile
+from still_export.proof.cases import Case, CaseSource, cosine_sums, errors_of, same_best
+from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
-from still_export.proof.selections import told_by
+from still_export.proof.constants import ALIKE, PROOF_VERSION, UNIT
+from still_export.proof.judge import Bounds
+from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
 from still_export.proof.shelf import give_back
-from still_export.proof.tolerance import LOGITS, Bounds
+from still_export.proof.verdict import Check, Verdict
 from still_graphs.ops import OPS
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
@@ -42,14 +47,12 @@ from still_kernels.ties import Choices, Pairs, expected_ties
 DECODE_STEPS = 256
 """More than a chunk, so that a promotion happens between plain steps."""
 
-ATTEMPTS = 5
-"""Answers of PyTorch tried where a near tie made the runtimes choose differently; see `Verifier._settled`."""
+WORK = 8.0
+"""Operations of the proof for each parameter and token: two in each of two runs, one of which computes in a wider type."""
 
+BY_LAYER = "layers on the runtime's own input: a figure of half precision on ONNX Runtime, where the graph shows what layers read"
 
 NOTHING: Mapping[str, int] = {}
-
-UNIT = 2.0**-9
-"""Of itself that a sum of features (`StateSpec.features`) may err in float16 on a GPU, beside what PyTorch's own run says: bfloat16's."""
 
 
 @dataclass
@@ -62,6 +65,8 @@ class Judged:
         units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
         sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
         same: Where both find the same token the likeliest, over all calls.
+        found: What is absolutely wrong of the target's outputs.
+        open_rows: Rows behind near ties that the reference did not follow, which are not compared.
     """
 
     case: Case
@@ -69,21 +74,31 @@ class Judged:
     units: list[Arrays]
     sums: dict[str, np.ndarray]
     same: np.ndarray
+    found: Findings
+    open_rows: int = 0
+    guessed: bool = False
 
     @classmethod
     def of(
-        cls, case: Case, pairs: Pairs, by_token: Mapping[str, int] = NOTHING, summed: Collection[str] = ()
+        cls,
+        case: Case,
+        pairs: Pairs,
+        by_token: Mapping[str, int] = NOTHING,
+        summed: Collection[str] = (),
+        turned: Sequence[Mapping[int, np.ndarray]] = (),
     ) -> Judged:
         """What `pairs` say.
 
         Args:
             by_token: The axes of outputs that have a row for each token of a sequence.
             summed: Outputs that the target sums of features in bfloat16.
+            turned: Of each pair by layer the sequences [B] in which the target chose otherwise on a near tie; what follows is not compared.
         """
         errors: list[Arrays] = []
         units: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
-        for expected, actual in pairs:
+        found = Findings()
+        for number, (expected, actual) in enumerate(pairs):
             errors.append({})
             units.append({})
             for name, right in expected.items():
@@ -91,6 +106,7 @@ class Judged:
                 if name in summed:
                     units[-1][name] = UNIT * np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
+            found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.untold:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
             for name, axis in by_token.items():
@@ -98,8 +114,9 @@ class Judged:
                 if name in expected and tokens.any():
                     rows = np.moveaxis(errors[-1][name], axis + 1, 2)[:, :, : tokens.shape[1]]
                     rows[:, tokens[:, : rows.shape[2]]] = np.nan
+        open_rows = _open_behind(errors, turned)
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
-        return cls(case, errors, units, sums, np.concatenate(same or [np.zeros(0, bool)]))
+        return cls(case, errors, units, sums, np.concatenate(same or [np.zeros(0, bool)]), found, open_rows)
 
     def held(self, output: str) -> list[np.ndarray]:
         """Of each call the errors of `output` that are held to bounds."""
@@ -111,11 +128,14 @@ class Judged:
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
         verdict = bounds.judge(self.case, output, self.held(output))
+        mean, most = total / count if count else 0.0, bounds.mean(self.case, output)
+        if verdict.share <= 1 and mean > most:
+            verdict = replace(verdict, worst=mean, bound=most, call=0, place=(), median=False)
         return OutputReport(
             self.case.name,
             output,
             max(float(np.nan_to_num(errors[0], posinf=np.inf).max(initial=0)) for errors in each),
-            total / count if count else 0.0,
+            mean,
             product / norm if (norm := math.sqrt(norms[0] * norms[1])) else 1.0,
             self.case.own_mean[output],
             verdict.bound,
@@ -132,7 +152,8 @@ class OutputReport:
     """Errors of one output over all calls of a case.
 
     `own_mean_abs` is that of PyTorch's own run in the package's type. `worst` is the error of the row that is nearest to its `bound` or
-    furthest beyond, in the call `worst_call`, counted from 1, at the indices `worst_place`; with `by_median` the median of a head's rows.
+    furthest beyond, in the call `worst_call`, counted from 1, at the indices `worst_place`; with `by_median` the median of a head's rows;
+    in call 0 the mean of all numbers.
     """
 
     case: str
@@ -148,16 +169,28 @@ class OutputReport:
     by_median: bool
     passed: bool
 
+    @property
+    def of_bound(self) -> float:
+        """The judged error in parts of its bound."""
+        return self.worst / self.bound if self.bound else 0.0 if self.worst == 0 else math.inf
+
     def told(self) -> str:
         """Where its worst error is, in a line."""
         part = "median error of head" if self.by_median else f"call {self.worst_call}, error of row"
+        part = part if self.worst_call else "mean error of all rows"
         place = f"{self.case}, {self.output}: {part} {list(self.worst_place)}"
         return f"{place} {self.worst:.1e}, bound {self.bound:.1e}"
 
 
 @dataclass
 class Report:
-    """The verdict on a package; `first_diverging_layer` is the lowest one with a failed state."""
+    """The verdict on a package.
+
+    Args:
+        first_diverging_layer: The lowest one with a failed state.
+        command: Polygraphy's.
+        not_asked: What the proof leaves open, one line each; printed beside PASSED.
+    """
 
     outputs: list[OutputReport]
     top1: float
@@ -166,11 +199,16 @@ class Report:
     checks: list[Check]
     first_diverging_layer: int | None
     command: str
+    not_asked: list[str] = field(default_factory=list)
     passed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         good = all(r.passed for r in self.outputs) and all(c.passed for c in self.checks)
-        self.passed = good and not self.selections.wrong and not self.selections.too_many
+        self.passed = good and not self.selections.wrong
+
+    def including(self, verdict: Verdict) -> Report:
+        """With the checks of another part of the proof."""
+        return replace(self, checks=self.checks + verdict.checks, not_asked=self.not_asked + verdict.not_asked)
 
     @property
     def mismatches(self) -> list[OutputReport]:
@@ -181,14 +219,38 @@ class Report:
         """Values that JSON can hold."""
         return {
             "passed": self.passed,
+            "proof_version": PROOF_VERSION,
             "top1_agreement": self.top1,
             "pytorch_half_top1_agreement": self.own_top1,
-            "selections": {**vars(self.selections), "too_many": self.selections.too_many},
-            "checks": [vars(c) for c in self.checks],
+            "selections": vars(self.selections),
+            **Verdict(self.checks, self.not_asked).to_dict(),
             "first_diverging_layer": self.first_diverging_layer,
             "polygraphy": self.command,
             "outputs": [vars(o) for o in self.outputs],
         }
+
+
+@dataclass
+class Answers:
+    """All that a target answered.
+
+    Args:
+        cases, guessed: By number of a case; `guessed`: the same with guessed tokens in the steps.
+        checks: What must hold of the runtime by itself.
+        heads: Verdicts on the head that guesses tokens ahead.
+        selections: Counts of what it chose, filled while cases are compared.
+    """
+
+    cases: dict[int, Answer] = field(default_factory=dict)
+    guessed: dict[int, Answer] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    heads: list[OutputReport] = field(default_factory=list)
+    selections: Choices = field(default_factory=Choices)
+
+    @property
+    def told(self) -> dict[int, Told]:
+        """What the reference follows."""
+        return {number: answer.told for number, answer in self.cases.items()}
 
 
 class Verifier:
@@ -210,139 +272,134 @@ class Verifier:
         target.watch = tuple(op.watched for op in self.ties.each if op.watched)
         rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
+        self.sharp = self.dtype == "float16" and not rounded
         halves = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
         sums = {(op.name, state.name) for op in OPS.values() for state in op.states if state.features and halves}
         self.summed = {s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums}
 
-    def run(self, folder: Path, progress: Callable[[str], None] = lambda done: None) -> Report:
-        """Compare every case, save the calls to `folder` (inputs.json, outputs.json) for polygraphy's own command, and judge.
+    def run(self, folder: Path, progress: Progress = silent) -> Report:
+        """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,
+        outputs.json) for polygraphy's own command.
 
         Args:
             folder: Made where missing; polygraphy.sh there is the command.
-            progress: Told each finished case.
+            progress: Told cases that the target answered, layers that PyTorch did, and cases that were compared.
         """
-        selections = Choices()
-        checks: list[Check] = []
-        judged: dict[int, Judged] = {}
-        guessed: dict[int, Judged] = {}
         folder.mkdir(parents=True, exist_ok=True)
+        questions = [self.cases.begin(number) for number in range(self.cases.count)]
+        progress(self._cost(questions), 0, 1)
         with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
-            told = self._begun(session)
+            answers = self.ask(session, questions, progress)
         del session  # what it holds is more than opening it costs
+        gc.collect()
         give_back()
-        drawn = self.cases.draw(range(self.cases.count), told)  # one of them at a time has its weights in memory
-        with staged_files(folder) as work, CallsFile(work, self.target) as calls, self.target.open() as session:
-            guessing = Guessing(session.model) if session.model.guesses else None
-            gc.collect()  # modules of PyTorch refer to each other
-            give_back()
-            settled = self._settled(session, drawn, selections, progress, told)
-            del told  # with what the target answered already
-            for number, case, pairs, _ in settled:
-                judged[number] = Judged.of(case, pairs, self.by_token, self.summed)
-                del pairs
+        self.cases.progress = progress
+        drawn = self.cases.draw(range(self.cases.count), answers.told if self.cases.follows else EMPTY)
+        drawn.reverse()
+        judged: list[Judged] = []
+        sharp = self._by_layer(questions, progress)
+        with staged_files(folder) as work, CallsFile(work, self.target) as calls:
+            for number in range(self.cases.count):
+                case = drawn.pop()
+                judged += self.compare(number, case, answers)
                 calls.add(case)
-                if case.steps and self.replays:
-                    checks += session.checks(case.feeds[0], min(self.replays, len(case.steps)))
-                if case.steps and guessing is not None:
-                    guessed[number] = self._guessed(guessing, case, selections)
                 case.forget()
+                progress("comparing", number + 1, self.cases.count)
                 give_back()
-            heads = self._heads(session, checks)
-            checks += self.target.checks(self.replays)
-            every = [found[number] for found in (judged, guessed) for number in sorted(found)]
-            bounds = Bounds([each.case for each in every], self.target.coarse, self.dtype)
+            answers.checks += self.target.checks(self.replays)
+            judged.sort(key=lambda each: each.guessed)
+            bounds = Bounds([each.case for each in judged], self.target.coarse, self.dtype)
             command = self.target.command()
             command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
             line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
             (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
-        report = self._judge(every, bounds, selections, checks, line)
-        return replace(report, outputs=[*report.outputs, *heads])
+        return self.judge(judged, bounds, answers, line, sharp)
 
-    def _begun(self, session: Session) -> Follow:
-        """What the target selects in each case before its first step. PyTorch, which takes most of the time, then answers once."""
-        if not self.cases.follows or not self.ties.shown.each:
-            return EMPTY
-        return told_by(session, self.cases, self.ties)
+    def _by_layer(self, questions: Sequence[Question], progress: Progress) -> list[Judged]:
+        """In half precision on ONNX Runtime, whose graph can have further outputs: calls once more, where PyTorch's layers read what the
+        runtime's read."""
+        if not self.sharp or not self.cases.follows or self.target.runtime != "ort":
+            return []
+        names = layer_inputs(self.package.path, self.package.manifest["model"]["layers"])
+        if not names:
+            return []
+        asked = chosen_for_layers(questions)
+        with self.target.open(names) as session:
+            return self.by_layer(session, asked, progress)
 
-    def _settled(
-        self,
-        session: Session,
-        drawn: list[Case],
-        total: Choices,
-        progress: Callable[[str], None],
-        told: Follow = EMPTY,
-    ) -> Iterator[tuple[int, Case, Pairs, Pairs]]:
-        """Cases, `drawn` or drawn again, on which both runtimes choose the same, as far as single numbers are compared: the number, the
-        case, its outputs, and those of the steps in which the target chose otherwise. Each as soon as it is known, and not kept here.
+    def by_layer(self, session: Session, asked: Mapping[int, Question], progress: Progress = silent) -> list[Judged]:
+        """Cases of a session whose outputs have what layers read."""
+        answers = {}
+        for done, (number, question) in enumerate(asked.items()):
+            progress("asking for layers", done, len(asked))
+            answers[number] = ask(session, question, self.ties.shown)
+        self.cases.progress = lambda phase, done, total: progress(f"{phase}, each on the runtime's input", done, total)
+        judged = []
+        for number, case in self.cases.by_layer(answers).items():
+            case.name += ", by layer"
+            judged.append(self._compared(case, answers[number], Choices(), True))
+            case.forget()
+        return judged
 
-        Where two scores differ by less than rounding, either choice is right and everything after it differs. So PyTorch chooses what the
-        target did, `told` before it answered or on the same prompt once more: each choice is judged by what PyTorch would have chosen
-        there, and all numbers are compared. Steps go on from PyTorch's state where it chose otherwise (`Case.pairs`).
+    def _cost(self, questions: Sequence[Question]) -> str:
+        """What the work is, and about how long PyTorch takes on a CPU, where it is here."""
+        tokens = sum(int(feed["new_tokens"].sum()) for each in questions for feed in each.feeds)
+        tokens += sum(step.size for each in questions for step in each.steps)
+        said = f"{len(questions)} cases, {tokens:,} tokens"
+        parameters = self.package.manifest["model"].get("parameters", 0)
+        if not self.cases.follows or not parameters:
+            return said
+        square = np.ones((1024, 1024), np.float32)
+        begin = time.perf_counter()
+        square @ square
+        rate = 2 * 1024**3 / (time.perf_counter() - begin)
+        return f"{said}, about {WORK * parameters * tokens / rate / 60:.1f} minutes of PyTorch on this CPU"
 
-        Answers from a file follow what a runtime had said before, or nobody, and experts only where the runtime tells them: else the logits
-        of tokens whose experts nearly tie are not held, nor what later layers keep of them. There another prompt is drawn if what differs
-        within a call, the prompt's of steps among them, exceeds the bounds of the case itself, or other selections differ by more than a
-        tie: those of later layers and chunks read what the tie turned (PyTorch's own float16 run does so, too). A selection that differs
-        by more than a tie where nothing ties, or in a step, is kept: it is a mismatch, as is what is left in the last prompt. Ties of
-        every prompt count, judged or not.
-        """
-        left, told = list(range(self.cases.count)), dict(told)
-        for attempt in range(ATTEMPTS):
-            again, follow = [], {}
-            drawn.reverse()
-            for number in left:
-                case = drawn.pop()
-                first = None
-                if number in told:
-                    first, told[number] = told[number].first, replace(told[number], first=None)
-                if first is not None and len(case.feeds) == 1 and not self.target.watch:  # asked already
-                    pairs, turned = [fixed_pair(case.feeds[0], case.expected[0], first)], list[Any]()
-                else:
-                    pairs, turned = case.pairs(session, self.ties)
-                seen = session.seen() if self.target.watch else []
-                if self.target.watch and not (seen and self.cases.follows):
-                    case.untold = self.ties.open_tokens(case.leads)
-                other = case.elsewhere(pairs, seen, self.ties) if self.cases.follows else None
-                more = attempt < ATTEMPTS - 1
-                if more and other is not None and not other.is_like(told.get(number)):
-                    follow[number] = told[number] = other
-                    again.append(number)
-                    continue
-                found, settled = self._compared(case, pairs, turned), self.ties.settle(pairs, case.leads, case.own)
-                shown = self.ties.shown.compare(pairs + turned, case.leads, case.own[: len(pairs)])
-                tied = more and not (self.cases.follows and other is None)
-                tied = tied and self._tied(case, settled, turned, pairs, shown)
-                if tied:
-                    again.append(number)
-                    found.wrong = 0
-                total.add(found)
-                if not tied:
-                    progress(case.name)
-                    del pairs
-                    yield number, case, settled, turned
-                del case, settled, turned
-            if not again:
-                break
-            left, drawn = again, self.cases.draw(again, follow)
-
-    def _compared(self, case: Case, pairs: Pairs, turned: Pairs) -> Choices:
-        """The choices of a case, and how many of them rounding turns."""
-        found = self.ties.compare(pairs + turned, case.leads, case.own[: len(pairs)])
-        found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
+    def ask(self, session: Session, questions: Sequence[Question], progress: Progress = silent) -> Answers:
+        """All that the target answers, before the reference is asked."""
+        found = Answers()
+        for number, question in enumerate(questions):
+            progress(f"asking {self.target.title}", number, len(questions))
+            found.cases[number] = ask(session, question, self.ties.shown)
+            if question.steps and self.replays:
+                found.checks += session.checks(question.feeds[0], min(self.replays, len(question.steps)))
+        if session.model.guesses:
+            guessing = Guessing(session.model)
+            found.guessed = {n: ask(guessing, each, self.ties.shown) for n, each in enumerate(questions) if each.steps}
+        found.heads = self._heads(session, found.checks)
         return found
 
-    def _guessed(self, session: Guessing, case: Case, total: Choices) -> Judged:
-        """A case that takes steps once more with guessed tokens."""
-        case = replace(case, name=f"{case.name}, guessed")
-        pairs, turned = (
-            [
-                (empty_unread(session.model.table, ours), empty_unread(session.model.table, theirs))
-                for ours, theirs in part
-            ]
-            for part in case.pairs(session, self.ties)
-        )
-        total.add(self._compared(case, pairs, turned))
-        return Judged.of(case, self.ties.settle(pairs, case.leads, case.own), self.by_token, self.summed)
+    def compare(self, number: int, case: Case, answers: Answers) -> list[Judged]:
+        """What the target answered in a case, and with guessed tokens in its steps, beside what PyTorch did."""
+        found = [self._compared(case, answers.cases[number], answers.selections, self._followed)]
+        if number in answers.guessed:
+            table, guessed = StateTable.of(self.package.manifest), answers.guessed[number]
+            case = replace(case, name=f"{case.name}, guessed")
+            found.append(self._compared(case, guessed, answers.selections, False, table))
+            case.forget()
+        return found
+
+    @property
+    def _followed(self) -> bool:
+        """Whether PyTorch chose what this target did."""
+        return self.cases.follows or bool(getattr(self.cases, "followed", False))
+
+    def _compared(
+        self, case: Case, answer: Answer, total: Choices, followed: bool, guessed: StateTable | None = None
+    ) -> Judged:
+        """One case, judged as far as it can be before all are known; `total` counts its choices."""
+        pairs = case.pairs(answer.outputs)
+        if guessed is not None:
+            pairs = [(empty_unread(guessed, ours), empty_unread(guessed, theirs)) for ours, theirs in pairs]
+        if self.target.watch and not (answer.told.seen and self.cases.follows):
+            case.untold = self.ties.open_tokens(case.leads)
+        found = self.ties.compare(pairs, case.leads, case.own[: len(pairs)])
+        found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
+        total.add(found)
+        turned = [] if followed else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
+        judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
+        judged.guessed = guessed is not None
+        return judged
 
     def _heads(self, session: Session, checks: list[Check]) -> list[OutputReport]:
         """Of the head that guesses tokens ahead, where the package has one and PyTorch is here to ask."""
@@ -355,33 +412,91 @@ class Verifier:
         judged = Judged.of(case, pairs)
         return [judged.report(output, bounds) for output in pairs[0][0]]
 
-    def _tied(self, case: Case, settled: Pairs, turned: Pairs, pairs: Pairs, found: Choices) -> bool:
-        """Whether a tie within a call of the case asks for another prompt; `found` is what differs in `pairs` and in `turned`."""
-        within = self.ties.shown.compare(pairs, case.leads, case.own)
-        if not within.near_ties or found.wrong > within.wrong:
-            return False
-        call = self.ties.shown.compare(pairs[:1], case.leads, case.own) if case.steps else within
-        if within.wrong > (call.wrong if call.near_ties else 0):
-            return False
-        bounds = Bounds([case], self.target.coarse, self.dtype)
-        judged = Judged.of(case, settled, self.by_token, self.summed)
-        return bool(within.wrong) or any(bounds.judge(case, name, judged.held(name)).share > 1 for name in pairs[0][0])
-
-    def _judge(
-        self, judged: Sequence[Judged], bounds: Bounds, selections: Choices, checks: list[Check], command: str
+    def judge(
+        self, judged: Sequence[Judged], bounds: Bounds, answers: Answers, command: str, sharp: Sequence[Judged] = ()
     ) -> Report:
-        reports = [each.report(output, bounds) for each in judged for output in each.errors[0]]
-        failed = {int(r.output.rsplit(".", 1)[1]) for r in reports if not r.passed and "." in r.output}
+        """The verdict; `sharp` are cases by layer."""
+        selections, checks = answers.selections, answers.checks
+        reports = [each.report(output, bounds) for each in judged for output in each.errors[0]] + answers.heads
+        layers, unknown = self._judged_by_layer(sharp, all(each.passed for each in reports))
+        reports += layers
+        checks = [*self._absolute(judged, bounds), *checks]
+        failed = {int(layer_of(r.output)) for r in reports if not r.passed and layer_of(r.output) < math.inf}
         own, all_own = (sum(each.case.own_top1[i] for each in judged) for i in range(2))
         return Report(
             reports,
-            float(np.concatenate([each.same for each in judged]).mean()),
+            float(np.concatenate([each.same for each in judged] or [np.ones(1)]).mean()),
             own / all_own if all_own else 1.0,
             selections,
             checks,
             min(failed, default=None),
             command,
+            [*_not_compared(selections, sum(each.open_rows for each in judged)), *unknown],
         )
+
+    def _judged_by_layer(self, sharp: Sequence[Judged], whole: bool) -> tuple[list[OutputReport], list[str]]:
+        """Verdicts on cases by layer; or why there are none: where the `whole` run passed and a layer is far off, the tensors that were
+        taken for its input are others."""
+        if not sharp:
+            return [], [BY_LAYER] if self.sharp else []
+        bounds = Bounds([each.case for each in sharp], self.target.coarse, self.dtype, sharp=True)
+        reports = [each.report(output, bounds) for each in sharp for output in each.errors[0]]
+        far = [each for each in reports if HIDDEN in each.output and each.cosine < ALIKE]
+        return ([], [BY_LAYER]) if far and whole else (reports, [])
+
+    def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
+        """What holds of any right package, before errors are compared with rounding."""
+        cases = [each.case for each in judged]
+        findings = {each.case.name: each.found for each in judged}
+        checks = overflow_checks(
+            {case.name: case.overflow for case in cases},
+            {case.name: case.right_overflow for case in cases},
+            self.dtype,
+        )
+        rows, tokens = [], []
+        for each in judged:
+            for number, logits in each.found.logits.items():
+                own, held = each.case.own[number][LOGITS][0], each.errors[number][LOGITS][0]
+                bound = np.where(np.isnan(held), np.nan, bounds.row_bounds(each.case, number, LOGITS)[0])
+                rows.append((own[logits.real], logits.spread[logits.real]))
+                tokens.append((each.case.name, number, logits, bound))
+        if not checks:
+            checks.append(rounding_check(rows, self.dtype))
+        return [*checks, finite_check(findings), constant_check(findings), likeliest_check(tokens)]
+
+
+def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:
+    """Make NaN what no choice of the reference explains: of a sequence whose choice was turned in a layer, all that this layer and later
+    ones keep, and logits, from that call on. Returns the number of rows."""
+    count, lowest = 0, np.zeros(0)
+    for call, layers in zip(errors, turned, strict=False):
+        for layer, sequences in layers.items():
+            lowest = lowest if lowest.size else np.full(len(sequences), np.inf)
+            lowest = np.where(sequences, np.minimum(lowest, layer), lowest)
+        if not np.isfinite(lowest).any():
+            continue
+        for name, found in call.items():
+            if name == LOGITS or layer_of(name) < np.inf:
+                behind = np.flatnonzero(np.isfinite(lowest) & (lowest <= layer_of(name)))
+                count += int((~np.isnan(found[0, behind])).sum())
+                found[:, behind] = np.nan
+    return count
+
+
+def _not_compared(selections: Choices, rows: int) -> list[str]:
+    """What choices leave open, one line each."""
+    found = []
+    if selections.untold:
+        found.append(
+            f"{selections.untold} tokens with a near tie between experts or blocks, which this runtime does not report: their logits, and "
+            "what later layers keep of them, are not compared"
+        )
+    if rows:
+        found.append(
+            f"{rows} rows behind near ties in which PyTorch did not choose as the target. To compare them: still-export verify PACKAGE "
+            "--selections FILE, then --record CALLS --follow FILE where PyTorch is"
+        )
+    return found
 
 
 def _by_token(growth: Mapping[str, Any]) -> bool:

@@ -15,8 +15,8 @@ from still_export.package.calls import Arrays
 from still_export.package.files import VISION, check_hash
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, errors_of
-from still_export.proof.checks import Check
-from still_export.proof.tolerance import Bounds
+from still_export.proof.judge import Bounds
+from still_export.proof.verdict import Check
 from still_export.proof.verify import Judged
 
 GRIDS = ((1, 2, 3), (1, 5, 1), (2, 3, 2))

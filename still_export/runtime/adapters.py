@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from still_export.errors import ConfigError
+from still_export.models.read.adapter_config import read_adapter_config
 from still_export.models.read.checkpoint import open_tensors, weight_files
 from still_export.models.read.convert import merge_lora, plain_names
-from still_export.models.read.files import Adapter, read_checked
 from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, Adapted, Deferred, Pair, value_of
 
 
@@ -49,7 +49,7 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
         if (target := f"{name.partition('.lora_')[0]}.weight") not in shapes:
             raise ConfigError(f"--adapter {path} adapts {target}, for which the package has no place.")
     held = {name: Deferred(shape, torch.float32, _nothing, adapted=Adapted(None, ())) for name, shape in shapes.items()}
-    merged = merge_lora({**held, **tensors}, read_checked(config, Adapter), str(path))
+    merged = merge_lora({**held, **tensors}, read_adapter_config(config), str(path))
     return {
         name: weight.adapted.pairs
         for name, weight in merged.items()

@@ -6,17 +6,20 @@ Exports copy this file into packages, with the other runners (`still_export.runt
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from still_export.package.checked import read_manifest
-from still_export.runtime.sampling import RunError, Sampling, likeliest
+from still_export.runtime.feeding import Feeding
+from still_export.runtime.sampling import RunError, Sampling, checked_token, likeliest
 from still_export.runtime.speculation import Speculation
 from still_graphs.states import AHEAD, ANY, StateTable
 
@@ -113,33 +116,10 @@ class Runner(ABC):
     def check_files(self) -> None:  # noqa: B027
         """Raise CheckError where a file that the runtime still reads was changed; those that have all in memory read none."""
 
-    @property
-    def every(self) -> tuple[int, int] | None:
-        """Behind how many tokens the model wants one of its own, and which; None: nowhere. `prefill`, `step`, `greedy` and `generate` put
-        it there, `feed` takes tokens as they are; `length` counts them all."""
-        found = self.manifest.get("every")
-        return (found["tokens"], found["id"]) if found else None
-
-    def given(self, length: int) -> int:
-        """Tokens that a sequence of this length was given."""
-        return length - length // (self.every[0] + 1) if self.every else length
-
-    def rows(self, tokens: int) -> int:
-        """The length of a sequence that was given so many."""
-        return tokens + tokens // self.every[0] if self.every else tokens
-
-    def between(self, tokens: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [.., T] with the model's own between them, for sequences of `length`; and of each token the place of the logits that
-        follow it: those of the model's own token where one does."""
-        known, count = self.given(length), tokens.shape[-1]
-        places = np.arange(count)
-        if self.every is None:
-            return tokens, places
-        size, own = self.every
-        places = places + (known + places) // size - known // size
-        found = np.full((*tokens.shape[:-1], self.rows(known + count) - length), own, tokens.dtype)
-        found[..., places] = tokens
-        return found, np.append(places[1:], found.shape[-1]) - 1
+    @cached_property
+    def feeding(self) -> Feeding:
+        """`prefill`, `step`, `greedy` and `generate` feed as it says, `feed` takes tokens as they are; `length` counts all of them."""
+        return Feeding.of(self.manifest)
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.
@@ -158,8 +138,9 @@ class Runner(ABC):
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of one prefill call; longer prompts are fed in pieces, so memory does not grow with them."""
-        return int(self.manifest["prefill_tokens"])
+        """Tokens of one prefill call; longer prompts are fed in pieces, so memory does not grow with them, unless the model asks for
+        whole prompts."""
+        return sys.maxsize if self.feeding.whole_prompts else int(self.manifest["prefill_tokens"])
 
     @property
     def most_rows(self) -> int | None:
@@ -226,7 +207,7 @@ class Runner(ABC):
         """Run one call as `feed` does, for the likeliest tokens alone.
 
         Returns:
-            Integers [R, 1], or [R, T] where `feed` returns logits of every token.
+            Integers [R, 1], or [R, T] where `feed` returns logits of every token; -1 where they are no finite numbers.
         """
         return likeliest(self.feed(input_ids, new_tokens, first))
 
@@ -376,7 +357,7 @@ class Runner(ABC):
     def prefill(self, tokens: Iterable[int], progress: Progress | None = None) -> np.ndarray:
         """Feed a prompt to the single sequence in pieces of `prefill_tokens`; logits [V] of its last token."""
         prompt = checked_prompt(tokens, self.manifest["model"]["vocab_size"])
-        prompt, _ = self.between(prompt, int(self.length[0]))
+        prompt, _ = self.feeding.fed(prompt, int(self.length[0]))
         self.reserve(prompt.size)
         for start in range(0, prompt.size, self.prefill_tokens):
             logits = self.feed(prompt[None, start : start + self.prefill_tokens])
@@ -385,20 +366,23 @@ class Runner(ABC):
         return logits[0, -1]
 
     def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """Tokens [B] that follow `token` [B] greedily, `count` of them."""
+        """Tokens [B] that follow `token` [B] greedily, `count` of them.
+
+        Raises:
+            NotFiniteError: The logits of a sequence are no finite numbers.
+        """
         for _ in range(count):
             token = likeliest(self.step(token))
+            checked_token(int(token.min()))
             yield token
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """Feed one token to every sequence, [B]; logits [B, V]."""
-        if self.every is None:
+        if not self.feeding.every:
             return self.feed(token[:, None])[:, -1]
-        size, own = self.every
-        full = (self.length % (size + 1) == size - 1).astype(np.int64)
-        ids = np.stack([token, np.full_like(token, own)], axis=1)[:, : 1 + full.max(initial=0)]
-        found = self.feed(ids, 1 + full)
-        return found[np.arange(len(found)), full if found.shape[1] > 1 else 0]
+        ids, counts = self.feeding.step(token, self.length)
+        found = self.feed(ids, counts)
+        return found[np.arange(len(found)), counts - 1 if found.shape[1] > 1 else 0]
 
     def generate(
         self,
@@ -415,15 +399,17 @@ class Runner(ABC):
 
         Raises:
             RunError: They and the prompt may exceed the capacity; nothing was fed then.
+            NotFiniteError: Logits are no finite numbers.
         """
         stops, prompt = set(stop), list(prompt)
-        self.check_capacity(self.rows(self.given(int(self.length[0])) + len(prompt) + count - 1))
+        feeding = self.feeding
+        self.check_capacity(feeding.length(feeding.given(int(self.length[0])) + len(prompt) + count - 1))
         token = sampling.choose(self.prefill(prompt, progress))
         rest = self._sampled(token, count - 1, sampling)
         if self.speculation is not None:
             rest = self._guessing(token, count - 1, sampling, self.speculation, [*before, *prompt])
         elif sampling.temperature == 0:
-            rest = (int(following[0]) for following in self.greedy(np.array([token]), count - 1))
+            rest = (checked_token(int(following[0])) for following in self.greedy(np.array([token]), count - 1))
         for _ in range(count):
             if token in stops:
                 return
@@ -445,7 +431,7 @@ class Runner(ABC):
                 spent = time.perf_counter() - begun
                 try:
                     for row, guess in zip(rows, [*guesses, -1], strict=True):
-                        said.append(int(row) if greedy else sampling.choose(row))
+                        said.append(checked_token(int(row)) if greedy else sampling.choose(row))
                         yield said[-1]
                         if said[-1] != guess:
                             break

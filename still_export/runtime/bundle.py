@@ -16,8 +16,11 @@ import still_graphs
 from still_export.package.checked import SCHEMA
 
 RUNTIME = "runtime"
-SHARED = ("base", "sampling", "speculation", "stop_texts", "text", "conversation", "prefixes", "program")
-CHECKS = ("refusals", "files", "checked", "external", "trust", "archive")
+SHARED = (
+    *("base", "feeding", "sampling", "speculation", "text", "stop_texts", "reasoning", "conversation", "prefixes"),
+    "program",
+)
+CHECKS = ("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format")
 RUNNERS = {"ort": ("head",), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""
 PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}

@@ -6,11 +6,12 @@ Exports copy this file into packages.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from still_export.package.chat_format import Message
 from still_export.runtime.base import Progress, Runner
-from still_export.runtime.prefixes import PrefixCache, Reader
+from still_export.runtime.prefixes import PrefixCache, Reader, alike
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import Answer, Text, write_answer
 
@@ -30,20 +31,22 @@ class FullError(RunError):
 
 
 class Conversation:
-    """Messages to a model and its answers; each message is read behind what the model has read already.
+    """Messages to a model and its answers. Each time the whole chat is written by the model's template; of its tokens the model reads those
+    behind the longest beginning that it has read, or that the cache knows.
 
     Args:
         model: Started by the conversation.
-        text: Its tokenizer and chat format.
+        text: Its tokenizer and chat templates.
         tokens: Of an answer at most.
         sampling: How tokens are chosen.
         system: System message.
         stop: Texts that end an answer.
         prefix: What was read before the first message, as of `Text.opening`; it is kept.
         prefixes: Keeps the states of turns, so that none is read again after `back`.
+        arguments: Of the chat template, such as `enable_thinking`.
 
     Raises:
-        RunError: The package has no chat format, or none for a system message: said before anyone types one.
+        RunError: The package has no chat template, or none for a system message: said before anyone types one.
     """
 
     def __init__(
@@ -56,20 +59,20 @@ class Conversation:
         stop: Sequence[str] = (),
         prefix: Snapshot | None = None,
         prefixes: PrefixCache | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.text, self.tokens = model, text, tokens
         self.sampling, self.system, self.stop, self.prefix = sampling, system, stop, prefix
-        text.opening("", system)
-        self.turns: list[tuple[str, list[int]]] = []
-        """Each message with the tokens of its answer."""
-        self._said: list[int] = []
-        """Tokens of all turns, behind the prefix."""
+        self.arguments = arguments
+        text.opening("", system, arguments)
+        self.turns: list[tuple[str, Message]] = []
+        """Each message of the user with the answer's."""
         self._reader = Reader(model, prefixes, prefix)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything that was said."""
-        self._retell([])
+        self.turns = []
         self._reader.restart()
 
     def ask(
@@ -85,9 +88,10 @@ class Conversation:
             FullError: The oldest turns must go first (`drop`); nothing was read.
             RunError: The message alone is too long.
         """
-        prompt = self._said + self._turn(message, first=not self.turns)
+        prompt = self._prompt(self.turns, message)
         self._check_room(message, len(prompt))
-        known, told = self._reader.begin(prompt, progress)
+        settled = self._settled(message, prompt) if self._reader.cache else 0
+        known, told = self._reader.begin(prompt, progress, settled)
         answer = Answer(
             self.model,
             self.text,
@@ -101,46 +105,42 @@ class Conversation:
             before=prompt[:known],
         )
         write_answer(answer, stream)
-        self._said = prompt + answer.tokens
-        self._reader.end(self._said)
-        self.turns.append((message, answer.tokens))
+        self._reader.end(prompt + answer.tokens)
+        self.turns.append((message, answer.message))
         return answer
 
     def drop(self, turns: int) -> None:
         """Forget the `turns` oldest turns; the others are read again with the next message."""
-        self._retell(self.turns[turns:])
+        self.turns = self.turns[turns:]
 
     def back(self, turns: int = 1) -> None:
         """Forget the `turns` latest turns."""
-        self._retell(self.turns[: max(0, len(self.turns) - turns)])
+        self.turns = self.turns[: max(0, len(self.turns) - turns)]
 
-    def _retell(self, turns: list[tuple[str, list[int]]]) -> None:
-        self.turns, self._said = [], list(self.prefix.unread) if self.prefix else []
-        for message, answer in turns:
-            self._said += self._turn(message, first=not self.turns) + answer
-            self.turns.append((message, answer))
-
-    def _turn(self, message: str, first: bool) -> list[int]:
-        messages = [{"role": "user", "content": message}]
-        if not first:
-            return self.text.dialogue(messages, "answer")
+    def _prompt(self, turns: Sequence[tuple[str, Message]], message: str) -> list[int]:
+        """Token ids of the chat behind the prefix."""
+        said: list[Message] = [m for user, answer in turns for m in ({"role": "user", "content": user}, answer)]
+        said.append({"role": "user", "content": message})
         if self.prefix is not None:
-            return self.text.dialogue(messages, self.prefix.place)
+            behind = self.text.dialogue(said, self.prefix.place, arguments=self.arguments)
+            return [*self.prefix.unread, *behind]
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        return self.text.dialogue(messages)
+            said.insert(0, {"role": "system", "content": self.system})
+        return self.text.dialogue(said, arguments=self.arguments)
+
+    def _settled(self, message: str, prompt: list[int]) -> int:
+        """How many tokens of `prompt` the chat begins with after another turn: templates drop thoughts that an answer began with."""
+        return alike(prompt, self._prompt([*self.turns, (message, {"role": "assistant", "content": "."})], "."))
 
     def _check_room(self, message: str, prompt: int) -> None:
         table = self.model.table
         before = self.prefix.length if self.prefix else 0
-        before, rows = self.model.given(before), self.model.rows
-        needed = rows(before + prompt + self.tokens - 1)
-        if not table.bounded or needed <= table.capacity_tokens or not self.turns:
+        before, rows = self.model.feeding.given(before), self.model.feeding.length
+        if not table.bounded or not self.turns:
             return  # one message that is too long is refused by `generate`
-        for gone in range(1, len(self.turns) + 1):
-            kept = self.turns[gone:]
-            size = before + len(self.prefix.unread if self.prefix else ())
-            size += sum(len(self._turn(m, first=not i)) + len(a) for i, (m, a) in enumerate(kept))
-            size += len(self._turn(message, first=not kept))
-            if rows(size + self.tokens - 1) <= table.capacity_tokens or gone == len(self.turns):
-                raise FullError(gone, table.capacity_tokens)
+        for gone in range(len(self.turns) + 1):
+            size = before + (len(self._prompt(self.turns[gone:], message)) if gone else prompt)
+            if rows(size + self.tokens - 1) <= table.capacity_tokens:
+                break
+        if gone:
+            raise FullError(gone, table.capacity_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from still_export.runtime.base import Runner
-from still_export.runtime.sampling import RunError, likeliest
+from still_export.runtime.sampling import NO_TOKEN, RunError, likeliest
 from still_export.runtime.speculation import Guessed, Speculation
 from still_export.runtime.text import Text
 
@@ -55,9 +55,12 @@ class Drafted(Guessed):
         runner.put(0, self.state, self.read)
         logits = runner.prefill(self.tokens[self.read :])
         self.read, self.state = len(self.tokens), {name: array.copy() for name, array in runner.take().items()}
-        guesses = [int(likeliest(logits[:vocabulary]))]
-        while len(guesses) < most:
-            guesses.append(int(likeliest(runner.step(np.array(guesses[-1:]))[0, :vocabulary])))
+        guesses: list[int] = []
+        while (token := int(likeliest(logits[:vocabulary]))) != NO_TOKEN:
+            guesses.append(token)
+            if len(guesses) == most:
+                break
+            logits = runner.step(np.array([token]))[0]
         self.guesses = guesses
         return guesses
 
@@ -72,10 +75,8 @@ def open_draft(model: Runner, draft: Runner) -> Speculation:
         raise RunError(
             f"{model.folder} takes no guesses of a draft: export it with --speculate for ONNX Runtime or TensorRT."
         )
-    if draft.every:
-        raise RunError(
-            f"the draft {draft.folder} wants tokens of its own between those that it is given. Give another."
-        )
+    if draft.feeding.every or draft.feeding.whole_prompts:
+        raise RunError(f"the draft {draft.folder} wants tokens of its own, or whole prompts. Give another.")
     if Text(model).tokenizer.get_vocab() != Text(draft).tokenizer.get_vocab():
         raise RunError(
             f"the draft {draft.folder} has another tokenizer than {model.folder}: its tokens mean something else. "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from still_export.runtime.base import Runner
-from still_export.runtime.sampling import RunError, likeliest
+from still_export.runtime.sampling import NO_TOKEN, RunError, likeliest
 from still_export.runtime.speculation import Guessed
 from still_graphs.states import AHEAD
 
@@ -132,9 +132,13 @@ class Ahead(Guessed):
 
     def guess(self, most: int) -> list[int]:
         """As of Guesser."""
-        self.guesses = [int(likeliest(self.head.begin(self.sequence, self.tokens[-1])))]
-        while len(self.guesses) < most:
-            self.guesses.append(int(likeliest(self.head.go_on(self.guesses[-1]))))
+        self.guesses = []
+        logits = self.head.begin(self.sequence, self.tokens[-1])
+        while (token := int(likeliest(logits))) != NO_TOKEN:
+            self.guesses.append(token)
+            if len(self.guesses) == most:
+                break
+            logits = self.head.go_on(token)
         return self.guesses
 
 

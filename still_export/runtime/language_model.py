@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
+from still_export.package.chat_format import Message
 from still_export.runtime.base import Progress, Runner
 from still_export.runtime.prefixes import PrefixCache, Reader
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.text import Answer, Text
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""A text to continue, token ids, or the messages of a chat ("role", "content"), a user's last."""
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text to continue, token ids, or the messages of a chat; an assistant's as the last one is continued."""
+Tools = Sequence[Mapping[str, Any]] | None
+Arguments = Mapping[str, Any] | None
 
 
 class LanguageModel:
@@ -80,6 +83,8 @@ class LanguageModel:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        tools: Tools = None,
+        chat_template_kwargs: Arguments = None,
     ) -> Answer: ...
 
     @overload
@@ -94,6 +99,8 @@ class LanguageModel:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        tools: Tools = None,
+        chat_template_kwargs: Arguments = None,
     ) -> Iterator[str]: ...
 
     def generate(
@@ -107,12 +114,15 @@ class LanguageModel:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        tools: Tools = None,
+        chat_template_kwargs: Arguments = None,
     ) -> Answer | Iterator[str]:
         """The continuation of `prompt` behind the prefix.
 
         Args:
-            prompt: A text, token ids, or messages of a chat. After a prefix that ends inside a user's message (`read(chat=True)`) the
-                first message goes on with it.
+            prompt: A text, token ids, or messages of a chat: "role" and "content" (a text or text parts), "tool_calls",
+                "reasoning_content". After a prefix that ends inside a user's message (`read(chat=True)`) the first message goes on with
+                it.
             stream: Pieces of text as they come, rather than the whole answer. Other calls wait until they were all taken.
             max_tokens: At most.
             stop: Texts that end the answer, and are not part of it.
@@ -120,14 +130,18 @@ class LanguageModel:
             top_k: 0 = all.
             top_p: 1 = all.
             seed: Of the sampling.
+            tools: Of a chat: JSON schemas of functions, as of OpenAI.
+            chat_template_kwargs: Of a chat: arguments of the model's template, such as `enable_thinking`.
 
         Raises:
-            RunError: It does not fit into the package's capacity; nothing was read then.
+            RunError: It does not fit into the package's capacity, or the chat template refuses it; nothing was read then.
         """
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
         as_text = "tokenizer.json" in self.runner.manifest["files"]
-        answer = self.answer(prompt, max_tokens, sampling, stops, as_text=as_text)
+        answer = self.answer(
+            prompt, max_tokens, sampling, stops, as_text=as_text, tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
         if stream:
             return iter(answer)
         for _ in answer:
@@ -144,6 +158,8 @@ class LanguageModel:
         as_text: bool = True,
         progress: Progress | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        tools: Tools = None,
+        chat_template_kwargs: Arguments = None,
     ) -> Answer:
         """An answer that is made while it is iterated; `generate` with more control.
 
@@ -151,10 +167,11 @@ class LanguageModel:
             as_text: False: pieces are token ids.
             progress: Told of the pieces of the prompt that were read.
             stopped: Asked before every token whether the answer shall end here.
+            tools: As of `generate`; chat_template_kwargs too.
         """
         if max_tokens < 1:
             raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")
-        known, told = self._begin(self._ids(prompt), progress)
+        known, told = self._begin(self._ids(prompt, tools, chat_template_kwargs), progress)
         self._place = "answer" if _is_chat(prompt) else "text"
         self._last = Answer(
             self.runner,
@@ -176,6 +193,7 @@ class LanguageModel:
         *,
         chat: bool = False,
         system: str | None = None,
+        chat_template_kwargs: Arguments = None,
         progress: Progress | None = None,
     ) -> Snapshot:
         """Read a text behind the prefix, and make the whole the prefix of what follows.
@@ -184,14 +202,15 @@ class LanguageModel:
             prompt: A text or token ids.
             chat: The text begins a user's message, which the first message of a later call goes on with.
             system: System message of that chat.
+            chat_template_kwargs: Arguments of the model's template.
             progress: Told of the pieces that were read.
 
         Raises:
-            RunError: It does not fit, or the package has no chat format.
+            RunError: It does not fit, the package has no chat format, or the model asks for whole prompts.
         """
         if chat and self._prefix is not None:
             raise RunError("a chat begins with its first text: restore(None) first.")
-        ids = self.text.opening(str(prompt), system) if chat else self._ids(prompt)
+        ids = self.text.opening(str(prompt), system, chat_template_kwargs) if chat else self._ids(prompt)
         known, told = self._begin(ids, progress)
         if self._said:
             self.runner.prefill(self._said[known:], told)
@@ -203,7 +222,7 @@ class LanguageModel:
     def snapshot(self) -> Snapshot:
         """What was read and answered by the last call; `Snapshot.save` writes it."""
         said = self._said + (self._last.tokens if self._last else [])
-        given = self.runner.given
+        given = self.runner.feeding.given
         read = given(int(self.runner.length[0])) - (given(self._prefix.length) if self._prefix else 0)
         return Snapshot.of(self.runner, self._place, tuple(said[read:]))
 
@@ -232,7 +251,7 @@ class LanguageModel:
             self._reader.end(self._said + self._last.tokens)
         self._last = None
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Prompt, tools: Tools = None, arguments: Arguments = None) -> list[int]:
         """Token ids of a prompt behind the prefix."""
         place = "text" if self._prefix is None else self._prefix.place
         if isinstance(prompt, str):
@@ -240,7 +259,7 @@ class LanguageModel:
         if _is_chat(prompt):
             if place == "text" and self._prefix is not None:
                 raise RunError("the prefix is plain text, no chat. Use read(chat=True), or restore(None).")
-            return self.text.dialogue(prompt, place)  # type: ignore[arg-type]
+            return self.text.dialogue(prompt, place, tools=tools, arguments=arguments)  # type: ignore[arg-type]
         return [int(token) for token in prompt]  # type: ignore[call-overload, arg-type]
 
     def _begin(self, ids: list[int], progress: Progress | None) -> tuple[int, Progress]:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, HEAD, MODEL, STEP, Hashing, Held, check_hash
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.program import run_program
-from still_export.runtime.sampling import RunError
+from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation
 from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
 
@@ -37,6 +38,8 @@ RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
 """Entries of the graph's metadata: fields of the manifest, as JSON."""
 ONNX_TYPES = {"float32": 1, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}
 
+LEAST_VERSION = (1, 25)
+"""Of ONNX Runtime: older ones lack ops of function bodies, and 1.23 ends by SIGSEGV in the native kernels."""
 SPARE_TOKENS = 256
 """Least room that is added when a sequence outgrows its state; an eighth more of a long one. Function bodies read every row of some
 states, and copies do too, so spare room costs time."""
@@ -160,6 +163,16 @@ def open_session(
     return session
 
 
+def check_version(version: str) -> None:
+    """Raise RunError for an ONNX Runtime that packages do not run in; some older ones end the process by SIGSEGV."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise RunError(
+            f"onnxruntime {version} is installed, and packages need {least} or later: pip install -U 'onnxruntime>={least}'."
+        )
+
+
 def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> list[str]:
     """Names of the files that a graph of the package takes its weights from; the graph itself is checked.
 
@@ -242,6 +255,7 @@ class OrtModel(Runner):
         check: Compare the weights with their hashes, beside loading them.
         replay: Replay single steps from CUDA graphs, which needs the package's kernels for CUDA; None: where those are.
         watched: The graph with further outputs, and their names: `seen` has, of each call, lengths before it, new tokens, and those.
+        bodies: Function bodies run, though the package has kernels.
 
     Raises:
         RunError: The package is damaged, or cannot run here.
@@ -256,9 +270,11 @@ class OrtModel(Runner):
         check: bool = True,
         replay: bool | None = None,
         watched: tuple[bytes, list[str]] | None = None,
+        bodies: bool = False,
     ) -> None:
         import onnxruntime
 
+        check_version(onnxruntime.__version__)
         if not 0 <= threads <= MOST_THREADS:
             raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}.")
         self._open(folder)
@@ -276,7 +292,7 @@ class OrtModel(Runner):
         options, self._session_options = session_options(), session_options
         if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
             raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
-        self.native = native_library(self.folder, self.manifest, self.device)
+        self.native = None if bodies else native_library(self.folder, self.manifest, self.device)
         if self.device == "cuda" and self.native is None:
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
             onnxruntime.set_default_logger_severity(3)
@@ -298,8 +314,6 @@ class OrtModel(Runner):
         self.speculation = Speculation(self.guesses) if self.guesses else None
         # Opened here, not in the midst of an answer.
         self._fold: Any = self._open_beside(FOLD) if FOLD in self.manifest["files"] else None
-        stepping = able and watched is None and STEP in self.manifest["files"]
-        self._step: Any = self._open_beside(STEP, self.replays) if stepping else None
         self.head: Head | None = None
         if any(state.name.startswith(AHEAD) for state in self.table):
             head = self.head = Head(self, self._open_beside(HEAD))
@@ -405,7 +419,7 @@ class OrtModel(Runner):
         if key not in self._bindings:
             for other in [k for k in self._bindings if k[2] > 1 + self.guesses and k[2] != tokens]:
                 del self._bindings[other]
-            session = self._fold if wanted == FOLDED else self._session(sequences, tokens)
+            session = self._fold if wanted == FOLDED else self.session
             shapes: dict[str, tuple[int, ...]]
             shapes = {"input_ids": (sequences, tokens), "new_tokens": (sequences,), "past_length": (sequences,)}
             if wanted == AHEAD and self.head:
@@ -493,18 +507,14 @@ class OrtModel(Runner):
             self._brought = input_ids, values[LAST_HIDDEN].numpy()
         return self._floats(values[NEXT_TOKEN if greedy and self.says_token else "logits"])
 
-    def _open_beside(self, graph: str, replay: bool = False) -> Any:
+    def _open_beside(self, graph: str) -> Any:
         """Session of another graph over the model's weights, whose hashes were compared."""
         names = weight_files(self.folder, self.manifest, graph)
         assert set(names) <= set(self.manifest["files"])
         options = self._session_options(graph)
         if graph == FOLD:
             options.intra_op_num_threads = 1  # threads of two pools that wait for work take it from each other
-        return open_session(self.folder, self.manifest, options, self.device, self.native, replay, graph)
-
-    def _session(self, sequences: int, tokens: int) -> Any:
-        """Of calls of so many tokens of so many sequences."""
-        return self._step if self._step is not None and sequences == tokens == 1 else self.session
+        return open_session(self.folder, self.manifest, options, self.device, self.native, graph=graph)
 
     def run_apart(self, session: Any, binding: Any) -> None:
         """Run a call that no CUDA graph replays.
@@ -575,7 +585,7 @@ class OrtModel(Runner):
                 inputs[name].update_inplace(np.ascontiguousarray(array, np.int64))
         except Exception as error:  # onnxruntime's own types, which have no common base
             raise RunError(f"ONNX Runtime cannot run {self.folder / MODEL}: {' '.join(str(error).split())}") from error
-        self.run_apart(self._session(len(counts), tokens), binding)
+        self.run_apart(self.session, binding)
         before = 2 + (len(self._replays(self.session)) if wanted == APART else 0)
         others = binding.get_outputs()[before:]
         if count := len(self._watched):
@@ -636,7 +646,7 @@ class OrtModel(Runner):
         ONNX Runtime runs the call more than once before it captures, so it captures with new_tokens of 0, which leaves states alone.
         """
         if (tokens, self._turn) not in self._captured:
-            session = self._session(self.batch, tokens)
+            session = self.session
             binding = session.io_binding()
             shapes = {"input_ids": (self.batch, tokens), "new_tokens": (self.batch,), "past_length": (self.batch,)}
             apart = -(-self.batch * tokens // ALIGNED) * ALIGNED
@@ -681,7 +691,7 @@ class OrtModel(Runner):
 
     def step(self, token: np.ndarray) -> np.ndarray:
         """As of Runner; the replay of a captured step where the session replays."""
-        if not self.replays or self.every:
+        if not self.replays or self.feeding.every:
             return super().step(token)
         return self._floats(self._stepped(token)["logits"])[:, -1]
 
@@ -714,11 +724,12 @@ class OrtModel(Runner):
         token is the likeliest."""
         if self.replays:
             self.reserve(count)
-        if self.every or not (self.replays and self.says_token):
+        if self.feeding.every or not (self.replays and self.says_token):
             yield from super().greedy(token, count)
             return
         for _ in range(count):
             token = self._stepped(token)[NEXT_TOKEN].numpy()[:, -1]
+            checked_token(int(token.min()))
             yield token
 
 

@@ -25,7 +25,7 @@ UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB
 
 
 def open_prefixes(model: Runner, size: str | int, folder: Path | None = None) -> PrefixCache | None:
-    """A cache of a model's prefixes; None where `size` is 0, or the model wants tokens of its own between those that it is given.
+    """A cache of a model's prefixes; None where `size` is 0, or the model asks for whole prompts or tokens of its own.
 
     Args:
         size: In bytes, or a text as "2GiB".
@@ -45,7 +45,7 @@ def open_prefixes(model: Runner, size: str | int, folder: Path | None = None) ->
         if folder is not None:
             raise ConfigError(f"{folder} is to hold prefixes, and the prefix cache has 0 bytes: give it a size.")
         return None
-    if model.every:
+    if model.feeding.every or model.feeding.whole_prompts:
         return None
     return PrefixCache(model.table, most, PrefixFolder(folder, digest(model), most) if folder else None)
 

@@ -165,7 +165,7 @@ class PrefixCache:
         """The nodes along `tokens`, and how many of them are in the tree."""
         path, at, node = list[Kept](), 0, self._root
         while at < tokens.size and (child := node.children.get(int(tokens[at]))) is not None:
-            same = _alike(child.edge, tokens[at:])
+            same = alike(child.edge, tokens[at:])
             at += same
             if same < child.edge.size:
                 break
@@ -182,7 +182,7 @@ class PrefixCache:
             if child is None:
                 node.children[first] = child = Kept(tokens[at:].copy(), node)
                 return child
-            same = _alike(child.edge, tokens[at:])
+            same = alike(child.edge, tokens[at:])
             if same < child.edge.size:
                 upper = Kept(child.edge[:same], node, {int(child.edge[same]): child})
                 child.edge, child.parent, node.children[first] = child.edge[same:], upper, upper
@@ -215,7 +215,7 @@ class Reader:
     def __init__(self, model: Runner, cache: PrefixCache | None, prefix: Snapshot | None) -> None:
         self.model, self.cache, self.prefix = model, cache, prefix
         self._beginning = list(prefix.key()) if prefix else []
-        self._base = model.given(prefix.length) if prefix else 0
+        self._base = model.feeding.given(prefix.length) if prefix else 0
         self._has: list[int] = []  # what the model has read behind the prefix, where that is known
 
     def restart(self, more: int = 0) -> None:
@@ -225,16 +225,22 @@ class Reader:
         else:
             self.prefix.restore(self.model, more)
 
-    def begin(self, tokens: list[int], progress: Progress | None = None) -> tuple[int, Progress]:
+    def begin(self, tokens: list[int], progress: Progress | None = None, settled: int = 0) -> tuple[int, Progress]:
         """Put the model behind the longest beginning of `tokens` that is known, and leaves one to read.
+
+        Args:
+            tokens: Behind the prefix.
+            progress: Told of the pieces that are read.
+            settled: As many of them begin later prompts, too; where they are not all, their state is read and kept.
 
         Returns:
             How many need not be read, and what shall be told of the pieces of the others.
         """
         has, self._has = self._has, []
         live = len(has) if tokens[: len(has)] == has and len(has) < len(tokens) else 0
-        if self.model.length.tolist() != [self.model.rows(self._base + live)]:  # someone else has used the model
-            live = 0
+        feeding = self.model.feeding
+        if feeding.whole_prompts or self.model.length.tolist() != [feeding.length(self._base + live)]:
+            live = 0  # the model decides anew, or someone else has used it
         kept = self.cache.find(self._beginning + tokens) if self.cache else None
         found = kept.tokens - len(self._beginning) if kept else 0
         if self.cache and kept and found > live:
@@ -245,6 +251,10 @@ class Reader:
         if self.cache:
             self.cache.asked += len(tokens)
             self.cache.found += found
+            if found < settled < len(tokens):
+                self.model.prefill(tokens[found:settled], progress)
+                self._keep(tokens[:settled])
+                found = settled
 
         def told(done: int, total: int) -> None:
             if done == total:
@@ -260,16 +270,16 @@ class Reader:
 
     def _keep(self, tokens: list[int]) -> list[int]:
         length = int(self.model.length[0])
-        read = tokens[: self.model.given(length) - self._base]
+        read = tokens[: self.model.feeding.given(length) - self._base]
         if self.cache:
             self.cache.keep(self._beginning + read, self.model.take(), length, lasting=True)
         return read
 
 
-def _alike(a: np.ndarray, b: np.ndarray) -> int:
+def alike(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
     """How many tokens two begin alike with."""
-    size = min(a.size, b.size)
-    different = np.flatnonzero(a[:size] != b[:size])
+    size = min(len(one), len(other))
+    different = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
     return int(different[0]) if different.size else size
 
 

@@ -9,25 +9,57 @@ import numpy as np
 
 from still_export.package.refusals import RunError as RunError
 
+NO_TOKEN = -1
+"""What `likeliest` says where the largest logit is no finite number."""
+INFINITY = 0x7C00
+"""Bits of float16's infinity."""
 LIKELY = 64
 """Tokens among which the mass top_p is looked for first."""
 
 
 def likeliest(logits: np.ndarray) -> np.ndarray:
     """The first of the likeliest tokens [...] by logits [..., V]; where the largest is a zero of both signs, the first without one.
+    NO_TOKEN where a logit is NaN or the largest is infinite: the model overflowed.
 
     NumPy compares float16 one by one, 0.1 ms and more for a vocabulary: a step's time on a GPU. As integers of the same order they are
     compared as vectors.
     """
     if logits.dtype != np.float16:
-        return np.asarray(logits.argmax(-1))
+        found = logits.argmax(-1)  # of the first NaN where there is one
+        return np.where(np.isfinite(np.take_along_axis(logits, found[..., None], -1)[..., 0]), found, NO_TOKEN)
     bits = logits.view(np.int16)
-    return np.asarray((bits ^ (bits >> 15 & 0x7FFF)).argmax(-1))
+    order = bits ^ (bits >> 15 & 0x7FFF)
+    found = order.argmax(-1)
+    largest = np.take_along_axis(order, found[..., None], -1)[..., 0]
+    finite = (largest < INFINITY) & (largest > ~INFINITY) & (order.min(-1) >= ~INFINITY)  # NaN of both signs lie beyond
+    return np.where(finite, found, NO_TOKEN)
+
+
+def checked_token(token: int) -> int:
+    """A token of `likeliest`.
+
+    Raises:
+        RunError: It is NO_TOKEN.
+    """
+    if token < 0:
+        raise NotFiniteError()
+    return token
+
+
+class NotFiniteError(RunError):
+    """The logits of one request are no finite numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are not finite numbers (NaN or infinity), so there is no next token: it overflows on this input, or its "
+            "weights are damaged. Export it again with --dtype float32 or bfloat16; `still-export verify` names the layer."
+        )
 
 
 @dataclasses.dataclass
 class Sampling:
-    """How the next token is chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+    """How the next token is chosen: temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens, top_p 0 the likeliest one; seed -1
+    differs each time."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -35,19 +67,26 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1 or self.seed < 0:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 <= self.top_p <= 1 or self.seed < -1:
             raise RunError(
                 f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}, seed={self.seed}: "
-                "temperature, top_k and seed must not be negative, top_p lies in (0, 1]."
+                "temperature and top_k must not be negative, nor seed but for -1 (random); top_p lies in [0, 1]."
             )
-        self.random = np.random.default_rng(self.seed)
+        self.random = np.random.default_rng(None if self.seed == -1 else self.seed)
 
     def choose(self, logits: np.ndarray) -> int:
-        """Next token from logits [V]."""
+        """Next token from logits [V].
+
+        Raises:
+            NotFiniteError: A logit is NaN, or the largest is infinite.
+        """
         if self.temperature == 0:
-            return int(likeliest(logits))
+            return checked_token(int(likeliest(logits)))
+        largest = float(logits.max())  # NaN where one is
+        if not math.isfinite(largest):
+            raise NotFiniteError()
         with np.errstate(over="ignore"):  # the smallest temperatures: -inf, and weight 0
-            weight = np.exp((logits.astype(np.float64) - float(logits.max())) / self.temperature)
+            weight = np.exp((logits.astype(np.float64) - largest) / self.temperature)
         tokens = self._kept(weight)
         mass = np.cumsum(weight if tokens is None else weight[tokens])
         place = int(np.searchsorted(mass / mass[-1], self.random.random(), side="right"))
@@ -65,6 +104,7 @@ class Sampling:
             mass = np.cumsum(weight[tokens])
             # The smallest set whose mass reaches top_p: a token stays while the mass before it is below.
             kept = mass - weight[tokens] < self.top_p * (mass[-1] if self.top_k else weight.sum())
+            kept[0] = True
             if self.top_k or count == weight.size or not kept[-1]:
                 return tokens[kept]
             count = min(8 * count, weight.size)

@@ -38,7 +38,15 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: Runner, place: str = "text", unread: tuple[int, ...] = ()) -> Snapshot:
-        """What `model` has read in its single sequence."""
+        """What `model` has read in its single sequence.
+
+        Raises:
+            RunError: The model asks for whole prompts.
+        """
+        if model.feeding.whole_prompts:
+            raise RunError(
+                "this model decides by a whole prompt, so none goes on from a kept state. Give all of it with each call."
+            )
         arrays = {name: array.copy() for name, array in model.take().items()}
         return cls(arrays, int(model.length[0]), digest(model), place, unread)
 

@@ -18,7 +18,7 @@ import numpy as np
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.cuda_driver import Buffer, CudaError
 from still_export.runtime.program import run_program
-from still_export.runtime.sampling import RunError
+from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation
 from still_export.runtime.trt_engine import DECODE, DECODE_ROWS, GUESSES, PREFILL, TrtEngine, TrtError
 from still_graphs.states import ITEM_BYTES, NEXT_TOKEN, StateTable
@@ -311,7 +311,9 @@ class TrtModel(TrtEngine, Runner):
         for _ in range(count):
             graph.launch()
             self.length = self.length + 1
-            yield self._io["input_ids"].read(np.empty(self.batch, np.int32))
+            token = self._io["input_ids"].read(np.empty(self.batch, np.int32))
+            checked_token(int(token.min()))
+            yield token
 
     def lengths_on_device(self) -> np.ndarray:
         """Tokens of every sequence, [B] int32, as the last call left them."""

@@ -5,16 +5,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+from still_export.package.chat_format import ChatFormat, Message, read_format
 from still_export.package.files import check_hash
 from still_export.runtime.base import Progress, Runner
+from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.stop_texts import StopTexts, until
 
+NO_MARKS: Mapping[int, str] = {}
+TAIL = 32
+"""Last tokens that are looked at: of a prompt for the mark that opens reasoning, of an answer for what the next token's text depends on."""
+UNFINISHED = 3
+"""Bytes, and so tokens, of a character that may lack others."""
+
 
 class Text:
-    """The package's tokenizer and chat format."""
+    """The package's tokenizer and chat templates (`chat`; None: it has none)."""
 
     def __init__(self, model: Runner) -> None:
         if "tokenizer.json" not in model.manifest["files"]:
@@ -34,89 +43,124 @@ class Text:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise RunError(f"{path} is no tokenizer that can be read: {' '.join(str(error).split())}.") from error
-        self.chat = model.manifest.get("chat")
+        self.chat = read_format(model.manifest.get("chat"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds what the tokenizer puts around a plain text."""
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Text of `tokens` as it becomes certain."""
-        pieces = TextPieces(self)
+    def stream(self, tokens: Iterable[int], marks: Mapping[int, str] = NO_MARKS) -> Iterator[str]:
+        """Text of `tokens` as it becomes certain; `marks` as of TextPieces."""
+        pieces = TextPieces(self, marks)
         for token in tokens:
             if piece := pieces.push(token):
                 yield piece
         if piece := pieces.end():
             yield piece
 
-    def dialogue(self, messages: Sequence[Mapping[str, str]], place: str = "text", ends: bool = True) -> list[int]:
-        """Token ids of a chat that the assistant is to answer: messages with "role" and "content".
+    @cached_property
+    def marks(self) -> Mapping[int, str]:
+        """Tokens that stand around a model's reasoning, and their texts."""
+        texts = (self.chat and self.chat.thoughts) or ()
+        return {token: text for text in texts if (token := self.tokenizer.token_to_id(text)) is not None}
+
+    def reasoning(self, prompt: Sequence[int]) -> Reasoning:
+        """What tells the reasoning of an answer to a chat from its content."""
+        thoughts = self.chat.thoughts if self.chat else None
+        if thoughts is None:
+            return Reasoning(None, False)
+        end = self.tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
+        return Reasoning(thoughts, end.rstrip().endswith(thoughts[0]))
+
+    def dialogue(
+        self,
+        messages: Sequence[Message],
+        place: str = "text",
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        goes_on: bool | None = None,
+        reply: bool = True,
+    ) -> list[int]:
+        """Token ids of a chat that the assistant is to answer, as the model's template writes it.
 
         Args:
-            messages: A system message or none, then user and assistant in turn, a user's last.
+            messages: "role" and "content" (a text or text parts), "tool_calls" and "reasoning_content" where there are some.
             place: What was read before: nothing ("text"), the beginning of the first message here ("user"), an "answer".
-            ends: False: the last message goes on.
+            tools: JSON schemas of functions, as of OpenAI.
+            arguments: Of the template, such as `enable_thinking`.
+            goes_on: The last message goes on; None: where it is the assistant's.
+            reply: End with what begins the assistant's answer.
 
         Raises:
-            RunError: Their order is another, or the package has no chat format.
+            RunError: The template does not take them, or the package has none.
         """
-        said = list(messages)
-        system = said.pop(0)["content"] if said and said[0].get("role") == "system" and place == "text" else None
-        if [m.get("role") for m in said] != ["user", "assistant"] * (len(said) // 2) + ["user"]:
-            raise RunError(
-                "messages must be a system message or none, then those of user and assistant in turn, a user's last; "
-                f"got {', '.join(str(m.get('role')) for m in messages) or 'none'}."
-            )
-        chat = self._format()
-        parts = ["" if place == "user" else self._before(place, system)]
-        for message in said:
-            user = message["role"] == "user"
-            parts += [message["content"], chat["user_to_assistant" if user else "assistant_to_user"]]
-        return self.encode("".join(parts if ends else parts[:-1]), special=False)
+        chat = self.format()
+        given: dict[str, Any] = {"tools": tools, "arguments": arguments}
+        if goes_on is None:
+            goes_on = bool(messages) and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+        if place != "text":
+            return self.encode(chat.render_behind(messages, place, goes_on=goes_on, **given), special=False)
+        if goes_on:
+            return self.encode(chat.render_open(messages, **given), special=False)
+        return self.encode(chat.render(messages, **given, reply=reply), special=False)
 
-    def opening(self, text: str, system: str | None = None) -> list[int]:
+    def opening(self, text: str, system: str | None = None, arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of the beginning of a chat whose first message begins with `text` and is not at its end.
 
         Raises:
-            RunError: The package has no chat format, or none for a system message.
+            RunError: The package has no chat template, or it takes no system message.
         """
-        return self.encode(self._before("text", system) + text, special=False)
+        return self.encode(self.format().opening(system, arguments=arguments) + text, special=False)
 
-    def _before(self, place: str, system: str | None) -> str:
-        """What the chat format puts before a user's message."""
-        chat = self._format()
-        if place == "answer":
-            return str(chat["assistant_to_user"])
-        if system is None:
-            return str(chat["start"])
-        if "system_start" not in chat:
-            raise RunError("this model's chat format has no system message. Leave it out.")
-        return str(chat["system_start"] + system + chat["system_to_user"])
-
-    def _format(self) -> Mapping[str, str]:
+    def format(self) -> ChatFormat:
+        """The chat templates; RunError where the package has none."""
         if not self.chat:
             raise RunError("this package has no chat format: its model has no chat template. Use --prompt.")
         return self.chat
 
 
 class TextPieces:
-    """The text of tokens that come one by one, as it becomes certain: never half a character."""
+    """The text of tokens that come one by one, as it becomes certain: never half a character.
+
+    Args:
+        text: Its tokenizer.
+        marks: Tokens whose texts are shown, be they special.
+    """
 
     # A token's text depends on those before it (a leading space, half a character): decoded together with the piece before.
 
-    def __init__(self, text: Text) -> None:
-        self._decode = text.tokenizer.decode
+    def __init__(self, text: Text, marks: Mapping[int, str] = NO_MARKS) -> None:
+        self._decode, self._marks = text.tokenizer.decode, marks
         self._seen: list[int] = []
         self._shown = 0  # of the seen tokens, those whose text was given
 
     def push(self, token: int) -> str:
         """What is certain with this token; may be empty."""
+        if token in self._marks:
+            piece, self._shown = self.end(), len(self._seen)
+            return piece + self._marks[token]
         self._seen.append(token)
-        piece = self.end()
-        if not piece or piece.endswith("\ufffd"):
+        piece, held = self.end(), 0
+        if piece.endswith("\ufffd"):
+            held = self._unfinished(piece)
+            piece = piece[:-1] if held else piece
+        if held == len(self._seen) - self._shown:
             return ""
-        self._seen, self._shown = self._seen[self._shown :], len(self._seen) - self._shown
+        if not piece:  # a special token, or blank at the beginning
+            self._seen = self._seen[-TAIL:]
+            self._shown = len(self._seen) - held
+            return ""
+        self._seen, self._shown = self._seen[self._shown :], len(self._seen) - self._shown - held
         return piece
+
+    def _unfinished(self, piece: str) -> int:
+        """How many of the last tokens may be the beginning of a character, of which `piece` ends with a stand-in."""
+        waiting = len(self._seen) - self._shown
+        if waiting <= UNFINISHED:
+            return waiting
+        whole = self._decode(self._seen)
+        return next((n for n in range(1, UNFINISHED + 1) if self._decode(self._seen[:-n]) == whole[:-1]), 0)
 
     def end(self) -> str:
         """What is left, complete or not."""
@@ -164,6 +208,7 @@ class Answer:
         self._written: list[str] = []
         self._times: list[float] = []
         self._begin = time.perf_counter()
+        self._text, self._prompt, self._stop = text, [*before, *prompt], stop
         self._pieces = self._made(model, text, prompt, count, sampling, stops, progress, stopped, before)
         self._speculation = model.speculation
 
@@ -206,6 +251,18 @@ class Answer:
     def text(self) -> str:
         """What was written so far."""
         return "".join(self._written)
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The assistant's message so far, for the next turn of a chat: its reasoning, if any, apart from its content."""
+        if self._text is None:
+            return {"role": "assistant", "content": self.text}
+        split = self._text.reasoning(self._prompt)
+        pieces = until(self._text.stream(self.tokens, self._text.marks), StopTexts(self._stop))
+        parts = [*map(split.push, pieces), split.end()]
+        thought, content = ("".join(part) for part in zip(*parts, strict=True))
+        said = {"role": "assistant", "content": content}
+        return {**said, "reasoning_content": thought} if thought else said
 
     @property
     def first_token_s(self) -> float:

@@ -233,7 +233,7 @@ class _Server:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         prompt, most = request.prompt, request.max_tokens
-        job = Request(prompt, most, request.sampling, listener, request.stop, request.ignore_eos, warm)
+        job = Request(prompt, most, request.sampling, listener, request.stop, request.ignore_eos, warm, request.marks)
         try:
             self.worker.submit(job)
         except QueueFullError as error:

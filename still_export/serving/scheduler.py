@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -15,7 +15,7 @@ import numpy as np
 
 from still_export.runtime.base import Runner, checked_prompt
 from still_export.runtime.prefixes import PrefixCache
-from still_export.runtime.sampling import RunError, Sampling
+from still_export.runtime.sampling import NotFiniteError, RunError, Sampling, checked_token
 from still_export.runtime.speculation import Guesser
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import Text, TextPieces
@@ -63,6 +63,7 @@ class Request:
         stop: Texts that end the answer, and are not part of it.
         ignore_eos: The model does not end the answer; for loads whose answers have a length.
         warm: Nothing is answered: the prompt is read for those who ask behind it.
+        marks: Tokens whose texts are shown, be they special.
 
     Attributes:
         tokens: Of the answer so far. cached: Tokens of the prompt that were not read again.
@@ -76,6 +77,7 @@ class Request:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     warm: bool = False
+    marks: Mapping[int, str] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     arrived: float = 0.0
@@ -90,7 +92,7 @@ class _Row:
         self.number, self.request = number, request
         self.read = 0  # tokens of the prompt
         self.fork = 0  # of them that the prompt has in common with others that were read
-        self.pieces, self.stops = TextPieces(text), StopTexts(request.stop)
+        self.pieces, self.stops = TextPieces(text, request.marks), StopTexts(request.stop)
         self.guesser: Guesser | None = None
 
     def say(self, token: int, ends: Sequence[int]) -> Event:
@@ -141,15 +143,16 @@ class Scheduler:
         piece: int = 256,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        if model.every:
+        if model.feeding.every:
             raise RunError(
-                f"this model wants a token of its own behind every {model.every[0]}, which `still-export run` and `evaluate` give it; it "
-                "is not served."
+                f"this model wants a token of its own behind every {model.feeding.every}, which `still-export run` and `evaluate` give it; "
+                "it is not served."
             )
         self.model, self.text, self.waiting, self.prefixes = model, text, waiting, prefixes
         self.context = context or model.table.capacity_tokens
         model.check_capacity(self.context - 1)  # the last token of an answer is not fed
-        self.piece = min(piece, model.prefill_tokens)
+        whole = model.feeding.whole_prompts
+        self.piece = model.prefill_tokens if whole else min(piece, model.prefill_tokens)
         model.start(rows)
         self.stopping = False
         self.broken = ""
@@ -296,8 +299,9 @@ class Scheduler:
             self._free(row)
             self._finish(row.request, Event("", "end"))
         else:
-            self._say(row, row.request.sampling.choose(found[0][-1]))
-            self._keep(row)
+            self._choose(row, found[0][-1])
+            if self._rows[row.number] is row:
+                self._keep(row)
 
     def _place(self, row: _Row) -> int:
         """Where the next piece of a prompt ends: at multiples of the pieces, where prompts meet, and where others leave its beginning."""
@@ -356,7 +360,7 @@ class Scheduler:
         if speculation is not None:
             speculation.plain(time.perf_counter() - begun, len(rows))
         for row, said in zip(rows, found or (), strict=False):
-            self._say(row, int(said[-1]) if greedy else row.request.sampling.choose(said[-1]))
+            self._choose(row, said[-1], greedy)
 
     def _guesses(self, row: _Row, sequences: int) -> list[int]:
         """What may follow in a row, of as many that speak."""
@@ -374,10 +378,15 @@ class Scheduler:
         if found is None or speculation is None:
             return
         told: list[list[Event]] = []
+        failed: dict[int, NotFiniteError] = {}
         for row, logits, given in zip(rows, found, last, strict=True):
             events = list[Event]()
             for choices, guess in zip(logits[-len(given) :], [*given[1:], -1], strict=True):
-                token = int(choices) if greedy else row.request.sampling.choose(choices)
+                try:
+                    token = _token(row, choices, greedy)
+                except NotFiniteError as error:
+                    failed[row.number] = error
+                    break
                 events.append(self._event(row, token))
                 if events[-1].ended or token != guess:
                     break
@@ -385,11 +394,13 @@ class Scheduler:
         accepted = np.zeros(rows[-1].number + 1 - rows[0].number, np.int64)
         accepted[[row.number - rows[0].number for row in rows]] = [len(events) for events in told]
         self.model.accept(accepted)  # before an answer that ended is kept
-        held = [len(events) - 1 for events in told]
+        held = [max(len(events) - 1, 0) for events in told]
         speculation.guessed(time.perf_counter() - begun, [len(given) - 1 for given in last], held)
         for row, events in zip(rows, told, strict=True):
             for event in events:
                 self._tell(row, event)
+            if row.number in failed:
+                self._end(row, str(failed[row.number]))
 
     def _call(
         self, rows: list[_Row], tokens: Sequence[Sequence[int]], feed: Callable[..., np.ndarray]
@@ -417,13 +428,22 @@ class Scheduler:
         self.broken = " ".join(str(error).split()) or type(error).__name__
         print(f"a call failed: {self.broken}", file=sys.stderr)
         for row in rows:
-            self._free(row)
-            self._left[row.number] = []  # half written, perhaps
-            self._finish(row.request, Event("", "failed", "the model failed on this request."))
+            self._end(row, "the model failed on this request.")
 
-    def _say(self, row: _Row, token: int) -> None:
-        """Say the next token of a row."""
-        self._tell(row, self._event(row, token))
+    def _end(self, row: _Row, why: str) -> None:
+        """End the request of a row with an error; its state is not used again."""
+        self._free(row)
+        self._left[row.number] = []
+        self._finish(row.request, Event("", "failed", why))
+
+    def _choose(self, row: _Row, found: np.ndarray, greedy: bool = False) -> None:
+        """Say the next token of a row; where there is none, its request ends, and no other."""
+        try:
+            token = _token(row, found, greedy)
+        except NotFiniteError as error:
+            self._end(row, str(error))
+        else:
+            self._tell(row, self._event(row, token))
 
     def _event(self, row: _Row, token: int) -> Event:
         if row.guesser is not None:
@@ -448,3 +468,8 @@ class Scheduler:
             self._left[row.number], self._left_at[row.number] = self._read_by(row), time.perf_counter()
         if row in self._readers:
             self._readers.remove(row)
+
+
+def _token(row: _Row, found: np.ndarray, greedy: bool) -> int:
+    """The next token of a row by its logits [V], or with `greedy` by the likeliest token; NotFiniteError where there is none."""
+    return checked_token(int(found)) if greedy else row.request.sampling.choose(found)

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from still_export.package.chat_format import REASONING
+from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.stop_texts import StopTexts
-from still_export.runtime.text import Text
+from still_export.runtime.text import NO_MARKS, Text
 
 MOST_STOPS = 4
 """Stop texts of a request, as of OpenAI."""
@@ -40,13 +42,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 """Fields that are not served, with the values that ask for nothing."""
+
+
+MESSAGE_FIELDS = frozenset(("name", "tool_calls", "tool_call_id", *REASONING))
+"""What a message may have beside role and content."""
 
 
 class ApiError(Exception):
@@ -95,9 +99,9 @@ class Generation(_Strict):
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
-    seed: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=-1)
     stop: str | Listed[str] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -110,44 +114,47 @@ class Completion(Generation):
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
 
 
-class Part(_Strict):
-    """Of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(_Strict):
-    """Of a chat."""
+    """Of a chat; what its content may be, the chat format says."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Listed[Part]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None
 
-    def plain(self) -> dict[str, str]:
-        """Role and content as the chat format takes them.
+    def plain(self, number: int) -> dict[str, Any]:
+        """The message as chat templates take it.
+
+        Args:
+            number: In the chat, from 1.
 
         Raises:
-            ApiError: The message has more than that.
+            ApiError: It has a field that none reads.
         """
-        for name, value in (self.model_extra or {}).items():
-            if value not in (None, [], "") and name != "name":
-                raise ApiError(400, f"{name[:64]} of a message is not served here. Leave it out.", "messages")
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], "")}
+        if unknown := [name for name in given if name not in MESSAGE_FIELDS]:
+            raise ApiError(400, f"{unknown[0][:64]} of message {number} is not served here. Leave it out.", "messages")
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content, **given}
 
 
 class Chat(Generation):
-    """Of /v1/chat/completions."""
+    """Of /v1/chat/completions; fields that OpenAI has not are those of vLLM."""
 
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: Listed[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request that can be submitted.
 
-    chat: It has messages. include_usage: A streamed answer ends with its usage.
+    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning, as of `Text.marks`;
+    reasoning: what tells it from content.
     """
 
     chat: bool
@@ -158,6 +165,8 @@ class Asked:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    marks: Mapping[int, str]
+    reasoning: Reasoning
 
 
 Kind = TypeVar("Kind", bound=Generation)
@@ -218,7 +227,7 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
             1.0 if request.temperature is None else request.temperature,
             max(0, request.top_k or 0),  # -1 is "all" elsewhere
             1.0 if request.top_p is None else request.top_p,
-            secrets.randbits(63) if request.seed is None else request.seed,
+            secrets.randbits(63) if request.seed in (None, -1) else request.seed,
         )
     except RunError as error:
         raise ApiError(400, str(error), "messages" if chat else "prompt") from None
@@ -243,14 +252,25 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
     streamed = bool(request.stream)
     usage = bool(request.stream_options and request.stream_options.include_usage)
     most = most or (room if chat else min(room, DEFAULT_TOKENS))
-    return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage)
+    marks, reasoning = (text.marks, text.reasoning(prompt)) if chat else (NO_MARKS, Reasoning(None, False))
+    return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning)
 
 
 def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
     if not text.chat:
         raise RunError("this model has no chat format; use /v1/completions.")
-    messages = [{k: _characters(v) for k, v in m.plain().items()} for m in request.messages]
-    return text.dialogue(messages, ends=not warm)
+    messages = [message.plain(number) for number, message in enumerate(request.messages, 1)]
+    arguments = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.documents is not None:
+        arguments["documents"] = request.documents
+    _characters(json.dumps([messages, request.tools, arguments], ensure_ascii=False))
+    goes_on = request.continue_final_message
+    if goes_on is None and request.add_generation_prompt is not None:
+        goes_on = False
+    reply = request.add_generation_prompt is not False
+    return text.dialogue(messages, tools=request.tools, arguments=arguments, goes_on=warm or goes_on, reply=reply)
 
 
 def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Text) -> list[int]:
@@ -299,7 +319,7 @@ class Reply:
         """The answer in one object."""
         said: dict[str, Any] = {"text": text}
         if self.request.chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            said = {"message": {"role": "assistant", "content": "", "refusal": None, **self._split(text, True)}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHED[ended]}
         return {**self._whole, "choices": [choice], "usage": self.usage(tokens, cached)}
 
@@ -309,8 +329,8 @@ class Reply:
 
     def piece(self, text: str, ended: str | None = None) -> dict[str, Any]:
         """A chunk of a streamed answer."""
-        delta = {"content": text} if text else {}
-        return self._of(delta if self.request.chat else {"text": text}, FINISHED[ended] if ended else None)
+        said = self._split(text, bool(ended)) if self.request.chat else {"text": text}
+        return self._of(said, FINISHED[ended] if ended else None)
 
     def last(self, tokens: int, cached: int = 0) -> list[dict[str, Any]]:
         """Chunks behind all text."""
@@ -322,6 +342,12 @@ class Reply:
         prompt = len(self.request.prompt)
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _split(self, text: str, ended: bool) -> dict[str, str]:
+        """Reasoning and content that are certain with `text`, where there are some."""
+        parts = [self.request.reasoning.push(text), *([self.request.reasoning.end()] if ended else [])]
+        thought, content = ("".join(part) for part in zip(*parts, strict=True))
+        return {name: said for name, said in (("reasoning_content", thought), ("content", content)) if said}
 
     def _of(self, said: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
         said = {"delta": said} if self.request.chat else said

@@ -17,7 +17,7 @@ from still_export.errors import ConfigError, PackageError
 from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.weights_file import save_streaming
-from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE, STEP
+from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.runtime.bundle import PROGRAMS
 from still_export.targets import registry
@@ -155,7 +155,6 @@ def lower_into(
     skip = {
         MODEL,
         FOLD,
-        STEP,
         HEAD,
         MANIFEST,
         *PROGRAMS.values(),

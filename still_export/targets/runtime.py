@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from still_export.package.files import MODEL
 from still_export.runtime.base import Runner
 
 
 @dataclass(frozen=True)
 class Opening:
     """A package that a runner is to open: provider of ONNX Runtime, threads (0: the runtime's choice), TensorRT's plugin library in the
-    place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for."""
+    place of the package's, whether weights are compared with their hashes, ops whose first outputs a proof asks for; `bodies`: function
+    bodies run though there are kernels; `graph`: another one of the package, over the same weights; `tensors`: of the graph, which are
+    asked for behind its outputs."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -22,6 +25,9 @@ class Opening:
     plugin: Path | None = None
     check: bool = True
     watch: tuple[str, ...] = ()
+    bodies: bool = False
+    graph: str = MODEL
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

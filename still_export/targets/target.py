@@ -144,11 +144,14 @@ class Target:
         """
         dtype, quantization = manifest["model"]["dtype"], manifest.get("quantization")
         self.check_dtype(dtype)
-        if (every := manifest.get("every")) and (not self.portable or manifest.get("speculate")):
+        feeding = manifest.get("feeding") or {}
+        inserted = feeding.get("inserted")
+        if (feeding and not self.portable) or (inserted and manifest.get("speculate")):
             what = "--speculate" if self.portable else f"--to {self.to}"
+            wanted = f"a token of its own behind every {inserted['every']}" if inserted else "a prompt in one call"
             raise UnsupportedError(
-                f"{what}: this {manifest['model']['family']} model wants a token of its own behind every {every['tokens']}, which the "
-                "runner of --to onnx alone puts there. Export with --to onnx, without --speculate."
+                f"{what}: this {manifest['model']['family']} model wants {wanted}, which the runner of --to onnx alone feeds. Export with "
+                "--to onnx, without --speculate."
             )
         if lacking := [op for op in manifest["ops"] if op in self.lacks]:
             raise UnsupportedError(

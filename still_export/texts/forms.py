@@ -238,7 +238,7 @@ class NaturalWriter:
     Args:
         tokenizer: Of the model.
         text: Token ids of ordinary text for the filler, [N].
-        chat: Pieces of the chat template as of `chat_format`; None = no row is a chat.
+        chat: Pieces of the chat template as of `turn_pieces`; None = no row is a chat.
     """
 
     def __init__(self, tokenizer: Any, text: np.ndarray, chat: dict[str, str] | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,18 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
-from still_export.package.calls import Arrays
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
-from still_export.proof.cases import EMPTY, Case, Follow, Told
+from still_export.proof.answers import EMPTY, Answer, Follow, Question, Told, chosen_for_layers, silent
+from still_export.proof.cases import Case
+from still_export.proof.judge import Bounds
+from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.package import _torch_cases
 from still_export.proof.sessions import Session, Target
-from still_export.proof.tolerance import Bounds
-from still_export.proof.verify import Judged, Report, Verifier
+from still_export.proof.verify import Report, Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
-from still_kernels.ties import Choices
+from still_export.targets.ort.runtime import _watched
+from still_export.targets.runtime import Opening
 from tests.faults import graph, native, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model
@@ -32,7 +34,7 @@ from tests.still_export.tiny import CHUNK, MIXED, still_model
 
 MOST = 8
 """Answers of a case that are kept, the clean package's first."""
-LENGTHS, STEPS = (1, CHUNK + 1, 5 * CHUNK), 3 * CHUNK
+LENGTHS, STEPS = (1, CHUNK + 1, 6 * CHUNK), 3 * CHUNK
 WIDE = dict(hidden_size=96, intermediate_size=128, head_dim=16)
 MODELS: dict[str, Callable[[], Any]] = {
     "hybrid": lambda: still_model("llama", torch.float32, seed=3, sizes=WIDE, layer_types=MIXED),
@@ -72,6 +74,7 @@ class Drawn:
     """Cases of prompts drawn once and judged often; of each what PyTorch answered to what a runtime chose."""
 
     follows = True
+    progress = staticmethod(silent)
 
     def __init__(self, package: Package, seed: int) -> None:
         self.source = _torch_cases(package, None, LENGTHS, STEPS, seed, {}, "cpu")
@@ -83,8 +86,11 @@ class Drawn:
     def cases(self) -> list[list[Case]]:
         return [[case for _, case in known] for known in self.known.values()]
 
-    def begin(self, number: int) -> Sequence[Arrays]:
+    def begin(self, number: int) -> Question:
         return self.calls[number]
+
+    def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
+        return self.source.by_layer(answers)
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         told = {number: follow.get(number, Told()) for number in numbers}
@@ -136,24 +142,33 @@ class Subject:
         library = self.package.path / self.package.manifest["native"]["library"] if self.runtime == "kernels" else None
         if self.runtime == "native":
             library = native.build(self.package.path.parent / "native")
+        place, watched = folder or self.package.path, None
+        if names := self.hidden(place):
+            watched = _watched(Opening(place, self.package.manifest, tensors=tuple(names)))
         with mock.patch.object(ort, "native_library", lambda *_: library):
-            return ort.OrtModel(folder or self.package.path, threads=1, check=False)
+            return ort.OrtModel(place, threads=1, check=False, watched=watched)
+
+    def hidden(self, folder: Path) -> list[str]:
+        """Tensors of a graph that layers read, where these are judged by themselves."""
+        half = self.package.manifest["model"]["dtype"] == "float16" and self.runtime != "torch"
+        return layer_inputs(folder, self.package.manifest["model"]["layers"]) if half else []
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
         """Verify a runner."""
         verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
-        total, session = Choices(), Session(model)
-        told = verifier._begun(session)
-        drawn = self.drawn.draw(range(self.drawn.count), told)
-        settled = sorted(verifier._settled(session, drawn, total, lambda done: None, told), key=lambda each: each[0])
-        judged = [Judged.of(case, pairs) for _, case, pairs, _ in settled]
+        session = Session(model, len(self.hidden(self.package.path)))
+        answers = verifier.ask(session, self.drawn.calls)
+        sharp = verifier.by_layer(session, chosen_for_layers(self.drawn.calls)) if session.hidden else []
+        drawn = self.drawn.draw(range(self.drawn.count), answers.told)
+        judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
         bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
-        return verifier._judge(judged, bounds, total, [], ""), settled
+        pairs = [(case, case.pairs(answers.cases[number].outputs)) for number, case in enumerate(drawn)]
+        return verifier.judge(judged, bounds, answers, "", sharp), pairs
 
     def clean(self) -> Report:
         """Verify it without a fault."""
         report, settled = self.judge(self.open())
-        self.right = {case.name: [actual for _, actual in pairs] for _, case, pairs, _ in settled}
+        self.right = {case.name: [actual for _, actual in pairs] for case, pairs in settled}
         return report
 
     def with_fault(self, fault: Fault, seed: int) -> Outcome | None:
@@ -170,7 +185,7 @@ class Subject:
             if self.runtime == "native":
                 native.switch(native.build(self.package.path.parent / "native"), 0)
         moved, changed = 0.0, report.selections.wrong > 0
-        for _, case, pairs, _ in settled:
+        for case, pairs in settled:
             for (_, actual), right in zip(pairs, self.right[case.name], strict=False):
                 spread = float(right["logits"].std()) or 1.0
                 off = np.abs(actual["logits"] - right["logits"]).max(initial=0) / spread

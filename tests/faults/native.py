@@ -1,4 +1,4 @@
-"""Faults of the native kernels for ONNX Runtime's CPU: changed lines of a copy of plugins/cpu, all in one library, switched on one at a
+"""Faults of the native kernels for ONNX Runtime's CPU: changed lines of copies of ops' sources, all in one library, switched on one at a
 time."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from still_export.targets.ort.library import LIBRARY, _headers
-from still_export.targets.trt.plugins import SOURCE, run_cmake
+from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, run_cmake
 from tests.faults.registry import Random, fault
 
 SWITCH = """#pragma once
@@ -17,9 +17,8 @@ extern "C" __attribute__((visibility("default"))) int still_fault, still_place;
 #define AT(n) (still_place % (n))
 #define HALF(x) ([](float wide) { Half half; from_float(wide, &half); return to_float(half); }(x))
 """
-CPU = SOURCE / "cpu"
 EDITS: list[tuple[int, str, str, str]] = []
-"""Number of the fault, file, the text that is there once, the text in its place."""
+"""Number of the fault, OP/FILE of the op's folder cpu, the text that is there once, the text in its place."""
 
 
 def native(name: str, *edits: tuple[str, str, str]) -> None:
@@ -47,24 +46,20 @@ def switch(library: Path, number: int, place: int = 0) -> None:
 
 
 def patched() -> dict[Path, str]:
-    """Sources below plugins/cpu with all faults in them.
+    """Sources of ops with all faults in them, by their place below `OP_FOLDERS`.
 
     Raises:
         ValueError: A line that a fault changes is not there once.
     """
-    texts = {path.relative_to(CPU): path.read_text() for path in CPU.rglob("*") if path.suffix in (".h", ".cpp")}
+    texts = {}
     for number, name, old, new in EDITS:
-        path = Path(name)
-        if texts[path].count(old) != 1:
-            raise ValueError(
-                f"{name} has {texts[path].count(old)} times what fault {number} changes, instead of once: {old}"
-            )
-        texts[path] = texts[path].replace(old, new.replace("FAULT", f"(still_fault == {number})"))
-    for path in {Path(name) for _, name, _, _ in EDITS}:
-        texts[path] = texts[path].replace("#include", '#include "../common/fault.h"\n#include', 1)
-    kernel = Path("common/kernel.cpp")
-    texts[kernel] = f'#include "fault.h"\nint still_fault = 0, still_place = 0;\n{texts[kernel]}'
-    return texts | {Path("common/fault.h"): SWITCH}
+        op, _, file = name.partition("/")
+        path = Path(op, "cpu", file)
+        text = texts.get(path) or '#include "cpu/common/fault.h"\n' + (OP_FOLDERS / path).read_text()
+        if text.count(old) != 1:
+            raise ValueError(f"{name} has {text.count(old)} times what fault {number} changes, instead of once: {old}")
+        texts[path] = text.replace(old, new.replace("FAULT", f"(still_fault == {number})"))
+    return texts
 
 
 def build(folder: Path) -> Path:
@@ -72,10 +67,15 @@ def build(folder: Path) -> Path:
     library = folder / LIBRARY
     if library.exists():
         return library
-    sources = folder / "plugins"
+    sources, ops = folder / "plugins", folder / "kernels/still_kernels"
     shutil.copytree(SOURCE, sources, dirs_exist_ok=True)
+    shutil.copytree(OP_FOLDERS, ops, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for path, text in patched().items():
-        (sources / "cpu" / path).write_text(text)
+        (ops / path).write_text(text)
+    common = sources / "cpu/common"
+    (common / "fault.h").write_text(SWITCH)
+    kernel = (common / "kernel.cpp").read_text()
+    (common / "kernel.cpp").write_text(f'#include "fault.h"\nint still_fault = 0, still_place = 0;\n{kernel}')
     options: dict[str, Path | str | None] = {"ONNXRUNTIME_INCLUDE_DIR": _headers(None).resolve()}
     built = run_cmake(sources, folder / "build", options, "still_onnxruntime") / "onnxruntime" / LIBRARY
     shutil.copyfile(built, library)

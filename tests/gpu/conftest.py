@@ -1,8 +1,8 @@
-"""What proofs on a GPU share: the packages that were prepared for them, TensorRT's own Python, and a record of each.
+"""What proofs on a GPU share: the packages that were prepared for them, TensorRT's own Python, and the record of the run.
 
-A proof takes the folder of packages from STILL_GPU_PLACE (`python -m tests.gpu.prepare` makes it, anywhere) and writes a record of what it
-showed into STILL_RECORDS, where that is set. TensorRT 8.6 has a Python of its own: STILL_TENSORRT_ENV is a file for the shell that puts
-`trt-python` and `trt-polygraphy` on the path; without it TensorRT is asked in this Python.
+A proof takes the folder of packages from STILL_GPU_PLACE (`python -m tests.gpu.prepare` makes it, anywhere). A process writes one record
+for each file, target and type that it ran into STILL_RECORDS, where that is set. TensorRT 8.6 has a Python of its own: STILL_TENSORRT_ENV
+is a file for the shell that puts `trt-python` and `trt-polygraphy` on the path; without it TensorRT is asked in this Python.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.proof.records import make_record, write_record
+from still_export.proof.records import Record, make_record, sum_up, what_ran, write_record
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.packages import with_library
 
@@ -28,7 +28,8 @@ __all__ = ["export_tiny"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE, RECORDS, TENSORRT = "STILL_GPU_PLACE", "STILL_RECORDS", "STILL_TENSORRT_ENV"
-ROOMS = ("still_export.runtime", "still_export.proof", "still_kernels", "plugins")
+SHOWN: list[Record] = []
+"""A record of each test of this process."""
 OUTCOME = pytest.StashKey[tuple[bool, str]]()
 LAST_LINES, MOST_LETTERS = 8, 700
 """Of what a failed test said, for its record: with the machine the rest is gone."""
@@ -39,8 +40,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Keep whether the test passed, and why not, for its record; one that skips itself has none."""
     report = yield
     if report.when == "call" and not report.skipped:
-        text = report.longreprtext.replace("|", " ")  # which ends a cell of the ledger's table
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in report.longreprtext.splitlines() if line.strip()]
         item.stash[OUTCOME] = report.passed, "; ".join(lines[-LAST_LINES:])[-MOST_LETTERS:]
     return report
 
@@ -49,6 +49,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What others wait for comes first."""
     items.sort(key=lambda item: item.get_closest_marker("waited_for") is None)
+
+
+def pytest_sessionfinish() -> None:
+    """Write the records of what this process ran; a worker of pytest-xdist is one."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in SHOWN:
+        subject = record.subject
+        names = ("target", "runtime", "provider", "quantize", "dtype")
+        file = record.name.partition("::")[0].removesuffix(".py")
+        groups.setdefault((file, *(subject.get(name, "") for name in names)), []).append(record)
+    for (file, *_), group in groups.items():
+        write_record(sum_up(file, group), Path(os.environ[RECORDS]))
 
 
 def prepared(name: str) -> Path:
@@ -63,11 +75,11 @@ def prepared(name: str) -> Path:
 
 @dataclass
 class Proof:
-    """What a test shows, for the ledger: who showed it, and the figures that it found on the way."""
+    """What a test shows: its subject, the parts that ran (records.what_ran), and the figures that it found on the way."""
 
     subject: dict[str, str] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
-    rooms: tuple[str, ...] = ROOMS
+    ran: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     seed: int | None = 0
 
@@ -80,23 +92,24 @@ class Proof:
             "dtype": manifest["model"]["dtype"],
             **more,
         }
+        self.ran = what_ran(manifest, "cuda")
         return package
 
 
 @pytest.fixture
 def proof(request: pytest.FixtureRequest) -> Iterator[Proof]:
-    """The test's record, written when it has passed or failed; one that was skipped has none."""
+    """The test's record, made when it has passed or failed; one that was skipped has none."""
     made, begin = Proof(), time.monotonic()
     yield made
-    folder, outcome = os.environ.get(RECORDS), request.node.stash.get(OUTCOME, None)
-    if folder and outcome is not None and made.subject:
+    outcome = request.node.stash.get(OUTCOME, None)
+    if os.environ.get(RECORDS) and outcome is not None and made.subject:
         test = request.node.nodeid.split("/")[-1]
         passed, said = outcome
         failure = {} if passed else {"failure": said}
         figures = {**made.figures, **failure, "seconds": round(time.monotonic() - begin, 1)}
         command = ["pytest", "-m", "gpu or tensorrt", request.node.nodeid]
         given = {"passed": passed, "seed": made.seed, "command": command, "versions": made.versions}
-        write_record(make_record("proof", test, made.subject, figures, made.rooms, **given), Path(folder))
+        SHOWN.append(make_record("proof", test, made.subject, figures, made.ran, **given))
 
 
 def run_command(command: str | list[str], log: Path, timeout_s: float, **environment: str) -> str:

@@ -166,8 +166,8 @@ def graph(package: Path, provider: str) -> dict[str, Any]:
     model = opened(package, provider, replay=True)
     tokens = np.concatenate([tokens_of(model, 61), tokens_of(model, 61, 1)])
     (check,) = Session(model).checks({"input_ids": tokens, "new_tokens": np.array([61, 40])}, 140)
-    assert check.passed, f"{check.name}; {check.detail}"
-    return {"check": check.name, "detail": check.detail}
+    assert check.passed, f"{check.name}; {check.what}"
+    return {"check": check.name, "detail": check.what}
 
 
 CHECKS = {each.__name__: each for each in (nodes, kernels_and_bodies, buffers_apart, runs_at_once, graph)}

@@ -14,12 +14,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from still_export.proof.records import ops_ran
 from still_export.targets.trt.plugins import pack_archive
-from still_graphs.ops import HYBRID_ATTENTION
 from still_kernels import aot, launcher
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.launch import launch_hybrid_attention
-from still_kernels.hybrid_attention.variants import Variant
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.plan import Variant
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.gpu.conftest import Proof
 from tests.plugins import builds
 from tests.plugins.core_abi import Core
@@ -121,7 +124,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Core:
 def test_core(name: str, rows: int, in_place: bool, core: Core, proof: Proof) -> None:
     states = "in place" if in_place else "apart"
     proof.subject |= {"op": "HybridAttention", "case": name, "rows": str(rows), "states": states}
-    proof.rooms = ("plugins", "still_kernels")
+    proof.ran = ops_ran(["HybridAttention"], "cuda")
     assert check(core, name, rows, in_place) == ""
 
 

@@ -20,7 +20,7 @@ from still_export.targets.ort.headers import CACHE_VARIABLE, fetch_headers, find
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, SOURCE, PluginBuildError, run_cmake
 
 ROOT = Path(__file__).resolve().parents[2]
-TOY = ROOT / "tests/toy/decay"
+TOY = ROOT / "tests/toy"
 """An op beside those of the tree, compiled in with them."""
 FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
 """Folders of NvInfer.h that were named."""

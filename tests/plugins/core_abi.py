@@ -11,8 +11,8 @@ from typing import Any
 
 from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import OpSpec
-from still_graphs.ops.spec import dimension
-from still_kernels.hybrid_attention.plan import PLAN
+from still_graphs.spec import dimension
+from still_kernels.hybrid_attention.plan.launches import PLAN
 
 TYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5}
 NAMES = {number: name for name, number in TYPES.items()}

@@ -16,23 +16,23 @@ import pytest
 
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, pack_archive
 from still_graphs.ops import OPS, OpSpec
-from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_graphs.ops.greedy_token import GREEDY_TOKEN
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.ops.spec import CACHE, in_numbers
-from still_graphs.ops.swi_glu import SWI_GLU
+from still_graphs.spec import CACHE, in_numbers
+from still_kernels.attention.spec import ATTENTION
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.greedy_token.spec import GREEDY_TOKEN
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS
 from still_kernels.registry import kernels_of
+from still_kernels.rotary_qkv.spec import ROTARY_QKV
+from still_kernels.swi_glu.spec import SWI_GLU
 from tests.plugins.builds import FOLDERS, ROOT, TOY
 from tests.plugins.core_abi import Recorder, absent_inputs, shapes_of, write_archive
 from tests.plugins.test_core import ABSENT, ATTRIBUTES, SIZES, variant
+from tests.toy.plan import CONSTANTS
 from tests.toy.plan import PLAN as TOY_PLAN
 from tests.toy.spec import DECAY
-from tests.toy.variants import CONSTANTS
 
 CUDA = Path("/usr/local/cuda/include")
 
@@ -327,15 +327,8 @@ def node_values(spec: OpSpec, attributes: dict[str, Any], absent: set[str]) -> d
     """Attributes of a node with what stand-ins are told beside them."""
     given = {name for name in spec.resolve(attributes).input_names() if name not in absent}
     mask = sum(1 << i for i, name in enumerate(spec.input_names()) if name not in given)
-    cache = {
-        name: value for name, value in attributes.items() if name == CACHE.name
-    }  # last: only the others must be there
-    return {
-        **{n: v for n, v in attributes.items() if n not in cache},
-        "absent_inputs": mask,
-        "activation_type": "float16",
-        **cache,
-    }
+    unsaid = {a.name: a.default for a in spec.attributes if a.name not in attributes}
+    return {**attributes, **unsaid, "absent_inputs": mask, "activation_type": "float16"}
 
 
 def host_arguments(

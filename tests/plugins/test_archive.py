@@ -12,7 +12,7 @@ from tests.plugins.test_core import ABSENT, HYBRID, absent_mask
 
 aot = pytest.importorskip("still_kernels.aot")
 cuda_function = pytest.importorskip("still_kernels.common.cuda_function")
-variants = pytest.importorskip("still_kernels.hybrid_attention.variants")
+variants = pytest.importorskip("still_kernels.hybrid_attention.plan")
 SIZES = {"B": 2, "T": 300, "H": 6, "HK": 3, "HS": 6, "D": 64, "P": 64, "F": 128, "C": 64, "N": 40}
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.spec import CACHE
-from still_kernels.attention import AttentionState, Inputs
-from still_kernels.attention.variants import Variant
+from still_graphs.spec import CACHE
+from still_kernels.attention.meaning import AttentionState, Inputs
+from still_kernels.attention.plan import Variant
+from still_kernels.attention.spec import ATTENTION
 from tests.plugins.test_launches import NAMES, fake_compiler, mirror  # noqa: F401  # fixtures
 
-launch = pytest.importorskip("still_kernels.attention.launch")
+launch = pytest.importorskip("still_kernels.attention.call")
 
 CASES = [
     # batch, tokens, heads, rows of the state, dtype, cache

@@ -9,8 +9,8 @@ import onnx
 import pytest
 import torch
 
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.select_blocks import SELECT_BLOCKS
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from tests.block_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs import test_block_attention as body
 from tests.still_graphs.test_functions import WRONG_COUNTS, session, value

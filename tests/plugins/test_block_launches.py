@@ -7,17 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.select_blocks import SELECT_BLOCKS
-from still_kernels.attention import AttentionState
-from still_kernels.block_attention import Inputs
-from still_kernels.block_attention.variants import Variant
-from still_kernels.select_blocks import Inputs as SelectInputs
-from still_kernels.select_blocks.variants import Variant as SelectVariant
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.plan import Variant
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.select_blocks.meaning import Inputs as SelectInputs
+from still_kernels.select_blocks.plan import Variant as SelectVariant
+from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from tests.plugins.test_launches import NAMES, fake_compiler, mirror  # noqa: F401  # fixtures
 
-attends = pytest.importorskip("still_kernels.block_attention.launch")
-selects = pytest.importorskip("still_kernels.select_blocks.launch")
+attends = pytest.importorskip("still_kernels.block_attention.call")
+selects = pytest.importorskip("still_kernels.select_blocks.call")
 CASES = [
     # batch, tokens, heads, rows of the cache, dtype
     (1, 1, 32, 262144, torch.float16),

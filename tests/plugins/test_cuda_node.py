@@ -16,7 +16,7 @@ import pytest
 
 from still_export.targets.trt.plugins import pack_archive
 from still_graphs.ops import OpSpec
-from still_graphs.ops.swi_glu import SWI_GLU
+from still_kernels.swi_glu.spec import SWI_GLU
 from tests.plugins import builds
 from tests.plugins.builds import FOLDERS
 from tests.plugins.core_abi import Core, Recorder, shapes_of

@@ -7,35 +7,30 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from still_graphs.ops.add_rms_norm import ADD_RMS_NORM
-from still_graphs.ops.between_attention import BETWEEN_ATTENTION
-from still_graphs.ops.dense_matmul import DENSE_MATMUL
-from still_graphs.ops.gated_mlp import GATED_MLP
-from still_graphs.ops.greedy_token import GREEDY_TOKEN
-from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
-from still_graphs.ops.rotary_qkv import ROTARY_QKV
-from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-from still_graphs.ops.swi_glu import SWI_GLU
-from still_kernels import (
-    add_rms_norm,
-    between_attention,
-    dense_matmul,
-    gated_mlp,
-    greedy_token,
-    low_rank_matmul,
-    rotary_qkv,
-    round_key_value,
-    swi_glu,
-)
-from still_kernels.add_rms_norm import Variant as NormVariant
-from still_kernels.between_attention import Variant as BetweenVariant
-from still_kernels.dense_matmul import Variant
-from still_kernels.gated_mlp import Variant as GatedVariant
-from still_kernels.greedy_token import Variant as TokenVariant
-from still_kernels.low_rank_matmul import Variant as LowRankVariant
-from still_kernels.rotary_qkv import Variant as RotaryVariant
-from still_kernels.round_key_value import Variant as RoundVariant
-from still_kernels.swi_glu import Variant as GateVariant
+from still_kernels.add_rms_norm import plan as add_rms_norm
+from still_kernels.add_rms_norm.plan import Variant as NormVariant
+from still_kernels.add_rms_norm.spec import ADD_RMS_NORM
+from still_kernels.dense_matmul import plan as dense_matmul
+from still_kernels.dense_matmul.plan import Variant
+from still_kernels.dense_matmul.spec import DENSE_MATMUL
+from still_kernels.gated_mlp import plan as gated_mlp
+from still_kernels.gated_mlp.plan import Variant as GatedVariant
+from still_kernels.gated_mlp.spec import GATED_MLP
+from still_kernels.greedy_token import plan as greedy_token
+from still_kernels.greedy_token.plan import Variant as TokenVariant
+from still_kernels.greedy_token.spec import GREEDY_TOKEN
+from still_kernels.low_rank_matmul import plan as low_rank_matmul
+from still_kernels.low_rank_matmul.plan import Variant as LowRankVariant
+from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
+from still_kernels.rotary_qkv import plan as rotary_qkv
+from still_kernels.rotary_qkv.plan import Variant as RotaryVariant
+from still_kernels.rotary_qkv.spec import ROTARY_QKV
+from still_kernels.round_key_value import plan as round_key_value
+from still_kernels.round_key_value.plan import Variant as RoundVariant
+from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
+from still_kernels.swi_glu import plan as swi_glu
+from still_kernels.swi_glu.plan import Variant as GateVariant
+from still_kernels.swi_glu.spec import SWI_GLU
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
 pytest.importorskip("triton")
@@ -102,36 +97,6 @@ def test_gated_mlp(
         "float16", int(width % 8 == 0 and middle % 8 == 0), int(width % 64 == 0 and middle % 64 == 0), *spans
     )
     mirror(GATED_MLP, tensors, lambda output: gated_mlp.OP.launch(call, output), variant, {"norm_epsilon": 2e-6})
-
-
-@pytest.mark.parametrize("gate", [576, 0])
-def test_between_attention(gate: int, mirror: Callable[..., None]) -> None:  # noqa: F811
-    """One token, by a kernel in CUDA C++."""
-    width, middle, outputs = 576, 1536, 960
-    tensors = {
-        "attention": made(1, 1, width),
-        "residual": made(1, 1, width),
-        "output_weight": made(width, width),
-        "norm_weight": made(width),
-        "down": made(middle, width),
-        "gate_up": made(width, 2 * middle),
-        "next_norm_weight": made(width),
-        "next_weight": made(width, outputs),
-    }
-    tensors |= {"next_gate_weight": made(width, gate)} if gate else {}
-    attributes = {"norm_epsilon": 2e-6, "gate_width": gate}
-    call = between_attention.Inputs(**tensors, **attributes)  # type: ignore[arg-type]
-    results = {"output": made(1, 1, width), "next": made(1, 1, outputs)} | (
-        {"next_gate": made(1, 1, gate)} if gate else {}
-    )
-    mirror(
-        BETWEEN_ATTENTION,
-        tensors,
-        lambda *given: between_attention.OP.launch(call, *given),
-        BetweenVariant("float16", gate=gate),
-        attributes,
-        results,
-    )
 
 
 @pytest.mark.parametrize(

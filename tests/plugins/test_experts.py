@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from still_export.graph.quantization.read import eight_bits
-from still_graphs.ops.experts import EXPERTS
-from still_graphs.ops.experts_nbits import EXPERTS_NBITS
-from still_kernels.experts import Inputs
-from still_kernels.experts_nbits import Inputs as NBitsInputs
+from still_kernels.experts.meaning import Inputs
+from still_kernels.experts.spec import EXPERTS
+from still_kernels.experts_nbits.meaning import Inputs as NBitsInputs
+from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from tests import experts_cases
 from tests.experts_cases import as_dense, draw, exact, experts_inputs, nbits_inputs
 from tests.still_graphs.node_model import node_model, tensor

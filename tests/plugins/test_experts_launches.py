@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from still_graphs.ops.experts import EXPERTS
-from still_graphs.ops.experts_nbits import EXPERTS_NBITS
-from still_graphs.ops.route import ROUTE
-from still_kernels.experts import Inputs
-from still_kernels.experts import op as experts
-from still_kernels.experts_nbits import Inputs as NBitsInputs
-from still_kernels.experts_nbits import op as experts_nbits
-from still_kernels.route import Inputs as RouteInputs
-from still_kernels.route import op as route
+from still_kernels.experts import plan as experts
+from still_kernels.experts.meaning import Inputs
+from still_kernels.experts.spec import EXPERTS
+from still_kernels.experts_nbits import plan as experts_nbits
+from still_kernels.experts_nbits.meaning import Inputs as NBitsInputs
+from still_kernels.experts_nbits.spec import EXPERTS_NBITS
+from still_kernels.route import plan as route
+from still_kernels.route.meaning import Inputs as RouteInputs
+from still_kernels.route.spec import ROUTE
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
 pytest.importorskip("triton")

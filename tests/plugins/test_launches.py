@@ -16,13 +16,17 @@ import pytest
 import torch
 
 from still_export.targets.trt.plugins import pack_archive
-from still_graphs.ops import HYBRID_ATTENTION, OpSpec
-from still_graphs.ops.spec import CACHE
+from still_graphs.ops import OpSpec
+from still_graphs.spec import CACHE
 from still_kernels import aot, launcher
 from still_kernels.common import cuda_function
 from still_kernels.common.cuda_function import CudaFunction
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, variants
-from still_kernels.hybrid_attention.variants import Variant
+from still_kernels.hybrid_attention import plan as variants
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.plan import Variant
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.plan import ELEMENTS
 from tests.plugins.core_abi import Core, Recorder, Tensor
 

@@ -11,8 +11,8 @@ import onnx
 import pytest
 import torch
 
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.linear_attention import empty_state
+from still_kernels.linear_attention.meaning import empty_state
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 from tests.causal_conv_cases import LAYERS as CONV_LAYERS
 from tests.causal_conv_cases import Layer as ConvLayer
 from tests.linear_attention_cases import LAYERS, SPLITS, Layer, Split, calls

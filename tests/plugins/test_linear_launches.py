@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
-from still_kernels import causal_conv, linear_attention
-from still_kernels.causal_conv.variants import Variant as ConvVariant
-from still_kernels.linear_attention.variants import Variant
+from still_kernels.causal_conv import meaning as causal_conv
+from still_kernels.causal_conv.plan import Variant as ConvVariant
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.linear_attention import meaning as linear_attention
+from still_kernels.linear_attention.plan import Variant
+from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
 from tests.plugins.test_launches import NAMES, fake_compiler, mirror  # noqa: F401  # fixtures
 
-launch = pytest.importorskip("still_kernels.linear_attention.launch")
-conv_launch = pytest.importorskip("still_kernels.causal_conv.launch")
+launch = pytest.importorskip("still_kernels.linear_attention.call")
+conv_launch = pytest.importorskip("still_kernels.causal_conv.call")
 
 CASES = [
     # batch, tokens, update_rule, size of decay, size of beta, query heads of a state, dtype

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from still_graphs.ops.low_rank_matmul import LOW_RANK_MATMUL
+from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
 from tests.still_graphs.node_model import node_model, tensor
 from tests.still_graphs.test_functions import session, value
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_kernels.matmul_nbits import Inputs
-from still_kernels.matmul_nbits.op import OP, SPANS, Variant
+from still_kernels.matmul_nbits.plan import OP, SPANS, Inputs, Variant
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 
 pytest.importorskip("triton")

@@ -11,7 +11,8 @@ import onnx
 import pytest
 import torch
 
-from still_kernels.hybrid_attention import Inputs, naive_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention
 from tests.still_graphs import test_functions as body
 from tests.tolerances import REFERENCE
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from still_graphs.ops import HYBRID_ATTENTION
-from still_kernels.hybrid_attention.plan import PLAN
+from still_kernels.hybrid_attention.plan.launches import PLAN
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.plan import Branch, Call, Launch, Let, Loop, Plan, Region
 from still_kernels.plan.expressions import Scope, compile_expression
 from tests.plugins.core_abi import Core, CoreError, CoreOp, Recorder, write_archive

@@ -30,7 +30,7 @@ pytestmark = [
 
 MANIFEST = {k: v for k, v in BASE.items() if k not in ("native", "plugins")}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"entry": {"archs": []}}, "engines[0].archs must be a list of 1 or more items"),
+    ({"entry": {"archs": []}}, "engines[0].archs has no architecture"),
     ({"entry": {"file": "../engine.plan"}}, "engines[0].file is '../engine.plan', which files does not list"),
     ({"format_version": 1}, "format version 1"),
 ]

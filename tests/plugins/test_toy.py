@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +12,13 @@ import torch
 from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, OPS
-from tests.plugins.builds import ROOT, TOY
+from tests.plugins.builds import ROOT
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
 from tests.still_graphs.test_functions import session
-from tests.toy.mixer import naive_decay
+from tests.toy.call import launch_decay
+from tests.toy.meaning import naive_decay
+from tests.toy.plan import KERNELS, Variant
 from tests.toy.spec import DECAY
-from tests.toy.variants import KERNELS, Variant, launch_decay
 
 HEADS, DIM, DECAY_RATE = 3, 5, 0.25
 
@@ -51,21 +49,6 @@ def node_model() -> onnx.ModelProto:
     return helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)], ir_version=10
     )
-
-
-def test_its_spec_is_in_sync() -> None:
-    command = [
-        sys.executable,
-        ROOT / "tools/write_op_specs.py",
-        "--check",
-        "--spec",
-        "tests.toy.spec:DECAY",
-        "--folder",
-        TOY,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # the spec is a test's
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
 
 
 def test_nothing_else_names_it() -> None:

@@ -1,19 +1,22 @@
-"""Packages of tiny random models, exported once per session."""
+"""Packages of tiny random models, exported once."""
 
 from __future__ import annotations
 
-import os
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from still_export.fields import names_of
 from still_export.graph.options import ExportOptions
-from still_export.package.folder import Package
+from still_export.package.folder import Package, open_package
+from still_export.package.trust import trust_package
 from still_export.targets.export import export
-from still_export.targets.ort.headers import CACHE_VARIABLE
+from still_export.targets.ort.library import cached_library, this_cpu
 from still_export.targets.ort.options import OrtOptions
+from tests.kept import kept
 from tests.still_export.packages import portable_package
 from tests.still_export.tiny import still_model
 
@@ -22,10 +25,21 @@ Exporter = Callable[..., Package]
 
 @pytest.fixture(scope="session", autouse=True)
 def exports_once() -> None:
-    """Models that differ in weights alone are traced once in all tests of a process."""
-    from tests.still_export import quick_exports
+    """Models that differ in weights alone are traced once in all tests of a process, and equal sessions made once."""
+    from tests.still_export import quick_exports, quick_sessions
 
     quick_exports.install()
+    quick_sessions.install()
+
+
+@pytest.fixture(autouse=True)
+def graph_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verify leaves out what goes through further processes and graphs, which takes seconds a package: tests of these ask them directly,
+    and those marked `whole` ask all."""
+    if request.node.get_closest_marker("whole") is None:
+        from still_export.proof.verdict import Verdict
+
+        monkeypatch.setattr("still_export.proof.package._all_that_runs", lambda *_: Verdict())
 
 
 @pytest.fixture
@@ -38,11 +52,11 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
+def export_tiny() -> Exporter:
     """Export a tiny STILL model; equal arguments share one package. `options` of the export and of ONNX Runtime, `still` of the model."""
     import torch
 
-    made: dict[str, Package] = {}
+    opened: dict[str, Package] = {}
 
     def exported(
         family: str = "llama",
@@ -51,10 +65,11 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
         final: str = "",
         **still: Any,
     ) -> Package:
-        kernels = os.environ.get(CACHE_VARIABLE)  # a package takes those that are there
-        key = repr((family, dtype, options, final, still, kernels))
-        if key not in made:
-            folder = tmp_path_factory.mktemp("tiny")
+        kernels = cached_library(this_cpu())  # a package takes those that are there
+        held = kernels.read_bytes() if kernels.exists() else b""
+        key = repr((family, dtype, options, final, still, hashlib.sha256(held).hexdigest()))
+
+        def make(folder: Path) -> None:
             still_model(family, getattr(torch, dtype), **still).save_pretrained(folder / "model")
             asked = options or {}
             chosen = OrtOptions(**{name: asked[name] for name in names_of(OrtOptions) if name in asked})
@@ -62,9 +77,14 @@ def export_tiny(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
                 str(folder / "model"), **{name: asked[name] for name in asked if name not in names_of(OrtOptions)}
             )
             if final:
-                made[key] = portable_package(request, folder / "package", final)
+                portable_package(request, folder / "package", final)
             else:
-                made[key] = export(request, folder / "package", options=chosen, command="still-export tiny")
-        return made[key]
+                export(request, folder / "package", options=chosen, command="still-export tiny")
+
+        if key not in opened:
+            opened[key] = package = open_package(kept(key, make) / "package", check_hashes=False)
+            if package.manifest.get("native"):
+                trust_package(package.path)  # as the export does, for whom it was exported
+        return opened[key]
 
     return exported

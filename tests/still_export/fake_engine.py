@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.ops.spec import CACHE
+from still_graphs.spec import CACHE
 from tests.still_export.fake_cuda import HostDriver
 from tests.still_graphs.protos import Rewriter, attribute, dimensions, drop_attribute, set_opset, value_names
 from tests.still_graphs.small_graph import split_heads

@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "hgrn": dict(expand_ratio=1, use_lower_bound=True, use_short_conv=False),
     "retnet": dict(num_heads=3, expand_k=1.0, expand_v=2.0, use_short_conv=False),
     "parallax": dict(num_heads=4, num_kv_heads=2, qkv_bias=True, qk_norm=True, window_size=None, rope_theta=1000.0),
-    "local_linear": dict(num_heads=4, num_kv_heads=2, rope_theta=1000.0, ridge=3.0, ridge_steps=12),
+    "local_linear": dict(num_heads=4, num_kv_heads=2, rope_theta=1000.0, ridge=3.0),
 }
 """What each family's configuration has beside `COMMON`."""
 

@@ -276,7 +276,7 @@ class LandmarkModel(LlamaLike):
 
 
 class RoutingModel(LlamaLike):
-    """Routing Transformer in our causal reading. `fault`: "itself", every token sees itself, too."""
+    """Routing Transformer in our causal reading. `fault`: "itself", every token sees itself, too; "turned", clusters follow positions."""
 
     fault, place = "", "attn"
     sizes: ClassVar[dict[str, Any]] = {**LlamaLike.sizes, "num_key_value_heads": 4, "num_clusters": 5, "window_size": 9}
@@ -288,9 +288,10 @@ class RoutingModel(LlamaLike):
     def attended(self, h: Tensor, w: dict[str, Tensor], turn: Tensor) -> Tensor:
         heads, window = self.config["num_attention_heads"], self.config["window_size"]
         q, v = ((h @ w[f"{n}_proj.weight"].T).unflatten(-1, (heads, -1)) for n in "qv")
-        q = turned(q, turn)
-        k = q / ((q * q).sum(-1, keepdim=True) + 1e-6).sqrt()
-        near = torch.einsum("bthd,hcd->bthc", k, w["means"])
+        asked, q = q, turned(q, turn)
+        asked = q if self.fault == "turned" else asked
+        asked, k = (x / ((x * x).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (asked, q))
+        near = torch.einsum("bthd,hcd->bthc", asked, w["means"])
         best = near.topk(2).values
         cluster = self.choose(near.argmax(-1), best[..., 0] - best[..., 1])  # [B, T, H]
         place = torch.arange(h.shape[1])
@@ -298,7 +299,7 @@ class RoutingModel(LlamaLike):
         later = same.flip(2).cumsum(2).flip(2)  # how many of them from each on
         mask = same & (later <= window)
         own = torch.eye(len(place), dtype=torch.bool)[:, :, None]
-        alone = torch.ones((), dtype=torch.bool) if self.fault else ~mask.any(2, keepdim=True)
+        alone = torch.ones((), dtype=torch.bool) if self.fault == "itself" else ~mask.any(2, keepdim=True)
         mask = (mask | (own & alone)).permute(0, 3, 1, 2)
         scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[3] ** 0.5
         return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)

@@ -15,6 +15,7 @@ from still_export.cli.chat import interruptible, statistics, talk
 from still_export.cli.main import main
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
+from still_export.package.chat_format import ChatFormat
 from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
@@ -22,13 +23,12 @@ from still_export.runtime.stop_texts import StopTexts, until
 
 pytest.importorskip("onnxruntime")
 SMALL = Path(__file__).resolve().parents[2] / "assets/small"
-CHAT = {
-    "start": "User:",
-    "user_to_assistant": "\nYou:",
-    "assistant_to_user": "\nUser:",
-    "system_start": "(",
-    "system_to_user": ")\nUser:",
-}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}({{ m.content }})\n{% elif m.role == 'user' %}User:{{ m.content }}\nYou:"
+    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message.') }}{% endif %}" + TEMPLATE
+CHAT = {"templates": {"default": TEMPLATE}, "tokens": {}}
 TEXT = "The road climbs from the village to the old mill. "
 
 
@@ -176,45 +176,43 @@ def test_states_that_are_no_states(model: still_export.LanguageModel, tmp_path: 
         model.restore(Snapshot(arrays, good.length, good.package))
 
 
-@pytest.mark.parametrize(
-    "roles", [[], ["assistant"], ["user", "user"], ["user", "assistant"], ["user", "system", "user"], [None]]
-)
-def test_messages_out_of_order(model: still_export.LanguageModel, roles: list[str]) -> None:
-    with pytest.raises(RunError, match="in turn"):
-        model.text.dialogue([{"role": role, "content": "x"} for role in roles])
+def test_messages_that_are_refused(model: still_export.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunError, match="no messages"):
+        model.text.dialogue([])
+    with pytest.raises(RunError, match="message 2 has no role"):
+        model.text.dialogue([{"role": "user", "content": "x"}, {"content": "y"}])
+    with pytest.raises(RunError, match=r"part 1 of message 1 .*image_url"):
+        model.text.dialogue([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    monkeypatch.setattr(model.text, "chat", ChatFormat({"default": NO_SYSTEM}, {}))
+    with pytest.raises(RunError, match="refuses these messages: no system message"):
+        model.text.dialogue([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+    monkeypatch.setattr(model.text, "chat", None)
+    with pytest.raises(RunError, match="no chat format"):
+        model.text.dialogue([{"role": "user", "content": "y"}])
 
 
-def test_a_dialogue_is_the_formats_text(model: still_export.LanguageModel) -> None:
+def test_a_dialogue_is_the_templates_text(model: still_export.LanguageModel) -> None:
     said = [("system", "be kind"), ("user", "Hi."), ("assistant", "Yes."), ("user", "Why?")]
-    ids = model.text.dialogue([{"role": role, "content": content} for role, content in said])
+    messages = [{"role": role, "content": content} for role, content in said]
     written = "(be kind)\nUser:Hi.\nYou:Yes.\nUser:Why?\nYou:"
-    assert ids == model.text.encode(written, special=False)
-    model.text.chat = {k: v for k, v in CHAT.items() if not k.startswith("system")}
-    try:
-        with pytest.raises(RunError, match="no system message"):
-            model.text.dialogue([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
-        model.text.chat = None
-        with pytest.raises(RunError, match="no chat format"):
-            model.text.dialogue([{"role": "user", "content": "y"}])
-    finally:
-        model.text.chat = CHAT
+    assert model.text.dialogue(messages) == model.text.encode(written, special=False)
+    messages.append({"role": "assistant", "content": "Be"})  # is continued
+    assert model.text.dialogue(messages) == model.text.encode(written + "Be", special=False)
+    assert model.generate(messages, max_tokens=3).prompt_tokens == len(model.text.encode(written + "Be", special=False))
 
 
 def conversation(model: still_export.LanguageModel, tokens: int = 20) -> Conversation:
     return Conversation(model.runner, model.text, tokens, Sampling(), "be kind")
 
 
-def test_a_conversation_is_refused_before_anyone_types(model: still_export.LanguageModel) -> None:
+def test_a_conversation_is_refused_before_anyone_types(
+    model: still_export.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = model.runner.length[0]
-    try:
-        model.text.chat = None
-        with pytest.raises(RunError, match="no chat format"):
+    for chat, said in ((None, "no chat format"), (ChatFormat({"default": NO_SYSTEM}, {}), "no system message")):
+        monkeypatch.setattr(model.text, "chat", chat)
+        with pytest.raises(RunError, match=said):
             conversation(model)
-        model.text.chat = {k: v for k, v in CHAT.items() if not k.startswith("system")}
-        with pytest.raises(RunError, match="no system message"):
-            conversation(model)
-    finally:
-        model.text.chat = CHAT
     assert model.runner.length[0] == read
 
 
@@ -237,7 +235,7 @@ def test_the_oldest_turns_make_room(model: still_export.LanguageModel) -> None:
     assert talked.turns[:-1] == before[full.turns :]
     # As if the kept turns had been all.
     again = conversation(model)
-    again._retell(before[full.turns :])
+    again.turns = before[full.turns :]
     assert again.ask("What now?", stream=None).tokens == answer.tokens
     with pytest.raises(RunError, match="exceed"):
         conversation(model).ask(TEXT * 60, stream=None)
@@ -304,7 +302,7 @@ def test_ctrl_c_stops_the_answer(model: still_export.LanguageModel) -> None:
     assert "ended by Ctrl-C" in statistics(talked, answer)
     after = talked.ask("Go on.", None)
     fresh = conversation(model, tokens=50)
-    ids = fresh._turn("Tell me.", True) + answer.tokens + fresh._turn("Go on.", False)
+    ids = fresh._prompt([("Tell me.", {"role": "assistant", "content": answer.text})], "Go on.")
     assert list(model.runner.generate(ids, 50, Sampling(), model.runner.manifest["eos_token_ids"])) == after.tokens
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGINT)

@@ -7,9 +7,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.round_key_value import ROUND_KEY_VALUE
-from still_graphs.ops.spec import CACHE, OpSpec
+from still_graphs.spec import CACHE, OpSpec
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
 from tests.still_graphs.protos import Rewriter
 from tests.still_graphs.steps import attach_functions
 

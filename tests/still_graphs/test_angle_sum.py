@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
-from still_graphs.ops.angle_sum import ANGLE_SUM
-from still_kernels.angle_sum import Inputs, naive_angle_sum
+from still_kernels.angle_sum.meaning import Inputs, naive_angle_sum
+from still_kernels.angle_sum.spec import ANGLE_SUM
 from tests.block_cases import SPLITS
 from tests.still_graphs.node_model import StatefulNode, node_model
 

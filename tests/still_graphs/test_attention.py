@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper, inliner
 
 from still_graphs.ops import DOMAIN
-from still_graphs.ops.attention import ATTENTION
+from still_kernels.attention.spec import ATTENTION
 from tests.attention_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs.steps import attach_functions
 from tests.still_graphs.test_functions import ELEMENT, WRONG_COUNTS, close, ort, session, value

@@ -12,9 +12,9 @@ from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN, OpSpec
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.select_blocks import SELECT_BLOCKS
-from still_kernels.select_blocks import Inputs, naive_select_blocks
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
+from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from tests.block_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs.steps import attach_functions
 from tests.still_graphs.test_functions import ELEMENT, WRONG_COUNTS, close, ort, session, value

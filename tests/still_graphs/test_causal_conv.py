@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_kernels.causal_conv import empty_state
+from still_kernels.causal_conv.meaning import empty_state
+from still_kernels.causal_conv.spec import CAUSAL_CONV
 from tests.causal_conv_cases import LAYERS, SPLITS, Layer, calls
 from tests.still_graphs.node_model import StatefulNode, fused, node_model
 from tests.still_graphs.test_functions import close, ort

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
-from still_graphs.ops.cluster_tokens import CLUSTER_TOKENS
-from still_kernels.cluster_tokens import Inputs, cluster_tokens
+from still_kernels.cluster_tokens.meaning import Inputs, cluster_tokens
+from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
 from tests.block_cases import SPLITS
 from tests.still_graphs.node_model import NodeOfStates, node_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops.dense_matmul import DENSE_MATMUL
+from still_kernels.dense_matmul.spec import DENSE_MATMUL
 from tests.dense_matmul_cases import FLOAT8, call, every_number, exact
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.test_functions import session

@@ -12,12 +12,12 @@ import torch
 from onnx import TensorProto, helper
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_graphs.ops.experts import EXPERTS
-from still_graphs.ops.experts_nbits import EXPERTS_NBITS
-from still_graphs.ops.route import ROUTE
-from still_kernels.experts import Inputs, naive_experts
-from still_kernels.experts_nbits import naive_experts_nbits
-from still_kernels.route import naive_route
+from still_kernels.experts.meaning import Inputs, naive_experts
+from still_kernels.experts.spec import EXPERTS
+from still_kernels.experts_nbits.meaning import naive_experts_nbits
+from still_kernels.experts_nbits.spec import EXPERTS_NBITS
+from still_kernels.route.meaning import naive_route
+from still_kernels.route.spec import ROUTE
 from tests import experts_cases
 from tests.experts_cases import CHANNELS, INNER, ROUTERS, as_dense, exact, experts_inputs, nbits_inputs, route_inputs
 from tests.still_graphs.node_model import node_model

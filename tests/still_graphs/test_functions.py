@@ -13,12 +13,12 @@ from onnx import TensorProto, helper
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions import function_body
 from still_graphs.ops import DOMAIN
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
 from still_kernels.codes import rounded
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.inputs import Inputs
-from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.state import HybridAttentionState
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.steps import attach_functions
 from tests.tolerances import REFERENCE
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_graphs.ops.landmark_attention import LANDMARK_ATTENTION
-from still_kernels.attention import AttentionState
-from still_kernels.landmark_attention import Inputs, landmark_attention
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.landmark_attention.meaning import Inputs, landmark_attention
+from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 from tests.attention_cases import Layer
 from tests.block_cases import SPLITS
 from tests.linear_attention_cases import error

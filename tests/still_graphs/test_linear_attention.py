@@ -10,8 +10,8 @@ import torch
 from onnx import inliner
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
-from still_kernels.linear_attention import empty_state
+from still_kernels.linear_attention.meaning import empty_state
+from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
 from tests.linear_attention_cases import LAYERS, SPLITS, Layer, Split, calls, error
 from tests.still_graphs.node_model import StatefulNode, fused, node_model
 from tests.still_graphs.test_functions import ort

@@ -10,7 +10,7 @@ import torch
 
 from still_export.graph.quantization.read import eight_bits
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops.matmul_nbits import MATMUL_NBITS
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS
 from tests.matmul_nbits_cases import CODES_FROM_0, FEW, Case, exact, tokens, weight
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.test_functions import session

@@ -13,11 +13,11 @@ import pytest
 from onnx import helper, numpy_helper
 
 from still_export.targets.ort.target import ON_GPUS
-from still_graphs.passes.add_greedy_token import add_greedy_node
-from still_graphs.passes.fuse_gates import fuse_all_gates
-from still_graphs.passes.fuse_low_rank import fuse_low_rank, fuse_low_rank_floats
-from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings
 from still_graphs.passes.strip_functions import strip_functions
+from still_kernels.greedy_token.fuse import add_greedy_node
+from still_kernels.low_rank_matmul.fuse import fuse_low_rank, fuse_low_rank_floats
+from still_kernels.rotary_qkv.fuse_embeddings import fuse_rotary_embeddings
+from still_kernels.swi_glu.fuse import fuse_all_gates
 from tests.still_graphs.steps import applied, attach_functions, run_steps
 
 WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77

@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.fuse_linear_layers import fuse_linear_layers
-from still_graphs.passes.sum_in_float32 import sum_in_float32
+from still_kernels.dense_matmul.fuse import fuse_linear_layers, sum_in_float32
+from still_kernels.gated_mlp.fuse import fuse_feed_forward
 from tests.still_graphs.steps import applied, attach_functions
 
 WIDTH, MIDDLE, EPSILON = 24, 40, 3e-4
@@ -49,6 +49,11 @@ def layer(norm: str = "x", total: str = "x", halves: tuple[str, str] = ("gate", 
     ]
 
 
+def fused(model: onnx.ModelProto) -> int:
+    """Changes by the passes of both ops."""
+    return int(applied(fuse_linear_layers, model) + applied(fuse_feed_forward, model))
+
+
 def model_of(nodes: list[onnx.NodeProto], outputs: tuple[str, ...] = ("z",), dtype: str = "float16") -> onnx.ModelProto:
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 
@@ -82,7 +87,7 @@ def test_a_layer_and_a_head_become_two_nodes_of_the_same_numbers() -> None:
     expected = run(model)
     assert applied(sum_in_float32, model) == 3
     assert kinds(model).count("DenseMatMul") == 3 and "MatMul" not in kinds(model)
-    assert applied(fuse_linear_layers, model) == 3, "a norm, a residual, a layer"
+    assert fused(model) == 3, "a norm, a residual, a layer"
     assert kinds(model) == ["GatedMlp", "DenseMatMul"]
     first, head = model.graph.node
     assert list(first.input) == ["x", "norm", "down", "gate_up"] and first.domain == head.domain == DOMAIN
@@ -109,7 +114,7 @@ def test_what_others_read_stays(change: dict[str, str], outputs: tuple[str, ...]
     model = model_of(layer(**change), outputs)  # type: ignore[arg-type]
     expected = run(model)
     applied(sum_in_float32, model)
-    applied(fuse_linear_layers, model)
+    fused(model)
     assert kinds(model) == left
     attach_functions(model)
     np.testing.assert_allclose(run(model), expected, rtol=4e-3, atol=4e-3)
@@ -156,7 +161,7 @@ def test_a_product_keeps_its_only_residual(swapped: tuple[bool, bool]) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     expected = run(model)
     applied(sum_in_float32, model)
-    assert applied(fuse_linear_layers, model) == 1 and kinds(model).count("Add") == 1
+    assert fused(model) == 1 and kinds(model).count("Add") == 1
     attach_functions(model)
     np.testing.assert_allclose(run(model), expected, rtol=4e-3, atol=4e-3)
 
@@ -164,7 +169,7 @@ def test_a_product_keeps_its_only_residual(swapped: tuple[bool, bool]) -> None:
 def test_other_types_are_left_to_the_runtime() -> None:
     model = model_of(layer(), dtype="float32")
     before = kinds(model)
-    assert applied(sum_in_float32, model) == 0 == applied(fuse_linear_layers, model) and kinds(model) == before
+    assert applied(sum_in_float32, model) == 0 == fused(model) and kinds(model) == before
 
 
 def test_results_have_types() -> None:

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.fuse_gates import fuse_gates
-from still_graphs.passes.fuse_norms import fuse_norms
-from still_graphs.passes.sum_in_float32 import sum_in_float32
+from still_kernels.add_rms_norm.fuse import fuse_norms
+from still_kernels.dense_matmul.fuse import sum_in_float32
+from still_kernels.swi_glu.fuse import fuse_gates
 from tests.still_graphs.protos import attribute
 from tests.still_graphs.steps import applied, attach_functions
 

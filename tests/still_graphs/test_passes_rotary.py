@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.fuse_rotary import fuse_rotary
+from still_kernels.rotary_qkv.fuse import fuse_rotary
 from tests.still_graphs.protos import attribute
 from tests.still_graphs.steps import applied, attach_functions
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.passes.fuse_rounding import fuse_rounding
+from still_kernels.round_key_value.fuse import fuse_rounding
 from tests.still_graphs.steps import applied, attach_functions
 
 SHAPE: list[str | int] = ["b", "t", 3, 8]

@@ -7,18 +7,21 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from still_export.targets.trt8.opset import lower_opset
+from still_graphs.conditions import plugin_nodes
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.spec import CACHE
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
-from still_graphs.passes.lower_opset import lower_opset
+from still_graphs.passes.lower_opset import lowering
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
+from still_graphs.passes.sum_products_in_float32 import products_sum_in_float32, sum_products_in_float32
 from still_graphs.passes.take_general_branches import take_general_branches
+from still_graphs.spec import CACHE
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.protos import attribute, opset_version, walk_nodes
 from tests.still_graphs.small_graph import HYBRID, VOCABULARY, empty_state, small_graph
 from tests.still_graphs.steps import applied
@@ -135,6 +138,52 @@ def test_lower_opset_single_operators(op: str, attributes: dict[str, str]) -> No
     onnx.checker.check_model(model, full_check=True)
     after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
     np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_opset_21_has_no_workaround_of_a_host(dtype: str) -> None:
+    """Norms are written out plainly, and what 21 has is left as it is."""
+    model = small_graph(dtype)
+    expected = rollout(model, dtype)
+    applied(inline_functions, model)
+    kinds = [n.op_type for n in walk_nodes(model.graph)]
+    lower, lowered = lowering(21)
+    assert applied(lower, model) == kinds.count("RMSNormalization") > 0
+    assert opset_version(model) == 21 and model.ir_version == 10 and not applied(lowered, model)
+    onnx.checker.check_model(model, full_check=True)
+    left = [n.op_type for n in walk_nodes(model.graph)]
+    for kind in ("Where", "Greater", "Shape", "Split", "ReduceMax"):
+        assert left.count(kind) == kinds.count(kind), kind
+    assert_same(model, expected, dtype, 1e-6 if dtype == "float32" else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_products_of_16_bits_sum_in_float32(dtype: int) -> None:
+    """Weights and activations alike; not what dequantizes, nor float32."""
+    info = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="first"),
+        helper.make_node("DequantizeLinear", ["codes", "scale"], ["d"], axis=1),
+        helper.make_node("MatMul", ["y", "d"], ["z"], name="second"),
+        helper.make_node("Cast", ["z"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["wide", "f"], ["end"], name="third"),
+    ]
+    held = [
+        helper.make_tensor("w", dtype, [3, 4], [1.0] * 12),
+        helper.make_tensor("codes", TensorProto.INT8, [4, 5], [2] * 20),
+        helper.make_tensor("scale", dtype, [5], [0.5] * 5),
+        helper.make_tensor("f", TensorProto.FLOAT, [5, 2], [1.0] * 10),
+    ]
+    inner = [info("y", dtype, [2, 4]), info("d", dtype, [4, 5]), info("z", dtype, [2, 5])]
+    ends = [info("x", dtype, [2, 3])], [info("end", TensorProto.FLOAT, [2, 2])]
+    graph = helper.make_graph(nodes, "g", *ends, held, value_info=[*inner, info("wide", TensorProto.FLOAT, [2, 5])])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    assert "first" in applied(products_sum_in_float32, model)
+    assert applied(sum_products_in_float32, model) == 1
+    onnx.checker.check_model(model, full_check=True)
+    assert [n.op_type for n in model.graph.node[:5]] == ["Cast", "Cast", "MatMul", "Cast", "DequantizeLinear"]
+    assert attribute(model.graph.node[3], "to") == dtype and model.graph.node[3].output[0] == "y"
+    assert not applied(products_sum_in_float32, model) and applied(sum_products_in_float32, model) == 0
 
 
 @pytest.mark.parametrize(
@@ -275,12 +324,15 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     absent = {n for i, n in enumerate(names) if attribute(node, "absent_inputs") >> i & 1}
     assert absent == {"window_factor", "past_salient_score"}
     assert len(node.input) == len(names) - 2 and len(node.output) == len(HYBRID.output_names()) - 1
-    unsaid = [declared for declared in HYBRID.attributes if attribute(node, declared.name) is None]
-    assert unsaid == [CACHE], "what only caches in 8 bits need is not there without them"
+    assert all(attribute(node, declared.name) is not None for declared in HYBRID.attributes)
+    assert attribute(node, CACHE.name) == CACHE.default
     position = [n for n in names if n not in absent].index("new_tokens")
     assert list(node.input[position : position + 2]) == ["new_tokens", "past_length"], "the graph's own inputs, int32"
     before = model.SerializeToString(deterministic=True)
     assert applied(lower_plugin_nodes, model) == 0 and model.SerializeToString(deterministic=True) == before
+    (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
+    node.attribute.remove(next(a for a in node.attribute if a.name == CACHE.name))
+    assert "without the attributes of plugins" in applied(plugin_nodes, model)
 
 
 def test_counts_that_the_graph_computes_are_cast_for_the_plugin() -> None:

@@ -20,20 +20,25 @@ from tests.still_graphs.test_passes_trt import assert_same, rollout
 
 @pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_trt_graph_is_valid_and_typed(dtype: str, one_row: bool) -> None:
+def test_graph_for_tensorrt_8_is_valid_and_typed(dtype: str, one_row: bool) -> None:
     model = small_graph(dtype)
     traits = {"one row"} if one_row else set()
-    counts = run_steps(model, target_of("trt").steps, traits=traits)
-    assert list(counts) == [s.name for s in target_of("trt").steps if set(s.only) <= traits]
+    counts = run_steps(model, target_of("trt8").steps, traits=traits)
+    assert list(counts) == [s.name for s in target_of("trt8").steps if set(s.only) <= traits]
     assert counts["sum_in_float32"] == (4 if dtype == "float16" else 0)
     without = [name for name, count in counts.items() if not count and name != "sum_in_float32"]
     assert without == [
+        "norm_in_place",
         "fix_shapes",
         "fuse_linear_layers",
+        "fuse_feed_forward",
         "fuse_norms",
         "fuse_gates",
         "fuse_rotary",
         "fuse_rounding",
+        "shape_before_widening",
+        "widen_sigmoids",
+        "reduce_angles",
     ], "it has none"
     assert opset_version(model) == 17 and not model.functions
     onnx.checker.check_model(model)
@@ -42,6 +47,16 @@ def test_trt_graph_is_valid_and_typed(dtype: str, one_row: bool) -> None:
     (node,) = [n for n in model.graph.node if n.op_type == "HybridAttention"]
     computed = {o for n in model.graph.node for o in n.output}
     assert computed - typed <= set(node.output)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_graph_for_tensorrt_10_has_no_plugin_but_attention(dtype: str) -> None:
+    model = small_graph(dtype)
+    counts = run_steps(model, target_of("trt").steps)
+    assert counts["sum_products_in_float32"] == (4 if dtype == "float16" else 0)
+    assert opset_version(model) == 21 and not model.functions
+    assert [n.op_type for n in model.graph.node if n.domain == DOMAIN] == ["HybridAttention"]
+    onnx.checker.check_model(model)
 
 
 def test_trt_rtx_graph_has_no_op_of_ours_and_keeps_every_output() -> None:
@@ -73,7 +88,7 @@ def test_a_pass_that_loses_a_value_is_named() -> None:
 def test_a_pass_that_breaks_its_promise_is_named() -> None:
     steps = [replace(s, run=lambda model: 0) if s.name == "lower_opset" else s for s in target_of("trt").steps]
     with pytest.raises(
-        UnsupportedError, match=r"after the pass <lambda> the graph has opset 23, above 17\. .*--dump-dir"
+        UnsupportedError, match=r"after the pass <lambda> the graph has opset 23, above 21\. .*--dump-dir"
     ):
         run_steps(small_graph(), steps)
 

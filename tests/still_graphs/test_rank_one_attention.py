@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from still_graphs.errors import ShapeError
-from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
-from still_kernels.rank_one_attention import Inputs, chunked_rank_one_attention, naive_rank_one_attention
+from still_kernels.rank_one_attention.meaning import Inputs, chunked_rank_one_attention, naive_rank_one_attention
+from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 from tests.linear_attention_cases import BOUND, HARD_BOUND, SPLITS, Split, error
 from tests.still_graphs.node_model import StatefulNode, node_model
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
-from still_graphs.ops.routed_attention import ROUTED_ATTENTION
-from still_kernels.routed_attention import Inputs, RoutedState, routed_attention
+from still_kernels.routed_attention.meaning import Inputs, RoutedState, routed_attention
+from still_kernels.routed_attention.spec import ROUTED_ATTENTION
 from tests.linear_attention_cases import BOUND, SPLITS, error
 from tests.still_graphs.node_model import NodeOfStates, node_model
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
-from still_graphs.ops.strided_attention import STRIDED_ATTENTION
-from still_kernels.attention import AttentionState
-from still_kernels.strided_attention import Inputs, strided_attention
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.strided_attention.meaning import Inputs, strided_attention
+from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 from tests.attention_cases import Layer
 from tests.block_cases import SPLITS
 from tests.linear_attention_cases import error

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.paged import _scatter
 from still_kernels.hybrid_attention.pages import Pages
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 
 C = 64
 GUARD = 4096  # elements on both sides of the output

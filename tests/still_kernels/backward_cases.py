@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from still_kernels.hybrid_attention import HybridAttentionConfig, Inputs, dispatch
+from still_kernels.hybrid_attention import call as dispatch
 from still_kernels.hybrid_attention.backward.gradients import tiles_of, whole_gradients
-from still_kernels.hybrid_attention.reference import whole
-from still_kernels.hybrid_attention.reference.whole import whole_hybrid_attention
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning import whole
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.whole import whole_hybrid_attention
 from still_kernels.tile import KernelTile
 
 SMALL: dict[str, Any] = {

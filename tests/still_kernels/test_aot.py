@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from still_kernels import aot
 from still_kernels.common import cuda_function
 from still_kernels.hybrid_attention.launch import FUNCTIONS as KERNELS
-from still_kernels.hybrid_attention.tiles import CLUSTERS, tile_table
-from still_kernels.hybrid_attention.variants import BY_TMA, Variant
-from still_kernels.hybrid_attention.variants import KERNELS as OP
+from still_kernels.hybrid_attention.plan import BY_TMA, Variant
+from still_kernels.hybrid_attention.plan import KERNELS as OP
+from still_kernels.hybrid_attention.plan.tiles import CLUSTERS, tile_table
 from still_kernels.plan import Call
 from still_kernels.tile import SHARED_BYTES, TileTable
 
@@ -34,7 +34,18 @@ def build(folder: Path, arch: str, variants: list[dict], cache: Path | None = No
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     if cache is not None:
         environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", "still_kernels.aot", "--arch", arch, "--variants", str(choice), "-o", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "still_kernels.aot",
+        "HybridAttention",
+        "--arch",
+        arch,
+        "--variants",
+        str(choice),
+        "-o",
+        str(folder),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "index.json").read_text())
@@ -133,6 +144,8 @@ def test_the_largest_projections_fit(
     monkeypatch.setattr(compiler.llvm, "optimize_module", lambda *_: None)
     monkeypatch.setattr(compiler.CUDABackend, "make_ptx", no_ptx)
     monkeypatch.setattr(compiler.CUDABackend, "make_cubin", lambda *_: b"no code")
+    monkeypatch.setattr(aot, "read_entry", lambda cubin, symbol: None)
+    monkeypatch.setattr(aot, "trailing_pointers", lambda *_: 0)
     entry, _ = aot.compile_variant("HybridAttention", Variant(**properties), arch)
     assert {*entry["kernels"], *BY_TMA, *(f"{name}_tma" for name in BY_TMA), *STEPS, "unpack"} == set(KERNELS)
 
@@ -185,13 +198,13 @@ def test_refusals(arguments: list[str], word: str, tmp_path: Path, capsys: pytes
     choice = tmp_path / "choice.json"
     choice.write_text(json.dumps([{"feature_map": "cosine"}]))
     arguments = [str(choice) if a == "choice.json" else a for a in arguments]
-    assert aot.main([*arguments, "-o", str(tmp_path / "out")]) == 2
+    assert aot.main(["HybridAttention", *arguments, "-o", str(tmp_path / "out")]) == 2
     assert word in capsys.readouterr().err
 
 
 def test_folder_that_is_not_empty_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert aot.main(["--arch", "sm_90", "-o", str(tmp_path)]) == 2
+    assert aot.main(["HybridAttention", "--arch", "sm_90", "-o", str(tmp_path)]) == 2
     assert "--force" in capsys.readouterr().err
 
 

@@ -17,7 +17,10 @@ from tests.tolerances import NARROW_NORM, REFERENCE
 pytest.importorskip("triton")
 
 from still_kernels import launcher, tile
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, launch
+from still_kernels.hybrid_attention import launch
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.sm90 import gluon_attend
 from still_kernels.packing import Packing
 

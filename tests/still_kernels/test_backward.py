@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_kernels.hybrid_attention import HybridAttentionConfig
 from still_kernels.hybrid_attention.backward.gradients import covers_backward
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")

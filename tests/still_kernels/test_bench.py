@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from still_kernels import bench, work
-from still_kernels.attention import cost as attention_cost
-from still_kernels.hybrid_attention import cost
+from still_kernels.attention import work as attention_cost
+from still_kernels.hybrid_attention import work as cost
 from still_kernels.op_kernels import DTYPES
 from still_kernels.registry import kernels_of, op_names, work_of
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from still_graphs.errors import CapacityError, ShapeError
-from still_kernels.attention import AttentionState, naive_attention
-from still_kernels.attention import Inputs as AttentionInputs
-from still_kernels.block_attention import Inputs, block_attention
-from still_kernels.select_blocks import Inputs as SelectInputs
-from still_kernels.select_blocks import naive_select_blocks
+from still_kernels.attention.meaning import AttentionState, naive_attention
+from still_kernels.attention.meaning import Inputs as AttentionInputs
+from still_kernels.block_attention.meaning import Inputs, block_attention
+from still_kernels.select_blocks.meaning import Inputs as SelectInputs
+from still_kernels.select_blocks.meaning import naive_select_blocks
 from tests.block_cases import SPLITS, Layer, calls, chosen
 
 LAYERS = [

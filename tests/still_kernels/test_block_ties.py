@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from still_kernels.registry import ties_of
-from still_kernels.select_blocks import Inputs, naive_select_blocks
+from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
 from still_kernels.select_blocks.ties import BlockTies
 from tests.block_cases import Layer
 

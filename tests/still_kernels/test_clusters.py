@@ -13,10 +13,13 @@ pytest.importorskip("triton")
 from still_graphs.errors import ConfigError
 from still_kernels import aot
 from still_kernels.common import cuda_function
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, variants
-from still_kernels.hybrid_attention.plan import PLAN
+from still_kernels.hybrid_attention import plan as variants
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.plan import KERNELS, Variant, table_of
+from still_kernels.hybrid_attention.plan.launches import PLAN
 from still_kernels.hybrid_attention.sm90.cuda_decode import decode_cluster_kernel
-from still_kernels.hybrid_attention.variants import KERNELS, Variant, table_of
 
 LAYERS = [
     ("q_head", 128, 1, 8, 2),
@@ -32,8 +35,8 @@ LAYERS = [
 @pytest.mark.parametrize(("scope", "dim", "batch", "heads", "kv_heads"), LAYERS)
 def test_step_by_step(scope: str, dim: int, batch: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     """Six promotions; a row that brings no token now and then keeps its state."""
-    from still_kernels.hybrid_attention.dispatch import hybrid_attention
-    from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
+    from still_kernels.hybrid_attention.call import hybrid_attention
+    from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 
     torch.manual_seed(0)
     config = HybridAttentionConfig(

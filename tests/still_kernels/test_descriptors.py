@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 import triton
 
 from still_kernels import aot
-from still_kernels.hybrid_attention import variants
-from still_kernels.hybrid_attention.tiles import tile_table
+from still_kernels.hybrid_attention import plan as variants
+from still_kernels.hybrid_attention.plan.tiles import tile_table
 from still_kernels.tile import TileTable, changed
 from tests.machine_code import disassembly
 

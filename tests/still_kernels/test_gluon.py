@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from still_kernels import aot
+from still_kernels.hybrid_attention.plan import KERNELS, Variant
 from still_kernels.hybrid_attention.sm90.gluon_attend import attend_tma_kernel
-from still_kernels.hybrid_attention.variants import KERNELS, Variant
 from still_kernels.tile import SHARED_BYTES
 from tests.machine_code import disassembly, inner_loops, lines
 

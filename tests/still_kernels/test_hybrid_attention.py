@@ -13,15 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from still_graphs.errors import CapacityError, ConfigError, ShapeError
-from still_kernels.hybrid_attention import (
-    HybridAttentionConfig,
-    HybridAttentionState,
-    Inputs,
-    chunked_hybrid_attention,
-    naive_hybrid_attention,
-)
-from still_kernels.hybrid_attention.config import CHOICES
-from still_kernels.hybrid_attention.reference.naive import naive_routing
+from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention, naive_routing
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from tests.tolerances import GOLDEN, REFERENCE
 
 DOUBLE = torch.float64

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, dispatch
-from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.reference.whole import whole_hybrid_attention
+from still_kernels.hybrid_attention import call as dispatch
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.meaning.whole import whole_hybrid_attention
 
 CONFIG = HybridAttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=12, chunk_size=8, salient_per_chunk=2, capacity_tokens=64

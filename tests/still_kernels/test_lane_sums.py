@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from still_kernels import aot
 from still_kernels.common.triton_shared import rounded
-from still_kernels.hybrid_attention.variants import Variant
+from still_kernels.hybrid_attention.plan import Variant
 from still_kernels.tile import TileTable
 from tests.machine_code import disassembly
 

@@ -17,14 +17,16 @@ import pytest
 import torch
 
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 
 pytest.importorskip("triton")
 from still_kernels import launcher
 from still_kernels.hybrid_attention import launch
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.tiles import CLUSTERS
-from still_kernels.hybrid_attention.variants import BY_TMA
+from still_kernels.hybrid_attention.plan import BY_TMA
+from still_kernels.hybrid_attention.plan.tiles import CLUSTERS
 from still_kernels.registry import kernels_of, op_names
 
 CPU = torch.device("cpu")
@@ -128,8 +130,8 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
 
 def test_what_a_descriptor_cannot_be_made_of_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its address must be a multiple of 16."""
-    from still_kernels.dense_matmul import OP
-    from still_kernels.dense_matmul import Inputs as Product
+    from still_kernels.dense_matmul.plan import OP
+    from still_kernels.dense_matmul.plan import Inputs as Product
 
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(launcher.Launcher, "start", lambda _, name, run: seen.append(run.keywords["d_rows"].base))
@@ -140,8 +142,8 @@ def test_what_a_descriptor_cannot_be_made_of_is_copied(monkeypatch: pytest.Monke
 
 def test_a_function_of_two_names_is_compiled_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of some rows and of many are constants of one function: the grid of one with the blocks of the other leaves outputs out."""
-    from still_kernels.dense_matmul import OP
-    from still_kernels.dense_matmul import Inputs as Product
+    from still_kernels.dense_matmul.plan import OP
+    from still_kernels.dense_matmul.plan import Inputs as Product
 
     found: list[tuple[str, bool]] = []
 

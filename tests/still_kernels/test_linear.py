@@ -18,8 +18,8 @@ from tests.tolerances import NARROW_NORM
 
 pytest.importorskip("triton")
 
+from still_kernels.hybrid_attention.plan.tiles import tile_table
 from still_kernels.hybrid_attention.sm90 import gluon_linear, gluon_scan
-from still_kernels.hybrid_attention.tiles import tile_table
 from still_kernels.launcher import descriptor
 
 C = 64

@@ -11,17 +11,15 @@ import torch
 
 from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.codes import rounded
-from still_kernels.hybrid_attention import (
-    HybridAttentionConfig,
-    HybridAttentionState,
-    Inputs,
-    chunked_hybrid_attention,
-    paged,
-)
+from still_kernels.hybrid_attention import paged
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.tiles import MANY_HEADS, for_many_rows, tile_table
-from still_kernels.hybrid_attention.variants import BY_TMA, plan_constants
+from still_kernels.hybrid_attention.plan import BY_TMA, plan_constants
+from still_kernels.hybrid_attention.plan.tiles import MANY_HEADS, for_many_rows, tile_table
 from still_kernels.packing import Packing, PagedStates
 from still_kernels.tile import changed
 from tests.tolerances import NARROW_NORM

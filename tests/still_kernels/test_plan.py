@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_graphs.ops import HYBRID_ATTENTION
-from still_graphs.ops.attention import ATTENTION
-from still_kernels.hybrid_attention.plan import PLAN
+from still_kernels.attention.spec import ATTENTION
+from still_kernels.hybrid_attention.plan.launches import PLAN
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.plan import Alias, Branch, Call, Check, Launch, Let, Loop, Matrix, Plan, Region
 from still_kernels.plan.expressions import Scope, compile_expression
 

@@ -1,13 +1,11 @@
-"""Which differences of two salient caches are ties, and what is left of them."""
+"""Which differences of two salient caches are ties."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from still_kernels.hybrid_attention.ties import SelectionTies
 from still_kernels.registry import ties_of
-from still_kernels.ties import Choices
 
 BATCH, HEADS, CHUNKS, SALIENT, DIM = 2, 3, 4, 2, 5
 TIES = SelectionTies(8, SALIENT, "q_head", HEADS, [1])
@@ -29,7 +27,7 @@ def told(scores: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
     return np.stack([scores, np.zeros(scores.shape) if chosen is None else chosen], axis=-2)
 
 
-def test_ties_are_settled_and_nothing_else_is() -> None:
+def test_sequences_with_a_turned_tie_are_named_and_no_others() -> None:
     expected, other = caches(0), caches(1)
     actual = {name: value + 1e-3 for name, value in expected.items()}
     for name in actual:
@@ -41,13 +39,8 @@ def test_ties_are_settled_and_nothing_else_is() -> None:
     given = ([(expected, actual)], {1: lead / 0.05})
     found = TIES.compare(*given)
     assert (found.compared, found.near_ties, found.wrong) == (BATCH * HEADS * CHUNKS, 1, 1)
-    ((left, settled),) = TIES.settle(*given)
-    assert left is expected
-    for name, value in settled.items():
-        if "salient" in name:
-            np.testing.assert_array_equal(value[0, 2, 2:4], expected[name][0, 2, 2:4])
-            value[0, 2, 2:4] = actual[name][0, 2, 2:4]
-        np.testing.assert_array_equal(value, actual[name])
+    ((turned,),) = [TIES.turned(*given)]
+    assert turned[1].tolist() == [True, False]  # the second sequence's differs without a tie
 
 
 def test_a_token_that_pytorch_errs_at_is_no_other_one() -> None:
@@ -63,65 +56,7 @@ def test_a_token_that_pytorch_errs_at_is_no_other_one() -> None:
     assert TIES.compare(*given).wrong == 2
     assert TIES.compare(*given, [{key: own}]).wrong == 1
     tied = ([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS))})
-    ((_, settled),) = TIES.settle(*tied, [{key: own}])
-    np.testing.assert_array_equal(settled[key][0, 2, 2], actual[key][0, 2, 2])
-    np.testing.assert_array_equal(settled[key][1, 0, 7], expected[key][1, 0, 7])
-
-
-def test_what_pytorch_tells_of_its_own_run_is_settled_and_nothing_else_is() -> None:
-    """Its second chunk of head 2 holds another token, its fourth of head 0 the same one, far off."""
-    chosen = np.zeros((BATCH, HEADS, CHUNKS, 8))
-    chosen[..., :SALIENT] = 1
-    own = chosen.copy()
-    own[0, 2, 1] = np.roll(own[0, 2, 1], 1)
-    own[1, 1, 0] = 0  # not told
-    turned = TIES.turned({1: told(chosen, chosen)}, {1: told(chosen, own)})
-    assert np.argwhere(turned[1] == 1).tolist() == [[0, 2, 1]] and np.argwhere(turned[1] < 0).tolist() == [[1, 1, 0]]
-    expected, other = caches(0), caches(1)
-    key = "present_salient_key.1"
-    actual = {**expected, key: expected[key].copy()}
-    for slot in ((0, 2, 2), (1, 0, 7), (1, 1, 0)):
-        actual[key][slot] = other[key][slot]
-    ((_, settled),) = TIES.settle([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS))}, turned=turned)
-    np.testing.assert_array_equal(settled[key][0, 2], expected[key][0, 2])
-    np.testing.assert_array_equal(settled[key][1, 1], expected[key][1, 1])
-    np.testing.assert_array_equal(settled[key][1, 0], actual[key][1, 0])
-
-
-def test_linear_states_are_settled_as_far_as_the_exchange_explains() -> None:
-    """Two query heads a selection; head 2's second chunk holds another token: the states differ by both tokens, and by a fault."""
-    random = np.random.default_rng(0)
-    per, wide, deep = 2, 5, 6
-    columns = np.abs(
-        random.standard_normal((BATCH, HEADS * per, 2, wide))
-    )  # features of the token that goes, of the one that comes
-    values = random.standard_normal((2, deep))
-    key, value = (f"present_salient_{part}.1" for part in ("key", "value"))
-    expected = {
-        key: random.standard_normal((BATCH, HEADS, CHUNKS * SALIENT, deep)),
-        value: random.standard_normal((BATCH, HEADS, CHUNKS * SALIENT, deep)),
-        "present_kv_state.1": random.standard_normal((BATCH, HEADS * per, wide, deep)),
-        "present_z_state.1": random.standard_normal((BATCH, HEADS * per, wide)),
-    }
-    expected[value][0, 2, SALIENT] = values[0]
-    actual = {name: x.copy() for name, x in expected.items()}
-    actual[key][0, 2, SALIENT], actual[value][0, 2, SALIENT] = 9, values[1]
-    for head in (4, 5):
-        gone, come = columns[0, head]
-        actual["present_kv_state.1"][0, head] += np.outer(gone, values[0]) - np.outer(come, values[1])
-        actual["present_z_state.1"][0, head] += gone - come
-    actual["present_kv_state.1"][0, 1, 3] += 0.5  # of a head that holds the same tokens
-    fault = random.standard_normal(deep)
-    fault -= values.T @ np.linalg.lstsq(values.T, fault, rcond=None)[0]
-    actual["present_kv_state.1"][0, 5, 3] += fault
-    ((_, settled),) = TIES.settle([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS))})
-    left = {name: settled[name] - expected[name] for name in expected}
-    wrong = np.zeros_like(left["present_kv_state.1"])
-    wrong[0, 1, 3], wrong[0, 5, 3] = 0.5, fault
-    np.testing.assert_allclose(left["present_kv_state.1"], wrong, atol=1e-12)
-    np.testing.assert_allclose(left["present_z_state.1"], 0, atol=1e-12)
-    ((_, kept),) = TIES.settle([(expected, actual)], {1: np.full((BATCH, HEADS, CHUNKS), 2.0)})
-    assert all((kept[name] == actual[name]).all() for name in kept), "where nothing ties"
+    assert TIES.turned(*tied, [{key: own}])[0][1].tolist() == [False, True]
 
 
 def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
@@ -131,7 +66,7 @@ def test_a_chunk_that_pytorch_never_completed_is_no_tie() -> None:
     actual["present_salient_key.1"][0, 0, -1] = 1
     given = ([(expected, actual)], {1: np.zeros((BATCH, HEADS, CHUNKS - 1))})
     assert TIES.compare(*given).wrong == 1
-    assert TIES.settle(*given)[0][1]["present_salient_key.1"][0, 0, -1].all()
+    assert not TIES.turned(*given)[0][1].any()
 
 
 def test_a_tie_is_one_by_the_errors_of_the_scores_compared() -> None:
@@ -179,13 +114,6 @@ def test_what_a_runtime_keeps_is_what_its_calls_add() -> None:
         kept[0, :, SALIENT : 3 * SALIENT], second[key][0, :, SALIENT : 3 * SALIENT].astype(np.float32)
     )
     assert not kept[0, :, 3 * SALIENT :].any() and not kept[1].any()
-
-
-@pytest.mark.parametrize(
-    ("found", "expected", "too_many"), [(71, 70.0, False), (140, 70.0, True), (3, 0.01, True), (0, 0.0, False)]
-)
-def test_more_ties_than_expected_are_a_mismatch(found: int, expected: float, too_many: bool) -> None:
-    assert Choices(1000, found, 0, 0.5, expected).too_many == too_many
 
 
 def test_layers_that_select_nothing_have_no_ties() -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from still_kernels.hybrid_attention import Inputs
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import NARROW_NORM, REFERENCE
 
@@ -267,8 +267,8 @@ def llama_layer(tokens: int, **changes: object) -> tuple:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 127, 128, 129, 193, 4096, 4097])
 def test_full_size_repeats_and_agrees(tokens: int) -> None:
-    from still_kernels.hybrid_attention.dispatch import hybrid_attention
-    from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
+    from still_kernels.hybrid_attention.call import hybrid_attention
+    from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 
     torch.manual_seed(tokens)
     config, inputs = llama_layer(tokens)
@@ -344,7 +344,7 @@ def test_dependent_launches_change_nothing(scope: str) -> None:
 @pytest.mark.parametrize("scope", ["q_head", "kv_group_max"])
 def test_long_decode_in_a_graph_equals_prefill(scope: str) -> None:
     """65,536 replayed steps, in place, against one prefill of the same tokens: outputs of the last chunk and S."""
-    from still_kernels.hybrid_attention.dispatch import hybrid_attention
+    from still_kernels.hybrid_attention.call import hybrid_attention
 
     torch.manual_seed(0)
     tokens, tail = 65_536, 64

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from still_kernels import tune
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.settings import misfit
-from still_kernels.hybrid_attention.tiles import tile_table
+from still_kernels.hybrid_attention.plan.tiles import tile_table
+from still_kernels.hybrid_attention.work import misfit
 from still_kernels.registry import op_names, work_of
 from still_kernels.tile import changed
 

@@ -16,8 +16,11 @@ from tests.tolerances import NARROW_NORM
 pytest.importorskip("triton")
 
 from still_kernels import codes, launcher, tile
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, launch
-from still_kernels.hybrid_attention.variants import KERNELS, Variant
+from still_kernels.hybrid_attention import launch
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.plan import KERNELS, Variant
 from still_kernels.packing import Packing
 from tests.still_kernels.interpreted import run_cases
 

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from still_kernels.codes import rounded
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.narrow import narrowed, widened
 from still_kernels.hybrid_attention.paged import GROWING, LINEAR
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.tiles import HEAD_DIMS, tile_table
+from still_kernels.hybrid_attention.plan.tiles import HEAD_DIMS, tile_table
 from still_kernels.packing import Packing
 from still_kernels.tile import TileTable, changed
 

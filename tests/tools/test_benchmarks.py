@@ -48,15 +48,14 @@ def test_blocks_wait_once() -> None:
 def test_findings_are_lines_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = Findings()
     found.add(tokens=3, decode_us=1.5)
-    found.record(None, "a", {}, [])
-    found.record(tmp_path, "a benchmark", {"geometry": "llama-8b"}, ["still_graphs"])
+    found.record(None, "a", {})
+    found.record(tmp_path, "a benchmark", {"geometry": "llama-8b"})
     lines = capsys.readouterr().out.splitlines()
     (record,) = read_records(tmp_path)
     assert (
         json.loads(lines[0]) == {"tokens": 3, "decode_us": 1.5} and lines[1].startswith("record: ") and len(lines) == 2
     )
     assert record.kind == "benchmark" and record.figures == {"rows": [{"tokens": 3, "decode_us": 1.5}]}
-    assert list(record.sources) == ["still_graphs"] and record.stale_rooms() == []
 
 
 @pytest.mark.slow

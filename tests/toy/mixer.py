@@ -1,11 +1,10 @@
-"""Layers of type "decay": module, cache layer, traced op, naive form."""
+"""Layers of type "decay": module, cache layer, traced op."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from still_export.mixers.base import LayerOp, Mixer
@@ -13,18 +12,9 @@ from still_export.mixers.fixed import FixedStates
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.torch_ops import Given, call, register
-from still_graphs.ops.spec import AttributeValue
+from still_graphs.spec import AttributeValue
+from tests.toy.meaning import naive_decay
 from tests.toy.spec import DECAY
-
-
-def naive_decay(value: Tensor, new_tokens: Tensor, total: Tensor, decay: float) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, D], 0 at padding, and the state [B, H, D] after the rows' new tokens."""
-    total, outputs = total.clone(), []
-    for step in range(value.shape[1]):
-        real = (step < new_tokens)[:, None, None]
-        total = torch.where(real, decay * total + value[:, step], total)
-        outputs.append(torch.where(real, total, torch.zeros_like(total)))
-    return torch.stack(outputs, 1).to(value.dtype), total
 
 
 def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:

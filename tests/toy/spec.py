@@ -5,7 +5,7 @@ s_t = decay * s_(t-1) + v_t, output_t = s_t
 
 from __future__ import annotations
 
-from still_graphs.ops.spec import AttributeSpec, OpSpec, StateSpec, TensorSpec
+from still_graphs.spec import AttributeSpec, OpSpec, StateSpec, TensorSpec
 
 DECAY = OpSpec(
     name="Decay",

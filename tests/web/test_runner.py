@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from still_export.runtime.conversation import Conversation
 from still_export.runtime.ort import OrtModel
+from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.snapshot import Snapshot
+from still_export.runtime.text import Text
 from tests.web.conftest import WEB
 
 pytestmark = pytest.mark.slow
@@ -40,3 +44,25 @@ def test_draws_are_those_of_run(dist: Path, package: Path, seed: int, top_k: int
     model.start()
     sampling = Sampling(0.8, top_k=top_k, top_p=top_p, seed=seed)
     assert said["tokens"] == list(model.generate(said["ids"], 24, sampling))
+
+
+@pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}"])
+def test_a_chat_is_that_of_run(dist: Path, package: Path, tmp_path: Path, template: str) -> None:
+    """Also where the prompt opens thoughts, which later turns do not have."""
+    folder = tmp_path / "package"
+    shutil.copytree(package, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    end = "{% if add_generation_prompt %}<assistant>{% if think %}<think>\n{% endif %}{% endif %}"
+    text = "{% for m in messages %}<{{ m['role'] }}>" + template + "\n{% endfor %}" + end
+    thinks = {"think": "yes"} if "think" in template else {}
+    manifest["chat"] = {"templates": {"default": text}, "tokens": thinks}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    messages = ["Who?", " Where was it\n", "Why?"]
+    said = answered(folder, chat=messages, tokens=12)
+    model = OrtModel(folder, threads=1)
+    for prefixes in (None, PrefixCache(model.table, 1 << 28)):
+        talked = Conversation(model, Text(model), 12, Sampling(), prefixes=prefixes)
+        answers = [talked.ask(message, None) for message in messages]
+        assert said["answers"] == [answer.text for answer in answers]
+        assert said["length"] == model.length[0]
+    assert answers[-1].cached_tokens > len(talked._prompt([], messages[0])), "what every turn begins with was kept"

@@ -92,7 +92,7 @@ def main() -> int:
             size = tokens * HIDDEN * 2
             rate = round(size / us / 1e3, 1)
             found.add(way=way, settings=given, tokens=tokens, kib=size >> 10, us=round(us, 1), gb_s=rate)
-    found.record(options.record, "sums of GPUs", {"ranks": str(options.ranks)}, ["still_export.serving"])
+    found.record(options.record, "sums of GPUs", {"ranks": str(options.ranks)})
     return 0
 
 

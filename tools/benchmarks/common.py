@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,12 +126,10 @@ class Findings:
         print(json.dumps(row), flush=True)
         return row
 
-    def record(
-        self, folder: Path | None, name: str, subject: dict[str, str], rooms: Iterable[str], seed: int | None = 0
-    ) -> None:
+    def record(self, folder: Path | None, name: str, subject: dict[str, str], seed: int | None = 0) -> None:
         """Write the record, where --record asks for one; its path is the last line."""
         if folder is not None:
             from still_export.proof.records import make_record, write_record
 
-            made = make_record("benchmark", name, subject, {"rows": self.rows}, rooms, seed=seed)
+            made = make_record("benchmark", name, subject, {"rows": self.rows}, {}, seed=seed)
             print(f"record: {write_record(made, folder)}", flush=True)

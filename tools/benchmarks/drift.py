@@ -206,12 +206,7 @@ def main() -> None:
         return
     findings = Findings()
     subject = {"package": of_package, "state": of_state, "narrow": of_narrow}[options.verb](options, findings)
-    rooms = (
-        ["still_export.runtime", "still_export.mixers", "still_graphs"]
-        if options.verb == "package"
-        else ["tools.benchmarks.drift"]
-    )
-    findings.record(options.record, "drift", subject, rooms, seed=options.seed)
+    findings.record(options.record, "drift", subject, seed=options.seed)
 
 
 if __name__ == "__main__":

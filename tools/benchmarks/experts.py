@@ -21,9 +21,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from still_graphs.ops.experts import EXPERTS
-from still_graphs.ops.experts_nbits import EXPERTS_NBITS
 from still_graphs.passes.attach_functions import attach_functions
+from still_kernels.experts.spec import EXPERTS
+from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from tools.benchmarks.common import Findings, numbers, parser_of, time_in_turns
 
 BLOCK = 32
@@ -117,7 +117,7 @@ def main() -> None:
                 row = {"form": name, "activation": options.activation, "bits": bits, "tokens": tokens}
                 row |= {"megabytes": round(size / 1e6, 1), "read_ms": round(read * 1e3, 3), **wall[name].figures()}
                 found.add(**row, processor_ms=round(used[name].best * 1e3, 4))
-    found.record(options.record, "experts, ONNX Runtime CPU", {"sizes": options.sizes}, ["plugins", "still_graphs"])
+    found.record(options.record, "experts, ONNX Runtime CPU", {"sizes": options.sizes})
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ import triton
 from torch import Tensor
 
 from still_kernels.common.launches import outputs_of
-from still_kernels.dense_matmul import OP, Inputs
-from still_kernels.dense_matmul.op import rounded_tokens, tile_table
+from still_kernels.dense_matmul.plan import OP, Inputs, rounded_tokens, tile_table
 from still_kernels.launcher import arch_of
 from still_kernels.plan import Call
 from still_kernels.sizes import tensors_of

@@ -145,7 +145,7 @@ def main() -> int:
         rest = seconds(lambda: model.rest_of_prefill(x), 4, device) * size.context / options.call
         row = {"prefill_tokens": size.context, "attention_ms": round(whole * 1e3, 2), "rest_ms": round(rest * 1e3, 2)}
         found.add(**row, of="one layer")
-    found.record(options.record, "full attention, PyTorch", {"geometry": LLAMA_8B, "dtype": str(dtype)[6:]}, [])
+    found.record(options.record, "full attention, PyTorch", {"geometry": LLAMA_8B, "dtype": str(dtype)[6:]})
     return 0
 
 

@@ -240,8 +240,7 @@ def main() -> int:
         if options.kernels:
             found.add(**kernels(model, context))
     subject = {"package": options.package.name, "target": manifest["target"], "dtype": manifest["model"]["dtype"]}
-    rooms = ["still_export.runtime", "still_kernels", "plugins"]
-    found.record(options.record, f"{options.package.name}, {options.runtime}", subject, rooms)
+    found.record(options.record, f"{options.package.name}, {options.runtime}", subject)
     return 0
 
 

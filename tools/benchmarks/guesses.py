@@ -152,7 +152,7 @@ def main() -> int:
         guessing = still_export.load(given.package, **where)
         figures = equal(plain, guessing, given.equal, given.tokens, given.seed)
         found.add(**figures)
-        found.record(given.record, "equal tokens", {"package": given.package.name}, ["still_export.runtime"])
+        found.record(given.record, "equal tokens", {"package": given.package.name})
         return int(figures["greatest_lead"] > given.tie)
     sets = {
         "edits": prompts(EDITS, SOURCES),
@@ -187,7 +187,7 @@ def main() -> int:
             greatest_lead=round(max(leads, default=0.0), 4),
             **guessing.runner.speculation.to_dict(),
         )
-    found.record(given.record, "guesses", {"package": given.package.name}, ["still_export.runtime"])
+    found.record(given.record, "guesses", {"package": given.package.name})
     return 0
 
 

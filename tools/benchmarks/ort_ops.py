@@ -25,10 +25,10 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, OpSpec
-from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
 from still_graphs.passes.attach_functions import attach_functions
+from still_kernels.attention.spec import ATTENTION
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
 from tools.benchmarks.common import Findings, numbers, parser_of, time_in_turns
 
 Shapes = dict[str, list[int | str]]
@@ -202,7 +202,7 @@ def main() -> None:
     found = Findings()
     for row in measure(options, forms_of(options)):
         found.add(**row)
-    found.record(options.record, f"{options.op}, ONNX Runtime CPU", {"op": options.op}, ["plugins", "still_graphs"])
+    found.record(options.record, f"{options.op}, ONNX Runtime CPU", {"op": options.op})
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from still_kernels.bench import median_s
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
-from still_kernels.hybrid_attention.cost import decode_cost
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.narrow import widened
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.tiles import for_many_rows
-from still_kernels.hybrid_attention.work import WORK, layer
+from still_kernels.hybrid_attention.plan.tiles import for_many_rows
+from still_kernels.hybrid_attention.work import WORK, decode_cost, layer
 from still_kernels.packing import Packing, PagedStates
 from still_kernels.tile import changed
 from tools.benchmarks.common import Findings, numbers, parser_of, replayed
@@ -219,7 +220,7 @@ def main() -> None:
     with torch.no_grad():
         run(options, SMALL if options.small else dict(WORK.sizes), findings)
     subject = {"geometry": LLAMA_8B, "dtype": str(DTYPE)[6:], "what": options.verb}
-    findings.record(options.record, "hybrid attention in pages", subject, ["still_kernels"])
+    findings.record(options.record, "hybrid attention in pages", subject)
 
 
 if __name__ == "__main__":

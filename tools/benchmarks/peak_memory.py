@@ -56,7 +56,7 @@ def main() -> int:
         processor_seconds=round(used.ru_utime + used.ru_stime, 1),
         exit_code=child.returncode,
     )
-    found.record(options.record, "peak memory", {"command": shlex.join(command)}, ["still_export"])
+    found.record(options.record, "peak memory", {"command": shlex.join(command)})
     return child.returncode
 
 

@@ -20,7 +20,6 @@ from still_export.targets.registry import packaged_target
 from tools.benchmarks.common import Findings, numbers, parser_of
 
 OURS = "still-export"
-ROOMS = ("still_export.runtime", "still_export.targets.ort", "plugins")
 
 
 def main() -> int:
@@ -63,7 +62,7 @@ def main() -> int:
         "threads": str(given.threads),
         "rounds": str(given.rounds),
     }
-    found.record(given.record, f"beside peers {given.model}", {k: v for k, v in subject.items() if v}, ROOMS)
+    found.record(given.record, f"beside peers {given.model}", {k: v for k, v in subject.items() if v})
     return 0
 
 

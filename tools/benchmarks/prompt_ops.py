@@ -30,9 +30,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_export.package.files import MODEL
 from still_export.runtime.ort import OrtModel
-from still_kernels.attention.cost import prefill_cost as attention_cost
+from still_kernels.attention.work import prefill_cost as attention_cost
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.cost import prefill_cost as hybrid_cost
+from still_kernels.hybrid_attention.work import prefill_cost as hybrid_cost
 from tools.benchmarks.common import Findings, numbers, parser_of, time_calls
 from tools.benchmarks.ort_ops import session_of
 
@@ -175,7 +175,7 @@ def main() -> int:
     findings = Findings()
     for package in options.packages:
         measure(package, options, findings)
-    findings.record(options.record, "a prompt on the CPU by ops", {"threads": "1"}, ["plugins", "still_graphs"])
+    findings.record(options.record, "a prompt on the CPU by ops", {"threads": "1"})
     return 0
 
 

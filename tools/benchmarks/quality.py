@@ -33,7 +33,6 @@ from still_export.texts.texts import read_text
 from tools.benchmarks.common import Findings, numbers, parser_of
 
 TASKS = ",".join(["needle", *MAKERS])
-ROOMS = ("still_export.evaluation", "still_export.runtime", "still_kernels")
 
 
 def opened(given: argparse.Namespace, longest: int) -> tuple[Any, Any, dict[str, str]]:
@@ -114,7 +113,7 @@ def main() -> int:
         found.add(task=task, length=length, right=round(right, 4), low=low, high=high, prompts=prompts, seconds=spent)
     subject = {"base": given.base, "adapter": given.adapter, **how, "text": ", ".join(texts)}
     name = " ".join(filter(None, [given.base, given.adapter, subject.get("quantize") or subject["dtype"]]))
-    found.record(given.record, f"quality {name}", {k: v for k, v in subject.items() if v}, ROOMS)
+    found.record(given.record, f"quality {name}", {k: v for k, v in subject.items() if v})
     return 0
 
 

@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from still_kernels.attention import AttentionState
-from still_kernels.attention import Inputs as AttentionInputs
-from still_kernels.attention.launch import launch_attention
-from still_kernels.block_attention import Inputs
-from still_kernels.block_attention.launch import launch_block_attention
-from still_kernels.block_attention.tiles import tile_table as attend_table
-from still_kernels.select_blocks import Inputs as SelectInputs
-from still_kernels.select_blocks.launch import launch_select_blocks
-from still_kernels.select_blocks.tiles import tile_table as select_table
+from still_kernels.attention.call import launch_attention
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.attention.meaning import Inputs as AttentionInputs
+from still_kernels.block_attention.call import launch_block_attention
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.plan import tile_table as attend_table
+from still_kernels.select_blocks.call import launch_select_blocks
+from still_kernels.select_blocks.meaning import Inputs as SelectInputs
+from still_kernels.select_blocks.plan import tile_table as select_table
 from still_kernels.tile import TileTable, changed
 from tools.benchmarks.common import Findings, in_blocks, parser_of, replayed, time_calls
 
@@ -154,7 +154,7 @@ def main() -> int:
         if options.prompt:
             prompt_rows(options.prompt, settings, found)
     subject = {"geometry": "MiniCPM-SALA", "dtype": "float16", "device": torch.cuda.get_device_name()}
-    found.record(options.record, "selected blocks, one layer", subject, ["still_kernels"])
+    found.record(options.record, "selected blocks, one layer", subject)
     return 0
 
 

@@ -255,10 +255,8 @@ def main() -> int:
                     found.add(**{key: value for key, value in rows[-1].items() if key != "tokens"})
     if rows:
         print(table(rows))
-    rooms = ["still_export.mixers", "still_export.models", "still_kernels"]
-    found.record(
-        options.record, f"PyTorch, {options.geometry}", {"geometry": options.geometry, "dtype": str(dtype)[6:]}, rooms
-    )
+    subject = {"geometry": options.geometry, "dtype": str(dtype)[6:]}
+    found.record(options.record, f"PyTorch, {options.geometry}", subject)
     return 0
 
 

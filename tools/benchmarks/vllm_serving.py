@@ -395,8 +395,7 @@ def main() -> int:
         **({"compiled": "no"} if options.no_compile else {}),
         **({"engine": "in a process of its own"} if options.own_process else {}),
     }
-    rooms = ["still_export.serving", "still_kernels"]
-    bench.found.record(options.record, f"vLLM, {bench.name}", subject, rooms)
+    bench.found.record(options.record, f"vLLM, {bench.name}", subject)
     return 0
 
 

@@ -196,7 +196,7 @@ def main() -> None:
             what = f"{Path(place).name}, transformers.js {dtype}" if dtype else Path(place).name
             measure(run, f"http://127.0.0.1:{server.server_address[1]}/", what, work, asked.limit_s, found)
         server.shutdown()
-    found.record(asked.record, "web page", {"parts": " ".join(asked.parts), "peer": asked.peer}, ["still_export"])
+    found.record(asked.record, "web page", {"parts": " ".join(asked.parts), "peer": asked.peer})
 
 
 if __name__ == "__main__":

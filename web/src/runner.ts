@@ -2,6 +2,7 @@
 
 import { Tokenizer } from "@huggingface/tokenizers";
 import * as ort from "onnxruntime-web/wasm";
+import { Chat, type Message, type Place, type Templates } from "./chat.js";
 import { HeapTensor, run, size } from "./heap.js";
 import type { Sampling } from "./sampling.js";
 
@@ -15,7 +16,7 @@ export interface Manifest {
   states: { name: string; shape: (number | string)[]; dtype: "float32"; growth: Growth | null }[];
   eos_token_ids: number[];
   state_identity: string;
-  chat: Record<"start" | "user_to_assistant" | "assistant_to_user", string> | null;
+  chat: Templates | null;
   files: Record<string, { sha256: string; size_bytes: number }>;
 }
 /** Where a package's files come from; rejects, or gives undefined, where one is not there. */
@@ -26,8 +27,12 @@ export type Stopped = () => boolean | Promise<boolean>;
 /** What is wrong, in one sentence for people. */
 export class RunError extends Error {}
 
+/** A state to go back to, and the tokens behind the chat's beginning that it has read. */
+interface Point { file: Uint8Array<ArrayBuffer> | undefined; place: Place; unread: number[]; read: number[] }
+
 const FORMAT = "still-export state 1";
 const SPARE_TOKENS = 256;
+const TAIL = 32; // tokens of a prompt that may end with the mark of reasoning
 const SIMD = Uint8Array.from([0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11]);
 
 export interface Options { runtime: string; threads?: number; progress?: Progress } // runtime: where ort.mjs and its wasm lie
@@ -59,11 +64,18 @@ async function wanted(files: Files, manifest: Manifest, name: string): Promise<U
 export class Model {
   length = 0;
   room = 0;
-  place: "text" | "user" | "answer" = "text"; // where what was read stops: in plain text, inside a user's message, after an answer
+  place: Place = "text"; // where what was read stops: in plain text, inside a user's message, after an answer
   unread: number[] = []; // tokens behind it
   private states: Record<string, HeapTensor> = {};
+  private readonly chat: Chat | undefined;
+  private said: Message[] = []; // since the first of `points`
+  private known: number[] = []; // tokens behind it that the state has read
+  private points: Point[] = []; // where the chat begins, and how far its beginning is the same in every turn
 
-  private constructor(readonly manifest: Manifest, readonly session: ort.InferenceSession, readonly tokenizer?: Tokenizer) { this.start(); }
+  private constructor(readonly manifest: Manifest, readonly session: ort.InferenceSession, readonly tokenizer?: Tokenizer) {
+    this.chat = manifest.chat ? new Chat(manifest.chat) : undefined;
+    this.start();
+  }
 
   /** Open a package.
    *  @throws RunError The package is none, or damaged, or this browser cannot run it. */
@@ -108,7 +120,8 @@ export class Model {
 
   /** Forget everything. */
   start(): void {
-    [this.length, this.place, this.unread] = [0, "text", []];
+    [this.length, this.place, this.unread, this.said] = [0, "text", [], []];
+    this.points = [{ file: undefined, place: "text", unread: [], read: [] }];
     this.resize(0, false);
   }
 
@@ -200,6 +213,11 @@ export class Model {
 
   /** Go on from what `save` wrote. Nothing changes where it throws. */
   async load(file: Uint8Array<ArrayBuffer>): Promise<void> {
+    await this.put(file);
+    [this.said, this.points] = [[], [{ file, place: this.place, unread: this.unread, read: [] }]];
+  }
+
+  private async put(file: Uint8Array<ArrayBuffer>): Promise<void> {
     const wrong = new RunError("this file is no saved state: a page's button or still-export run --save-state makes one.");
     let head: any, said: any, begin: number; // of JSON
     try {
@@ -229,24 +247,51 @@ export class Model {
   /** Read a document as the beginning of the first message. False: stopped; what was read stays. */
   async read(text: string, progress?: Progress, stopped?: Stopped): Promise<boolean> {
     this.start();
-    const { chat } = this.manifest;
+    const whole = await this.prefill(this.encode((this.chat?.opening() ?? "") + text, !this.chat), progress, stopped);
     this.place = "user";
-    return Boolean(await this.prefill(this.encode((chat?.start ?? "") + text, !chat), progress, stopped));
+    this.points = [{ file: await this.save(), place: "user", unread: [], read: [] }];
+    return Boolean(whole);
   }
 
-  /** The answer to a message, in pieces of text as they become certain. */
+  /** The tokens of a chat behind its beginning. */
+  private chatIds(said: Message[]): number[] {
+    const { place, unread } = this.points[0]!;
+    const text = this.chat ? this.chat.behind(said, place) : said.map((message) => message.content).join("");
+    return [...unread, ...this.encode(text, place === "text" && !this.chat)];
+  }
+
+  /** Go back to the last point that `ids` go on from; how many of them it has read. */
+  private async back(ids: number[]): Promise<number> {
+    const point = this.points.filter(({ read }) => begins(ids, read)).at(-1)!;
+    if (point.file) await this.put(point.file);
+    else {
+      this.length = 0;
+      this.resize(0, false);
+    }
+    return point.read.length;
+  }
+
+  /** The answer to a message, in pieces of text as they become certain. The chat is written anew; what of it was read is not read again. */
   async *ask(message: string, count: number, sampling: Sampling, progress?: Progress, stopped?: Stopped): AsyncGenerator<string> {
-    const { chat } = this.manifest;
-    const before = { text: chat?.start, user: "", answer: chat?.assistant_to_user }[this.place] ?? "";
-    const whole = before + message + (chat?.user_to_assistant ?? "");
-    const prompt = [...this.unread, ...this.encode(whole, this.place === "text" && !chat)];
-    this.reserve(prompt.length + count);
-    const begun = this.length, tokens: number[] = [];
+    const said = [...this.said, { role: "user", content: message }];
+    const ids = this.chatIds(said);
+    this.reserve(Math.max(0, ids.length - this.known.length) + count);
+    let read = this.said.length && begins(ids, this.known) ? this.known.length : await this.back(ids);
+    // Templates drop thoughts that an answer began with: what every later turn begins with too is kept.
+    const later = this.chat?.thoughts ? this.chatIds([...said, { role: "assistant", content: "." }, { role: "user", content: "." }]) : ids;
+    const settled = ids.findIndex((token, i) => token !== later[i]);
+    const opened = Boolean(this.chat?.opens(this.tokenizer?.decode(ids.slice(-TAIL), { skip_special_tokens: false }) ?? ""));
+    const [from, begun] = [read, this.length], tokens: number[] = [];
     const text = () => (tokens.length ? this.tokenizer!.decode(tokens, { skip_special_tokens: true }) : "");
     let shown = 0;
     this.place = "answer";
     try {
-      for await (const token of this.generate(prompt, count, sampling, progress, stopped)) {
+      if (settled > read) {
+        if (!(await this.prefill(ids.slice(read, settled), progress, stopped))) return;
+        read = settled;
+        this.points = [this.points[0]!, { file: await this.save(), place: "answer", unread: [], read: ids.slice(0, settled) }];
+      }
+      for await (const token of this.generate(ids.slice(read), count, sampling, progress, stopped)) {
         tokens.push(token);
         if (text().endsWith("\ufffd")) continue; // half a character
         yield text().slice(shown);
@@ -254,11 +299,17 @@ export class Model {
       }
     } finally {
       // The last token, unless the model's own end came behind it; of a prompt that was stopped, the rest.
-      this.unread = [...prompt, ...tokens].slice(this.length - begun);
+      const whole = [...ids, ...tokens], end = from + this.length - begun;
+      [this.known, this.unread] = [whole.slice(0, end), whole.slice(end)];
+      const answer = this.tokenizer?.decode(tokens, { skip_special_tokens: !this.chat?.thoughts }) ?? "";
+      this.said = [...said, this.chat ? this.chat.message(answer, opened) : { role: "assistant", content: answer }];
     }
     if (text().length > shown) yield text().slice(shown);
   }
 }
+
+/** Whether `ids` begin with all of `first`, and have more. */
+const begins = (ids: number[], first: number[]) => first.length < ids.length && first.every((token, i) => token === ids[i]);
 
 /** Copy what two states whose shapes differ in one dimension share, from their beginning. */
 function copyRows(read: HeapTensor, write: HeapTensor): void {

@@ -24,9 +24,8 @@ FUSED_DOMAIN = "com.microsoft"
 
 
 def body_of(op: str) -> Body:
-    """The `BODY` of an op, by its name in ONNX: of its folder here, or of `body` in the package of an op of another tree."""
-    spec = OPS[op]
-    body: Body = import_module(f"{spec.home}.body" if spec.home else f"still_graphs.functions.{spec.torch_name}").BODY
+    """The `BODY` of an op's folder, by the op's name in ONNX."""
+    body: Body = import_module(f"{OPS[op].package}.body").BODY
     return body
 
 

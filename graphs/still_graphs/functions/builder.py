@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from still_graphs.ops.spec import OpSpec
+from still_graphs.spec import OpSpec
 
 Value: TypeAlias = "str | int | float | Sequence[int] | Sequence[str | int] | None"
 """A value's name, or a constant: int -> int64 scalar, float -> float32 scalar, ints -> int64 vector; None = absent input."""
@@ -188,5 +188,6 @@ class Scope:
 
 
 FLOAT = TensorProto.FLOAT
+DOUBLE = TensorProto.DOUBLE
 INT64 = TensorProto.INT64
 BOOL = TensorProto.BOOL

@@ -1,4 +1,4 @@
-"""Around a body that has keys and values as numbers: rows that come in and go out in 8 bits (`still_graphs.ops.spec.CACHE`).
+"""Around a body that has keys and values as numbers: rows that come in and go out in 8 bits (`still_graphs.spec.CACHE`).
 
 All rows are unpacked and packed at every call, which is for every runtime and is not fast; kernels read and write the rows that they need.
 """
@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from still_graphs.functions.builder import FLOAT, Scope
 from still_graphs.ops import OPS
-from still_graphs.ops.spec import CACHE, CODES, scales_of
+from still_graphs.spec import CACHE, CODES, scales_of
 
 STEPS = 127
 MIDDLE = 128

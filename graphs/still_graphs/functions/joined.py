@@ -20,7 +20,7 @@ from still_graphs.ops import OpSpec
 PREFIX = "Joined"
 """In front of the op's name."""
 STATES = "states"
-"""Attribute of such a node: "window_key:3,128,64;...", its states in order with their dimensions but the batch."""
+"""Attribute of such a node: "STATE:3,128,64;...", its states in order with their dimensions but the batch."""
 PARTS = ("first", "second")
 """The tensors, as `past_<part>` and `present_<part>`."""
 

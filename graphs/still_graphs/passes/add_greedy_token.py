@@ -6,11 +6,11 @@ ensures: an output `next_token`, [batch, tokens], int32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from still_graphs.edits import Writer, sizes, typed
 from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
-from still_graphs.ops import DOMAIN
-from still_graphs.ops.greedy_token import GREEDY_TOKEN
 from still_graphs.states import NEXT_TOKEN
 
 
@@ -23,15 +23,7 @@ def add_greedy_token(model: ir.Model) -> int:
     Raises:
         UnsupportedError: No output is called logits.
     """
-    return _add(model)
-
-
-def add_greedy_node(model: ir.Model) -> int:
-    """The same by a node of ours: ONNX Runtime's CUDA provider has no ArgMax of this opset, and all logits would go to the host for it.
-
-    Returns, Raises: As of `add_greedy_token`.
-    """
-    return _add(model, ours=True)
+    return add_token(model, _best)
 
 
 def gives_next_token(model: ir.Model) -> str:
@@ -39,18 +31,19 @@ def gives_next_token(model: ir.Model) -> str:
     return "" if NEXT_TOKEN in [v.name for v in model.graph.outputs] else f"no output {NEXT_TOKEN}"
 
 
-def _add(model: ir.Model, ours: bool = False) -> int:
+def add_token(model: ir.Model, make: Callable[[Writer, ir.Graph, ir.Value], ir.Value]) -> int:
+    """The same by the nodes that `make` writes for the logits."""
     outputs = {str(value.name): value for value in model.graph.outputs}
     if NEXT_TOKEN in outputs:
         return 0
     if "logits" not in outputs:
         raise UnsupportedError(f"no output is called logits, but {', '.join(outputs)}; greedy tokens need them.")
-    logits, writer = outputs["logits"], Writer(model.graph)
-    if ours:
-        token = writer.node(GREEDY_TOKEN.name, [logits], NEXT_TOKEN, domain=DOMAIN)
-        model.graph.opset_imports[DOMAIN] = GREEDY_TOKEN.version
-    else:
-        best = writer.node("ArgMax", [logits], hint=f"{NEXT_TOKEN}.int64", axis=-1, keepdims=0)
-        token = writer.node("Cast", [best], NEXT_TOKEN, to=ir.DataType.INT32)
+    logits = outputs["logits"]
+    token = make(Writer(model.graph), model.graph, logits)
     model.graph.outputs.append(typed(token, sizes(logits)[:-1], ir.DataType.INT32))
     return 1
+
+
+def _best(writer: Writer, graph: ir.Graph, logits: ir.Value) -> ir.Value:
+    best = writer.node("ArgMax", [logits], hint=f"{NEXT_TOKEN}.int64", axis=-1, keepdims=0)
+    return writer.node("Cast", [best], NEXT_TOKEN, to=ir.DataType.INT32)

@@ -13,7 +13,7 @@ from still_graphs.edits import attribute, sizes
 from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS, OpSpec
-from still_graphs.ops.spec import CACHE, StateSpec, TensorSpec, dimension
+from still_graphs.spec import CACHE, StateSpec, TensorSpec, dimension
 
 
 def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:

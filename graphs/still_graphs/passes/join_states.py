@@ -24,7 +24,7 @@ from still_graphs.edits import Writer, attribute, is_standard, known_sizes, put_
 from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
 from still_graphs.ops import OPS, OpSpec
-from still_graphs.ops.spec import StateSpec
+from still_graphs.spec import StateSpec
 from still_graphs.states import rows_after
 
 CAPACITY = "still.capacity"

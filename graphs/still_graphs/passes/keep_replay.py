@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from still_graphs.edits import Writer, attribute, typed
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS, OpSpec
-from still_graphs.ops.spec import CACHE, TensorSpec
+from still_graphs.spec import CACHE, TensorSpec
 from still_graphs.states import REPLAY
 
 

@@ -4,9 +4,8 @@ The parser hands a plugin only declared attributes, cannot pass an absent input,
 namespace. Counts are int32, the plugin's integer type.
 
 requires: nodes in the order of their OpSpec; no functions of the domain; activation types inferable from the graph.
-ensures: every attribute of the OpSpec is set, `cache` and what goes with it where rows are in 8 bits alone; plugin_namespace and
-plugin_version are; absent inputs and outputs are gone from the lists, `absent_inputs` has their bits; `activation_type` names the
-activations' type; counts are int32.
+ensures: every attribute of the OpSpec is set, and plugin_namespace and plugin_version are; absent inputs and outputs are gone from the
+lists, `absent_inputs` has their bits; `activation_type` names the activations' type; counts are int32.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from still_graphs.edits import Writer, attribute, is_standard, put_in_place
 from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.ops.spec import CACHE
+from still_graphs.spec import CACHE
 
 ACTIVATION_TYPE = "activation_type"
 TYPE_NAMES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
@@ -70,9 +69,7 @@ def _rewrite(node: ir.Node, writer: Writer, narrowed: dict[ir.Value, ir.Value]) 
         for name, output in zip(spec.output_names(), node.outputs, strict=False)
         if name.replace("present_", "past_", 1) not in missing
     ]
-    attributes = {a.name: a.default for a in spec.attributes if a != CACHE} | {
-        k: a.value for k, a in node.attributes.items()
-    }
+    attributes = {a.name: a.default for a in spec.attributes} | {k: a.value for k, a in node.attributes.items()}
     attributes |= {
         "plugin_namespace": spec.domain,
         "plugin_version": str(spec.version),

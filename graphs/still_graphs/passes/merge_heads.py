@@ -18,7 +18,7 @@ from still_graphs.edits import drop_unused, fresh_names, sizes
 from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.ops.spec import TensorSpec
+from still_graphs.spec import TensorSpec
 
 
 def merge_heads(model: ir.Model) -> int:

@@ -1,9 +1,50 @@
-"""The launches of still::Attention: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+"""Kernels of still::Attention: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
-from still_graphs.ops.attention import ATTENTION
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from still_graphs.spec import CACHE
+from still_kernels.attention.spec import ATTENTION
+from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Branch, Check, Launch, Plan, Region
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
+
+MAX_HEAD_DIM = 256
+DECODE_ROWS = 16
+"""Query rows of one program of decode: the least that a matrix instruction takes."""
+MOST_SPLITS = 64
+"""Programs that share the cache of one key/value head: the last one loads their results side by side."""
+DECODE_PROGRAMS = 264
+"""That fill the chip: two on each multiprocessor of an H200."""
+
+
+@lru_cache
+def tile_table(arch: int, head_dim: int, wide: bool) -> TileTable:
+    """The table of one variant.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        head_dim: D.
+        wide: float32 activations.
+    """
+    dim = pow2(head_dim)
+    small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
+    row_bytes = dim * (4 if wide else 2)
+    # Keys and values of a stage: as many stages as leave room for the queries.
+    keys = 16 if row_bytes > 512 else 32 if row_bytes > 256 else 64
+    # H200, head size 128, 8,192 tokens: 64 rows and 4 warps 1.15 ms (478 TFLOP/s), 128 and 8 1.27 to 1.56 ms.
+    rows = 16 if row_bytes > 512 and small else 32 if wide or dim > 128 else 64
+    stages = 2 if small or row_bytes > 256 else 3
+    near, ahead = (keys, stages) if wide else for_two_programs(SHARED_BYTES.get(arch, 99 << 10), dim, keys, stages)
+    tiles = {
+        "attend": KernelTile({"BM": rows, "BN": min(near, rows), "STAGES": ahead}, 4, ahead),
+        "decode": KernelTile({"BR": DECODE_ROWS, "BN": keys, "BS": MOST_SPLITS, "STAGES": stages}, 4, stages),
+    }
+    return TileTable(tiles, {"decode_programs": DECODE_PROGRAMS})
+
 
 DECODE = "T == 1 or T * (H // HK) <= 32"
 """So few tokens that the cache, not the GEMMs, is what a call waits for."""
@@ -44,3 +85,63 @@ PLAN = Plan(
     ),
     measured_tokens=(1, "max(1, 32 // max(1, H // HK))"),
 )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument."""
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    cache: str = "float"
+    count_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        check_known(self, cache=CACHE.choices)
+
+
+def constants_of(head_dim: int, wide: bool, cache: str = "float") -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares."""
+    import triton
+
+    return {
+        "D": head_dim,
+        "DP": pow2(head_dim),
+        "CODES": int(cache == "int8"),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
+        "DOT": "tf32x3" if wide else "tf32",
+    }
+
+
+def plan_constants(table: TileTable) -> dict[str, int]:
+    """Values of the plan's constants for kernels with these block sizes."""
+    decode, attend = (table.tiles[name].constants for name in ("decode", "attend"))
+    return {"attend_rows": attend["BM"], "decode_rows": decode["BR"], "most_splits": decode["BS"], **table.host}
+
+
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
+    wide = variant.dtype == "float32"
+    table = tile_table(arch, variant.head_dim, wide) if table is None else table
+    return Build(
+        table.kernels(),
+        constants_of(variant.head_dim, wide, variant.cache),
+        plan_constants(table),
+        frozenset({"key_scale", "value_scale"} if variant.cache == "float" else ()),
+    )
+
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=combinations(Variant, head_dim=(64, 128)),
+    build=build,
+    functions=imported("still_kernels.attention.kernels", "FUNCTIONS"),
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+    ),
+)
+
+
+OP = Op(KERNELS)

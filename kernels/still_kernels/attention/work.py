@@ -1,4 +1,4 @@
-"""Softmax attention for bench and tune: its layers, calls and settings."""
+"""still::Attention for bench and tune: its layers, calls, least costs and settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.attention.blocked import blocked_attention
-from still_kernels.attention.cost import decode_cost, prefill_cost
-from still_kernels.attention.dispatch import attention
-from still_kernels.attention.inputs import Inputs
-from still_kernels.attention.settings import MOVES, misfit
-from still_kernels.attention.state import AttentionState
-from still_kernels.tile import TileTable
+from still_kernels.attention.call import attention
+from still_kernels.attention.meaning import AttentionState, Inputs, blocked_attention
+from still_kernels.tile import Setting, TileTable, one, stages
 from still_kernels.work import Kind, OpWork, Work, filled
+
+MOVES: dict[str, list[Setting]] = {
+    "attend": [
+        *stages(2, 3, 4),
+        *one("BM", 32, 64, 128),
+        *one("BN", 32, 64, 128),
+        {"BM": 128, "num_warps": 8},
+        {"BM": 128, "BN": 128, "num_warps": 8, "STAGES": 2, "num_stages": 2},
+        *one("num_warps", 2, 4, 8),
+        *one("max_registers", None, 128, 168),
+    ],
+    "decode": [
+        *stages(2, 3, 4, 6),
+        *one("BN", 16, 32, 64, 128),
+        *one("BS", 16, 32, 64),
+        *one("num_warps", 2, 4, 8),
+        *one("max_registers", None, 96, 128, 168),
+        *one("decode_programs", 132, 264, 528),
+    ],
+}
+"""What is tried from the current setting and then from better ones, by kernel."""
+
+
+def misfit(table: TileTable) -> str:
+    """Why the block sizes of a table do not go together, or nothing: tokens of earlier blocks are read BN at a time."""
+    attend = table.kernels()["attend"].constants
+    return "" if attend["BM"] % attend["BN"] == 0 else "BN of attend divides its BM"
+
+
+def prefill_cost(heads: int, kv_heads: int, dim: int, tokens: int) -> tuple[float, float]:
+    """Of one empty sequence: activations once, keys and values written to the cache; half of all pairs, as key and as value."""
+    return tokens * dim * 2 * (2 * heads + 4 * kv_heads), 2.0 * heads * dim * tokens * (tokens + 1)
+
+
+def decode_cost(heads: int, kv_heads: int, dim: int, context: int, batch: int) -> tuple[float, float]:
+    """Of one decode step: the filled rows of keys and values are read once."""
+    return batch * context * kv_heads * dim * 4, 4.0 * batch * heads * dim * context
 
 
 @dataclass(frozen=True)
@@ -53,7 +86,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     inputs = Inputs(random(layer.heads), random(layer.kv_heads), random(layer.kv_heads), new)
 
     def launch(state: AttentionState, output: Tensor, table: TileTable) -> None:
-        from still_kernels.attention.launch import launch_attention
+        from still_kernels.attention.call import launch_attention
 
         launch_attention(inputs, state, output, table=table)
 
@@ -70,7 +103,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
 
 
 def _table(layer: Layer, device: torch.device, wide: bool) -> TileTable:
-    from still_kernels.attention.launch import device_table
+    from still_kernels.attention.call import device_table
 
     return device_table(layer.head_dim, device, wide)
 

@@ -1,9 +1,54 @@
-"""The launches of still::BlockAttention: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+"""Kernels of still::BlockAttention: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
+
+MAX_HEAD_DIM = 256
+MOST_PARTS = 64
+"""Programs that share a token's blocks: one loads their results side by side."""
+DECODE_PROGRAMS = 264
+"""That fill the chip: two on each multiprocessor of an H200."""
+SPAN_TOKENS = 8192
+"""Of a prompt, whose tiles are united at once: 17 MB for tiles of four tokens beside 65,536."""
+
+
+@lru_cache
+def tile_table(arch: int, head_dim: int, block: int, wide: bool) -> TileTable:
+    """The table of one variant.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        head_dim: D.
+        block: Tokens of a block of keys.
+        wide: float32 activations.
+    """
+    dim = pow2(head_dim)
+    small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
+    row_bytes = dim * (4 if wide else 2)
+    keys = min(pow2(block), 16 if row_bytes > 512 else 32 if row_bytes > 256 else 64)
+    stages = 2 if small or row_bytes > 256 else 3
+    # 32 keys at a time leave no room for two programs either where shared memory is small.
+    ahead = stages if wide else for_two_programs(SHARED_BYTES.get(arch, 99 << 10), dim, keys, stages)[1]
+    dependent = arch >= 90
+    pdl = {"PDL": int(dependent)}
+    tiles = {
+        "append": KernelTile({"BT": 16, **pdl}, 4, 1, None, dependent),
+        "decode": KernelTile({"BR": 16, "BN": keys, "STAGES": stages, **pdl}, 4, stages, None, dependent),
+        "merge": KernelTile({"BS": MOST_PARTS, **pdl}, 4, 1, None, dependent),
+        "unite": KernelTile({"BC": 512}, 4, 1),
+        # H100, 65,536 tokens that choose alike: 64 rows and 4 warps 25.4 ms, 128 and 8, which read half the bytes, 30.3.
+        "attend": KernelTile({"BM": 64, "BN": keys, "STAGES": ahead}, 4, ahead),
+    }
+    return TileTable(tiles, {"decode_programs": DECODE_PROGRAMS, "span_tokens": SPAN_TOKENS})
+
 
 FEW = "T <= 8"
 """So few tokens that each goes through its own blocks."""
@@ -75,3 +120,67 @@ PLAN = Plan(
         ),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument.
+
+    slots: Blocks of a token's list, filled up to a power of two.
+    block_size: As of the op's spec.
+    """
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    slots: int = 128
+    block_size: int = 64
+    count_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        check_known(self)
+
+
+def constants_of(variant: Variant) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares."""
+    import triton
+
+    return {
+        "D": variant.head_dim,
+        "DP": pow2(variant.head_dim),
+        "SP": variant.slots,
+        "BLOCK": variant.block_size,
+        "BP": 1 << (variant.block_size - 1).bit_length(),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
+        "DOT": "tf32x3" if variant.dtype == "float32" else "tf32",
+    }
+
+
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
+    wide = variant.dtype == "float32"
+    table = tile_table(arch, variant.head_dim, variant.block_size, wide) if table is None else table
+    places = {
+        "append_tokens": ("append", "BT"),
+        "decode_heads": ("decode", "BR"),
+        "most_parts": ("merge", "BS"),
+        "attend_rows": ("attend", "BM"),
+    }
+    rows = {name: table.tiles[kernel].constants[constant] for name, (kernel, constant) in places.items()}
+    return Build(table.kernels(), constants_of(variant), {**rows, **table.host})
+
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=combinations(Variant),
+    build=build,
+    functions=imported("still_kernels.block_attention.kernels", "FUNCTIONS"),
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+        Check("H // HK <= 64", "{H // HK} query heads of a key/value head; the kernels have at most 64."),
+    ),
+)
+
+
+OP = Op(KERNELS)

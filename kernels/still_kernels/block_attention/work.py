@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from still_kernels import launcher
-from still_kernels.attention.state import AttentionState
+from still_kernels.attention.meaning import AttentionState
 from still_kernels.attention.work import Layer, kept, layer
-from still_kernels.block_attention.naive import Inputs, block_attention
-from still_kernels.block_attention.tiles import tile_table
+from still_kernels.block_attention.meaning import Inputs, block_attention
+from still_kernels.block_attention.plan import tile_table
 from still_kernels.forms import has_kernels
 from still_kernels.tile import Setting, TileTable, one, stages
 from still_kernels.work import Kind, OpWork, Work
@@ -70,7 +70,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
     inputs = Inputs(random(layer.heads), random(layer.kv_heads), random(layer.kv_heads), new, blocks, BLOCK)
 
     def launch(state: AttentionState, output: Tensor, table: TileTable | None = None) -> None:
-        from still_kernels.block_attention.launch import launch_block_attention
+        from still_kernels.block_attention.call import launch_block_attention
 
         launch_block_attention(inputs, state, output, table)
 

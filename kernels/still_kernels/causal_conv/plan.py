@@ -1,9 +1,30 @@
-"""The launches of still::CausalConv: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+"""Kernels of still::CausalConv: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
-from still_graphs.ops.causal_conv import CAUSAL_CONV
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Branch, Check, Launch, Plan
+from still_kernels.tile import KernelTile, TileTable
+
+MAX_TAPS = 16
+
+
+@lru_cache
+def tile_table(arch: int) -> TileTable:
+    """The table of an architecture (90 for sm_90)."""
+    dependent = arch >= 90
+    tiles = {
+        "conv": KernelTile({"BT": 16, "BC": 128}, 4, 1),
+        "commit": KernelTile({"BC": 128}, 4, 1),
+        "step": KernelTile({"BC": 128, "PDL": int(dependent)}, 4, 1, None, dependent),
+    }
+    return TileTable(tiles)
+
 
 DECODE = "T <= 8"
 """So few tokens that one program of a channel takes them all, and the state with them."""
@@ -38,3 +59,77 @@ PLAN = Plan(
         ),
     ),
 )
+
+
+ACTIVATIONS = CAUSAL_CONV.attribute("activation").choices
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument.
+
+    taps: K.
+    bias: Whether there is one.
+    aligned: Whether channels are a multiple of 8, which may be loaded at once.
+    """
+
+    dtype: str = "bfloat16"
+    taps: int = 4
+    activation: str = "silu"
+    bias: int = 0
+    aligned: int = 1
+    count_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        check_known(self, activation=ACTIVATIONS)
+
+
+def constants_of(variant: Variant) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares."""
+    import triton
+
+    return {
+        "K": variant.taps,
+        "KP": 1 << (variant.taps - 2).bit_length(),  # columns of the state
+        "ALIGNED": variant.aligned,
+        "SILU": int(variant.activation == "silu"),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
+    }
+
+
+def plan_constants(table: TileTable) -> dict[str, int]:
+    """Values of the plan's constants for kernels with these block sizes."""
+    conv, commit, step = (table.tiles[name].constants for name in ("conv", "commit", "step"))
+    return {
+        "token_block": conv["BT"],
+        "channel_block": conv["BC"],
+        "commit_block": commit["BC"],
+        "step_block": step["BC"],
+    }
+
+
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
+    table = tile_table(arch) if table is None else table
+    return Build(
+        table.kernels(),
+        constants_of(variant),
+        plan_constants(table),
+        frozenset(() if variant.bias else {"bias"}),
+    )
+
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=combinations(Variant, bias=(0, 1)),
+    build=build,
+    functions=imported("still_kernels.causal_conv.kernels", "FUNCTIONS"),
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"K <= {MAX_TAPS}", f"{{K}} taps; the kernels have at most {MAX_TAPS}."),
+    ),
+)
+
+
+OP = Op(KERNELS)

@@ -1,4 +1,4 @@
-"""The causal convolution for bench and tune: its layers, calls and settings."""
+"""still::CausalConv for bench and tune: its layers, calls, least costs and settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.causal_conv.cost import cost
-from still_kernels.causal_conv.dispatch import causal_conv
-from still_kernels.causal_conv.inputs import Inputs, empty_state
-from still_kernels.causal_conv.settings import MOVES
-from still_kernels.causal_conv.tiles import tile_table
-from still_kernels.causal_conv.whole import whole_causal_conv
-from still_kernels.tile import TileTable
+from still_kernels.causal_conv.call import causal_conv
+from still_kernels.causal_conv.meaning import Inputs, empty_state, whole_causal_conv
+from still_kernels.causal_conv.plan import tile_table
+from still_kernels.tile import Setting, TileTable, one
 from still_kernels.work import Kind, OneTensor, OpWork, Work
+
+MOVES: dict[str, list[Setting]] = {
+    "conv": [*one("BT", 8, 16, 32, 64), *one("BC", 64, 128, 256), *one("num_warps", 2, 4, 8)],
+    "commit": [*one("BC", 64, 128, 256)],
+    "step": [*one("BC", 32, 64, 128, 256), *one("num_warps", 1, 2, 4)],
+}
+"""What is tried from the current setting and then from better ones, by kernel."""
+
+
+def cost(channels: int, taps: int, tokens: int, batch: int) -> tuple[float, float]:
+    """Of `batch` sequences: tokens in and out, taps, the state read and written once."""
+    moved = batch * channels * (2 * tokens + 2 * (taps - 1)) + channels * taps
+    return 2 * moved, 2.0 * batch * tokens * channels * taps
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         return OneTensor(empty_state(kind.batch, layer.channels, layer.taps, dtype, device))
 
     def launch(state: OneTensor, output: Tensor, table: TileTable) -> None:
-        from still_kernels.causal_conv.launch import launch_causal_conv
+        from still_kernels.causal_conv.call import launch_causal_conv
 
         launch_causal_conv(inputs, state.state, output, table=table)
 

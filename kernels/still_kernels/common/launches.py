@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import UnsupportedError
-from still_graphs.ops.spec import OpSpec, in_numbers
+from still_graphs.spec import OpSpec, in_numbers
 from still_kernels import launcher
 from still_kernels.op_kernels import OpKernels
 from still_kernels.plan import Call

@@ -70,7 +70,7 @@ STEPS = tl.constexpr(127.0)
 
 @triton.jit
 def to_codes(b_rows):
-    """Rows [R, DP], zeros beyond their length, in 8 bits: codes int8 and scales [R] (`still_graphs.ops.spec.CACHE`)."""
+    """Rows [R, DP], zeros beyond their length, in 8 bits: codes int8 and scales [R] (`still_graphs.spec.CACHE`)."""
     b_wide = b_rows.to(tl.float32)
     b_most = tl.max(tl.abs(b_wide), 1)
     b_scale = tl.div_rn(b_most, b_most * 0.0 + STEPS)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION, SLOTS
-from still_graphs.ops.spec import CACHE, CODES, AttributeValue
+from still_graphs.spec import CACHE, CODES, AttributeValue
 from still_graphs.states import rows_after
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION, SLOTS
 
 CHOICES: dict[str, tuple[str, ...]] = {
     **{a.name: a.choices for a in HYBRID_ATTENTION.attributes if a.choices and a != CACHE},

@@ -13,13 +13,13 @@ from torch import Tensor
 from still_kernels import launcher
 from still_kernels.common.cuda_function import can_compile
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.functions import FUNCTIONS
-from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.kernels import FUNCTIONS
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState, state_names
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.plan import PLAN
-from still_kernels.hybrid_attention.state import HybridAttentionState, state_names
-from still_kernels.hybrid_attention.tiles import for_many_rows
-from still_kernels.hybrid_attention.variants import BY_TMA, constants_of, plan_constants, sizes_of, table_of
+from still_kernels.hybrid_attention.plan import BY_TMA, constants_of, plan_constants, sizes_of, table_of
+from still_kernels.hybrid_attention.plan.launches import PLAN
+from still_kernels.hybrid_attention.plan.tiles import for_many_rows
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.plan import Call
 from still_kernels.tile import TileTable, changed
@@ -106,13 +106,10 @@ def _prepared(
     factor: bool,
     described: bool,
     pages: Pages | None,
-    undivided: bool,
     *call: Any,
 ) -> launcher.Prepared:
     """The same with the block sizes of the device; kept, for a layer is called once per token."""
     table = device_table(config, device, dtype == torch.float32, described)
-    if undivided:
-        table = changed(table, "features", {"segment_tiles": call[1]})
     if pages is not None:
         heads = call[0] * config.num_heads
         table = for_many_rows(table, launcher.arch_of(device), config.head_dim, config.projection_dim, heads)
@@ -152,7 +149,6 @@ def laid_out(
     output: Tensor,
     packing: Packing | None = None,
     table: TileTable | None = None,
-    undivided: bool = False,
 ) -> tuple[launcher.Prepared, dict[str, Tensor | None]]:
     """The launches of a call, and its tensors by the kernels' names without p_.
 
@@ -161,8 +157,6 @@ def laid_out(
         state: Of states in pages `Pages.views` and the lengths of the call's rows.
         output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
-        undivided: One segment, whose features and sums are in the workspace at a time: each kernel of a prefill is launched once. Without
-            a table.
     """
     query, factor = inputs.query, inputs.factor(config)
     pages = None if packing is None else packing.pages
@@ -174,7 +168,7 @@ def laid_out(
         states = (state.salient_key, state.salient_value)
         copied = (query, inputs.key, inputs.value, inputs.gate, inputs.feature_q_weight, output, *states)
         described = tokens > 1 and can_be_described(copied)
-        kind = (factor is not None, described, pages, undivided)
+        kind = (factor is not None, described, pages)
         prepared = _prepared(config, query.device, query.dtype, *kind, *call)
     else:
         prepared = _prepare(config, query.dtype, table, None, factor is not None, pages, *call)
@@ -204,7 +198,7 @@ def bind_decode(
     """
     query = inputs.query
     call = (query.shape[0], 1, state.slots, inputs.feature_q_weight.shape[0], None)
-    prepared = _prepared(config, query.device, query.dtype, factor is not None, False, None, False, *call)
+    prepared = _prepared(config, query.device, query.dtype, factor is not None, False, None, *call)
     fixed = {name: tensor for name, tensor in as_codes(state.tensors()).items() if name != "length"}
     gate = () if inputs.gate is None else ("gate",)
     names = (

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
+from still_kernels.hybrid_attention.call import demand_kernel, with_contiguous_heads, with_weights_of_tokens
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.dispatch import demand_kernel, with_contiguous_heads, with_weights_of_tokens
-from still_kernels.hybrid_attention.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.narrow import narrowed, widened
 from still_kernels.hybrid_attention.pages import SALIENT, Pages
-from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.state import HybridAttentionState
 from still_kernels.packing import PagedStates
 
 LINEAR = ("kv_state", "kv_rest")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.state import state_names, state_shape
+from still_kernels.hybrid_attention.meaning.state import state_names, state_shape
 
 ROWS = 128
 """Salient rows of a select head that lie side by side, of which pages hold multiples: what attend_tma copies at a time."""

@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from still_kernels.ties import CHOSEN, FAR, TIE, Arrays, Choices, Leads, Pairs, Scores, Turned, followed
+from still_kernels.ties import CHOSEN, FAR, TIE, Arrays, Choices, Leads, Pairs, Scores, followed
 
 KEY = "present_salient_key."
 VALUE = "present_salient_value."
 SCORE = "window_score"
 ALIKE = 0.1
 """Of a key's largest number, by which it may differ and still be the same token's."""
-FLAT = 1e-3
-"""Of the largest, singular values of exchanged tokens' values below which they say nothing."""
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
@@ -47,31 +45,15 @@ class SelectionTies:
                 found.widest = max(found.widest, float(lead.max(where=differs & np.isfinite(lead), initial=0)))
         return found
 
-    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
-        """PyTorch's tokens in every chunk of which the target took others on a near tie: both are right there. Linear states have what both
-        sides sum; what else they differ by stays."""
-        settled = []
+    def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
+        """As of OpTies."""
+        found: list[dict[int, np.ndarray]] = []
         for (expected, actual), errors in self._beside(pairs, own):
-            outputs = dict(actual)
+            found.append({})
             for layer in self._layers(expected):
                 differs, lead = self._differing(expected, actual, layer, leads, errors)
-                known = None if turned is None else turned.get(int(layer))
-                if known is not None:
-                    count = min(differs.shape[2], known.shape[2])
-                    part = known[..., :count]
-                    differs[..., :count] = np.where(part < 0, differs[..., :count], part > 0)
-                outputs |= self._both_sum(expected, actual, layer, differs & (lead <= 1))
-                tied = (differs & (lead <= 1)).repeat(self.salient, axis=2)
-                for name in (n for n in expected if n.startswith("present_salient_") and n.endswith(f".{layer}")):
-                    mask = tied[:, :, : expected[name].shape[2]]
-                    mask = mask.reshape(*mask.shape, *[1] * (expected[name].ndim - 3))
-                    outputs[name] = np.where(mask, expected[name], actual[name])
-            settled.append((expected, outputs))
-        return settled
-
-    def alike(self, expected: Arrays, actual: Arrays) -> bool:
-        """Whether the salient caches hold the same tokens."""
-        return not any(_differs(expected, actual, layer).any() for layer in self._layers(expected))
+                found[-1][int(layer)] = np.asarray((differs & (lead <= 1)).any((1, 2)))
+        return found
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
         """The salient keys [B, HS, N, D] that each of the calls adds; zeros where none is, or where other tokens may have taken slots."""
@@ -142,15 +124,6 @@ class SelectionTies:
             found[layer] = np.where(self._promoted(counts, lead.shape[2]), lead, np.inf)
         return found
 
-    def turned(self, scores: Scores, own: Scores) -> Turned:
-        """[B, HS, chunks]."""
-        found = {}
-        for layer, x in scores.items():
-            ours, theirs = (side[..., 1, :] > 0 for side in (x, own[layer]))
-            known = (ours.sum(-1) == self.salient) & (theirs.sum(-1) == self.salient)
-            found[layer] = np.where(known, (ours != theirs).any(-1), -1)
-        return found
-
     def closest(self, scores: Scores, counts: np.ndarray) -> float:
         """Over the chunks that have been promoted."""
         found = []
@@ -168,40 +141,6 @@ class SelectionTies:
     def _chunks_after(self, counts: np.ndarray) -> np.ndarray:
         """How many chunks have been promoted after `counts` tokens."""
         return np.maximum(-(-counts // self.chunk) - 2, 0)
-
-    def _both_sum(self, expected: Arrays, actual: Arrays, layer: str, tied: np.ndarray) -> Arrays:
-        """The target's linear states [B, H, F, D] and [B, H, F] with PyTorch's selection: of what one side keeps and the other sums,
-        a state has a column times the value's row, and the normalizer that column."""
-        names = [f"present_kv_state.{layer}", f"present_z_state.{layer}"]
-        if not tied.any() or not set(names) <= expected.keys() or expected[VALUE + layer].dtype.kind != "f":
-            return {}
-        state, normalizer = (actual[name].copy() for name in names)
-        heads = state.shape[1] // tied.shape[1]
-        for sequence, group in zip(*np.nonzero(tied.any(2)), strict=True):
-            values = self._exchanged(expected, actual, layer, sequence, group, np.flatnonzero(tied[sequence, group]))
-            for head in range(group * heads, (group + 1) * heads):
-                difference = state[sequence, head] - expected[names[0]][sequence, head].astype(np.float64)
-                if not np.isfinite(difference).all() or not np.isfinite(values).all():
-                    continue  # a fault, which stays one
-                columns = np.linalg.lstsq(values.T, difference.T, rcond=FLAT)[0]
-                state[sequence, head] -= (columns.T @ values).astype(state.dtype)
-                normalizer[sequence, head] -= columns.sum(0).astype(normalizer.dtype)
-        return dict(zip(names, (state, normalizer), strict=True))
-
-    def _exchanged(
-        self, expected: Arrays, actual: Arrays, layer: str, sequence: int, group: int, chunks: np.ndarray
-    ) -> np.ndarray:
-        """Values [n, D] of tokens that only one side keeps, of some chunks of a head."""
-        found = []
-        for chunk in chunks:
-            slots = np.s_[sequence, group, chunk * self.salient : (chunk + 1) * self.salient]
-            (ours, theirs), values = (
-                [side[name + layer][slots].astype(np.float64) for side in (expected, actual)] for name in (KEY, VALUE)
-            )
-            size = np.abs(ours).max(-1, initial=0)[:, None]
-            same = np.abs(ours[:, None] - theirs).max(-1, initial=0) <= ALIKE * size + 1e-6
-            found += [values[0][~same.any(1)], values[1][~same.any(0)]]
-        return np.concatenate(found)
 
     @staticmethod
     def _beside(pairs: Pairs, own: Sequence[Arrays]) -> Iterator[tuple[tuple[Arrays, Arrays], Arrays]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.linear_attention.chunked import chunked_linear_attention
-from still_kernels.linear_attention.inputs import Inputs
+from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.pages import Pages
 from still_kernels.packing import Packing, PagedStates
 
@@ -34,7 +34,7 @@ def linear_attention_paged(inputs: Inputs, paged: PagedStates, output: Tensor) -
     if inputs.query.device.type == "cpu":
         _in_chunks(inputs, states, paged.length, paged.packing, output)
         return
-    from still_kernels.linear_attention.launch import launch_linear_attention
+    from still_kernels.linear_attention.call import launch_linear_attention
 
     given = {name: x.contiguous() for name, x in _tensors(inputs).items()}
     given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}

@@ -1,9 +1,59 @@
-"""The launches of still::LinearAttention: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+"""Kernels of still::LinearAttention: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
-from still_graphs.ops.linear_attention import DELTA, GATED, LINEAR_ATTENTION
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from still_graphs.errors import ConfigError
+from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
+from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
+
+MAX_HEAD_DIM = 256
+MAX_SHARED = 16
+SEGMENT_TOKENS = 8192
+"""That a prompt's steps take at a time, which bounds the workspace: 304 MB for 32 heads of 128 with a decay per head, in 16 bits."""
+
+
+@lru_cache
+def tile_table(
+    arch: int, head_dim: int, value_dim: int, shared: int, delta: bool, per_key: bool, dtype: str
+) -> TileTable:
+    """The table of one variant.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        head_dim, value_dim: D, V.
+        shared: G, query heads of one state.
+        delta, per_key: The rule corrects; its decay is one per key.
+        dtype: Of activations.
+    """
+    wide = dtype == "float32"
+    room = SHARED_BYTES.get(arch, 99 << 10)
+    dim, size = pow2(head_dim), 4 if wide else 2
+    chunk = 32 if wide or dim > 128 or room < (160 << 10) else 64
+    # A program's columns are rows of its GEMMs: 64 are what instructions of sm_90 take, which float32's registers have no room for.
+    columns = 64 if arch == 90 and not wide else min(pow2(value_dim), 16 if wide and dim > 128 else 32)
+    # A stage holds what a chunk reads; beside the stages lies what GEMMs pass on.
+    stage = size * chunk * (dim * (1 + int(delta and per_key)) + columns) + 4 * chunk * chunk * int(delta)
+    fixed = size * columns * (dim + chunk) + (16 << 10)
+    stages = max(1, min(4 if arch == 90 else 3, (room - fixed) // stage))
+    # Four programs a multiprocessor, which wait for their own GEMMs, in place of two; elsewhere it spills.
+    registers = 128 if arch == 90 and not (wide or per_key) else None
+    # Without a correction rows of the state do not meet: twice the programs. float16's columns have one divisor.
+    rows = min(dim, 64) if arch == 90 and dtype == "bfloat16" and not delta else dim
+    block = min(pow2(value_dim), 64 if wide or dim > 128 else 128)
+    tiles = {
+        "prepare": KernelTile({"C": chunk, "LEVELS": chunk.bit_length() - 1, "BD": min(dim, 64)}, 4, 1, registers),
+        "scan": KernelTile({"C": chunk, "BD": rows, "BV": columns, "STAGES": stages}, 4, stages),
+        "output": KernelTile({"C": chunk, "BV": max(block, 64) if arch == 90 else block}, 4, 1),
+        "decode": KernelTile({"BV": min(pow2(value_dim), 16), "PDL": int(arch >= 90)}, 4, 1, None, arch >= 90),
+    }
+    return TileTable(tiles, {"segment_chunks": SEGMENT_TOKENS // chunk})
+
 
 DECODE = "T <= 8"
 """So few tokens that reading and writing the state, not the GEMMs, is what a call waits for."""
@@ -75,3 +125,108 @@ PLAN = Plan(
     },
     steps=(Branch(DECODE, _STEP, (Loop("first", "0", "chunks", "segment_chunks", _SEGMENT),)),),
 )
+
+
+RULES = LINEAR_ATTENTION.attribute("update_rule").choices
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument.
+
+    head_dim, value_dim: D, V.
+    shared: G, query heads of one state.
+    per_key: Whether there is a decay per key channel, not one per head.
+    """
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    value_dim: int = 128
+    shared: int = 1
+    update_rule: str = "gated_delta"
+    per_key: int = 0
+    count_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        check_known(self, update_rule=RULES)
+        if self.per_key and self.update_rule not in GATED:
+            raise ConfigError(f"per_key={self.per_key}: update_rule={self.update_rule!r} has no decay.")
+
+    @property
+    def decay(self) -> int:
+        """As the kernels have it: 0 none, 1 per head, 2 per key."""
+        return 0 if self.update_rule not in GATED else 1 + bool(self.per_key)
+
+    def table(self, arch: int) -> TileTable:
+        """Block sizes on an architecture."""
+        delta = self.update_rule in DELTA
+        return tile_table(arch, self.head_dim, self.value_dim, self.shared, delta, bool(self.per_key), self.dtype)
+
+
+def constants_of(variant: Variant) -> dict[str, Any]:
+    """Compile-time constants by name; each kernel takes those that it declares."""
+    import triton
+
+    interpreted = bool(triton.knobs.runtime.interpret)
+    wide = variant.dtype == "float32"
+    return {
+        "D": variant.head_dim,
+        "DP": pow2(variant.head_dim),
+        "V": variant.value_dim,
+        "G": variant.shared,
+        "DELTA": int(variant.update_rule in DELTA),
+        "DECAY": variant.decay,
+        "RAGGED": 0,
+        "PAGE": 0,
+        "NARROW": int(variant.dtype == "float16"),
+        "SETTLE": int(not interpreted),
+        "WIDE": int(wide),
+        "DOT": "tf32x3" if wide else "tf32",
+    }
+
+
+def plan_constants(table: TileTable) -> dict[str, int]:
+    """Values of the plan's constants for kernels with these block sizes."""
+    scan, output, decode = (table.tiles[name].constants for name in ("scan", "output", "decode"))
+    blocks = {
+        "value_block": scan["BV"],
+        "key_block": scan["BD"],
+        "output_block": output["BV"],
+        "decode_block": decode["BV"],
+    }
+    return {"chunk": scan["C"], **blocks, **table.host}
+
+
+def absent(variant: Variant) -> frozenset[str]:
+    """Pointers that calls of a variant do not have."""
+    names: set[str] = set()
+    if variant.update_rule not in DELTA:
+        names |= {"beta", "inverse", "taken", "new"}
+    if variant.dtype != "float16":
+        names |= {"unit"}
+    per_key = {"scores", "asked", "taken", "added"}
+    names |= ({"decay", "left", "rest", *per_key}, per_key, {"rest"})[variant.decay]
+    return frozenset(names)
+
+
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
+    table = variant.table(arch) if table is None else table
+    return Build(table.kernels(), constants_of(variant), plan_constants(table), absent(variant))
+
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=combinations(Variant),
+    build=build,
+    functions=imported("still_kernels.linear_attention.kernels", "FUNCTIONS"),
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+        Check(f"G <= {MAX_SHARED}", f"{{G}} query heads share a state; the kernels have at most {MAX_SHARED}."),
+    ),
+)
+
+
+OP = Op(KERNELS)

@@ -1,4 +1,4 @@
-"""Linear attention for bench and tune: its layers, calls, settings, and the library it stands beside."""
+"""still::LinearAttention for bench and tune: its layers, calls, least costs and settings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,69 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from still_graphs.ops.linear_attention import DELTA, GATED
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.chunked import chunked_linear_attention
-from still_kernels.linear_attention.cost import decode_cost, prefill_cost
-from still_kernels.linear_attention.dispatch import linear_attention
-from still_kernels.linear_attention.inputs import Inputs
-from still_kernels.linear_attention.settings import MOVES, misfit
-from still_kernels.linear_attention.variants import Variant
-from still_kernels.tile import TileTable
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.plan import Variant
+from still_kernels.linear_attention.spec import DELTA, GATED
+from still_kernels.tile import Setting, TileTable, one, stages
 from still_kernels.work import Kind, OneTensor, OpWork, Work
+
+STEPS = ("prepare", "scan", "output")
+"""Kernels of a prompt."""
+SHORT: Setting = {"prepare.C": 32, "prepare.LEVELS": 5, "scan.C": 32, "output.C": 32}
+"""Chunks of 32 tokens in the place of 64."""
+
+MOVES: dict[str, list[Setting]] = {
+    "prepare": [
+        *one("num_warps", 1, 2, 4),
+        *one("max_registers", None, 128, 168, 255),
+        *one("BD", 16, 32, 64, 128),
+        SHORT,
+    ],
+    "scan": [
+        *stages(1, 2, 3, 4),
+        *one("BV", 16, 32, 64),
+        SHORT,
+        *one("num_warps", 1, 2, 4, 8),
+        *one("max_registers", None, 168),
+    ],
+    "output": [
+        *one("BV", 32, 64, 128),
+        SHORT,
+        *one("num_warps", 2, 4, 8),
+        *one("max_registers", None, 128, 168),
+    ],
+    "decode": [
+        *one("BV", 16, 32, 64, 128),
+        *one("num_warps", 1, 2, 4, 8),
+    ],
+    "segments": one("segment_chunks", 32, 64, 128, 256, 512),
+}
+"""What is tried from the current setting and then from better ones, by kernel; segments are settings of the whole call."""
+
+
+def misfit(table: TileTable, arch: int) -> str:
+    """Why the block sizes of a table do not go together on an architecture (90 for sm_90), or nothing."""
+    tiles = table.kernels()
+    if len({tiles[name].constants["C"] for name in STEPS}) > 1:
+        return "all steps have chunks of one size"
+    if arch == 90 and max(tiles[name].num_warps for name in STEPS) > 4:
+        return "the steps of a prompt have 4 warps at most on sm_90 (ptxas 12.8: docs/notebook/kernels.md)"
+    return ""
+
+
+def prefill_cost(heads: int, key_heads: int, dim: int, size: int, tokens: int, delta: bool) -> tuple[float, float]:
+    """Of one empty sequence: activations once; per token the state is read by the query, written by the key, corrected by what it has."""
+    moved = tokens * 2 * (2 * key_heads * dim + 2 * heads * size)
+    return moved, (6.0 if delta else 4.0) * heads * dim * size * tokens
+
+
+def decode_cost(heads: int, dim: int, size: int, batch: int, delta: bool) -> tuple[float, float]:
+    """Of one decode step: the state in float32 is read and written once."""
+    elements = batch * heads * dim * size
+    return 8 * elements, (6.0 if delta else 4.0) * elements
+
 
 LAYERS = {"gated_delta": False, "gated_delta_per_key": True, "gated": False, "delta": False}
 """Rules by the name of the layer, and whether the decay is one per key."""
@@ -72,7 +126,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         return OneTensor(torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)))
 
     def launch(state: OneTensor, output: Tensor, table: TileTable) -> None:
-        from still_kernels.linear_attention.launch import launch_linear_attention
+        from still_kernels.linear_attention.call import launch_linear_attention
 
         launch_linear_attention(inputs, state.state, output, table=table)
 

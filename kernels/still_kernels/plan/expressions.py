@@ -21,7 +21,7 @@ from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_graphs.ops import OpSpec
-from still_graphs.ops.spec import dimension
+from still_graphs.spec import dimension
 
 CALL = {"tokens": "integer", "rows": "integer", "dtype": "text", "count_dtype": "text"}
 """Of any call: its tokens of all sequences, rows of its state, types of its activations and of its counts."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from still_graphs.ops import OpSpec
-from still_graphs.ops.spec import dimension
+from still_graphs.spec import dimension
 from still_kernels.plan.expressions import Environment, environment, symbols
 
 ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int32": 4, "int64": 8}

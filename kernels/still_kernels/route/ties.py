@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from still_graphs.ops.route import ROUTE
-from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, Turned, followed
+from still_kernels.route.spec import ROUTE
+from still_kernels.ties import TIE, Arrays, Choices, Leads, Look, Pairs, Scores, followed
 
 MARGINS = "margins"
 """What PyTorch's run tells of each token: `naive.margins`, and behind them 1 where it went."""
@@ -33,17 +33,9 @@ class RoutingTies:
             found.add(followed([lead]))
         return found
 
-    def settle(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = (), turned: Turned | None = None) -> Pairs:
-        """The pairs: PyTorch went where the target did."""
-        return pairs
-
-    def turned(self, scores: Scores, own: Scores) -> Turned:
-        """Nothing."""
-        return {}
-
-    def alike(self, expected: Arrays, actual: Arrays) -> bool:
-        """True, as far as states show."""
-        return True
+    def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
+        """Nothing: no state shows it."""
+        return [{} for _ in pairs]
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
         """Nothing: no state shows it."""

@@ -1,9 +1,57 @@
-"""The launches of still::SelectBlocks: still_kernels.plan says what the parts mean. Integers and texts only: no torch, no Triton."""
+"""Kernels of still::SelectBlocks: launches, block sizes, what they are compiled for. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
-from still_graphs.ops.select_blocks import SELECT_BLOCKS
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
+from still_kernels.select_blocks.spec import SELECT_BLOCKS
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
+
+MAX_HEAD_DIM = 256
+FEW_PROGRAMS = 264
+"""That fill the chip: two on each multiprocessor of an H200."""
+SPAN_TOKENS = 2048
+"""Whose scores are kept at once: 67 MB beside 65,536 tokens of two key/value heads."""
+
+
+@lru_cache
+def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
+    """The table of one variant.
+
+    Args:
+        arch: Compute capability, 90 for sm_90.
+        head_dim: D.
+        group: Query heads of a key/value head, filled up to a power of two.
+        wide: float32 activations.
+    """
+    dependent = arch >= 90
+    pdl = {"PDL": int(dependent)}
+    means = 32 if pow2(head_dim) * (2 if wide else 1) > 128 else 64
+    # H100, a prompt of 65,536 tokens of MiniCPM-SALA's layer: 128 rows and 8 warps 20.5 ms, 64 and 4 28.7 ms.
+    # Two stages leave room for two programs on a multiprocessor: what one exponentiates hides behind the other's products.
+    small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
+    rows, warps = (64, 4) if wide or (small and head_dim > 128) else (128, 8)
+    stages = 1 if small else 2
+    few = max(16, group)
+    tiles = {
+        "add": KernelTile(pdl, 4, 1, None, dependent),
+        "multiply": KernelTile({"BM": few, "BJ": means, "STAGES": 2, **pdl}, 4, 2, None, dependent),
+        "mean": KernelTile({"BJ": means}, 4, 1),
+        "normalize": KernelTile({"BM": rows, "BJ": means, "STAGES": stages}, warps, stages),
+        "score": KernelTile({"BM": rows, "BJ": means, "BS": 32, "STAGES": stages, "KEPT": 0, "PDL": 0}, warps, stages),
+        "choose": KernelTile({"BC": 1024, "PDL": 0}, 4, 1),
+        # Of parts of the normalizer BS at most: each program loads them side by side.
+        "score_few": KernelTile(
+            {"BM": few, "BJ": 128, "BS": 128, "STAGES": 1, "KEPT": 1, **pdl}, 4, 1, None, dependent
+        ),
+        "choose_few": KernelTile({"BC": 4096, **pdl}, 8, 1, None, dependent),
+    }
+    return TileTable(tiles, {"few_programs": FEW_PROGRAMS, "span_tokens": SPAN_TOKENS})
+
 
 FEW = "T <= 8"
 """So few tokens that the sums, not the GEMMs, are what a call waits for."""
@@ -91,3 +139,101 @@ PLAN = Plan(
         ),
     ),
 )
+
+
+PARTS = {"float32": 1, "float16": 2, "bfloat16": 3}
+"""Numbers of the activations' type that a mean in float32 is the sum of, to 22 bits at least."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a set of kernels is compiled for; everything else is a run-time argument.
+
+    group: Query heads of a key/value head, filled up to a power of two.
+    block_size and the rest: As of the op's spec.
+    """
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    group: int = 16
+    block_size: int = 64
+    mean_stride: int = 16
+    mean_length: int = 32
+    lse_stride: int = 64
+    lse_length: int = 128
+    top_blocks: int = 96
+    init_blocks: int = 1
+    local_blocks: int = 32
+    dense_length: int = 8192
+    block_slots: int = 128
+    count_dtype: str = "int64"
+
+    def __post_init__(self) -> None:
+        check_known(self)
+
+
+def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
+    """What a variant is on an architecture, or with other block sizes."""
+    import triton
+
+    v, wide = variant, variant.dtype == "float32"
+    table = tile_table(arch, v.head_dim, v.group, wide) if table is None else table
+    few, many = (table.tiles[name].constants for name in ("score_few", "score"))
+    # Coarse means that lie in the sums of one tile.
+    means = (table.tiles["multiply"].constants["BJ"] - v.lse_length // v.mean_stride) // (
+        v.lse_stride // v.mean_stride
+    ) + 1
+    constants: dict[str, Any] = {
+        "D": v.head_dim,
+        "DP": pow2(v.head_dim),
+        "GP": v.group,
+        "BLOCK": v.block_size,
+        "STRIDE": v.mean_stride,
+        "SP": 1 << (v.block_slots - 1).bit_length(),
+        "KP": 1 << (v.mean_stride - 1).bit_length(),
+        "LENGTH": v.mean_length,
+        "LSE_STRIDE": v.lse_stride,
+        "LSE_LENGTH": v.lse_length,
+        "TOP": v.top_blocks,
+        "INIT": v.init_blocks,
+        "LOCAL": v.local_blocks,
+        "DENSE": v.dense_length,
+        "PARTS": PARTS[v.dtype],
+        "DOT": "tf32x3" if wide else "tf32",
+        "MEANS": means,
+        "MP": pow2(means),
+        "SETTLE": int(not triton.knobs.runtime.interpret),
+    }
+    sizes = {"mean_parts": PARTS[v.dtype], "mean_rows": table.tiles["mean"].constants["BJ"]}
+    for name, of in (("few", few), ("many", many)):
+        sizes |= {f"{name}_rows": of["BM"], f"{name}_tokens": of["BM"] // v.group, f"{name}_parts": of["BS"]}
+    return Build(table.kernels(), constants, {**sizes, **table.host})
+
+
+KERNELS = OpKernels(
+    plan=PLAN,
+    variant=Variant,
+    default_variants=combinations(Variant),
+    build=build,
+    functions=imported("still_kernels.select_blocks.kernels", "FUNCTIONS"),
+    covered=(
+        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+        Check("H // HK <= 64", "{H // HK} query heads of a key/value head; the kernels have at most 64."),
+        Check(
+            " or ".join(f"block_size == {n} * mean_stride" for n in (1, 2, 4, 8, 16, 32)),
+            "block_size={block_size} beside mean_stride={mean_stride}; the kernels have a power of two up to 32 of sums in a block.",
+        ),
+        Check(
+            "mean_length <= block_size + mean_stride",
+            "mean_length={mean_length}; the kernels have means of at most block_size={block_size} keys and one sum more.",
+        ),
+        Check(
+            "lse_length <= 32 * mean_stride",
+            "lse_length={lse_length}; the kernels have coarse means of at most 32 sums of mean_stride={mean_stride} keys.",
+        ),
+    ),
+)
+
+
+OP = Op(KERNELS)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from still_graphs.ops.route import ROUTE
-from still_graphs.ops.select_blocks import SELECT_BLOCKS
+from still_kernels.route.spec import ROUTE
 from still_kernels.route.ties import MARGINS, RoutingTies
+from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from still_kernels.ties import Leads, Look, Scores
 
 FAR, EQUAL = 1e30, 1e-30

@@ -10,8 +10,8 @@ from torch import Tensor
 from still_kernels import launcher
 from still_kernels.attention.work import Layer, layer
 from still_kernels.forms import has_kernels
-from still_kernels.select_blocks.naive import Inputs, naive_select_blocks
-from still_kernels.select_blocks.tiles import tile_table
+from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
+from still_kernels.select_blocks.plan import tile_table
 from still_kernels.tile import Setting, TileTable, one, pow2, stages
 from still_kernels.work import Kind, OneTensor, OpWork, Work, filled
 
@@ -60,7 +60,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
         return filled(made, torch.Generator(device).manual_seed(1)) if kind.length else made
 
     def launch(state: OneTensor, output: Tensor, table: TileTable | None = None) -> None:
-        from still_kernels.select_blocks.launch import launch_select_blocks
+        from still_kernels.select_blocks.call import launch_select_blocks
 
         launch_select_blocks(inputs, state.state, output, table)
 

@@ -16,8 +16,8 @@ from still_export.graph.quantization.stored import store_values
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.weights import Deferred, Weight, is_coded, narrow_value_of
 from still_graphs.edits import put_in_place
-from still_graphs.ops.experts import EXPERTS
-from still_graphs.ops.experts_nbits import EXPERTS_NBITS
+from still_kernels.experts.spec import EXPERTS
+from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 
 STACKED = 3
 """Dimensions of a weight that holds experts."""

@@ -95,14 +95,17 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
             blocks
             and blocks.float8 == asked.float8
             and blocks.size % asked.block_of(blocks.bits, weight.shape[-1]) == 0
-            and blocks.bits <= bits
+            and (
+                blocks.bits <= bits or base.bits < blocks.bits
+            )  # the latter: of fewer bits, which no narrower form holds
             and (asked.layout.zero_points or not blocks.zero_points)
-            # TensorRT wants positive scales, which a file may not have.
-            and (blocks.bits < 8 or asked.layout.nodes != DEQUANTIZED or blocks.positive)
             and (role != EMBEDDING or (blocks.bits == 8 and not blocks.zero_points and blocks.order is None))
             and (weight.dim() == 2 or blocks.bits == bits)  # both matrices of experts have the same bits
         ):
-            return Form(blocks.bits, EXACT, base, blocks.zero_points, blocks.offsets, blocks.half_scales, pairs)
+            # TensorRT takes positive scales alone; those of a file turn their sign by offsets.
+            turned = asked.layout.nodes == DEQUANTIZED and weight.dim() == 2
+            offsets = blocks.offsets or (turned and blocks.negative)
+            return Form(blocks.bits, EXACT, base, blocks.zero_points, offsets, blocks.half_scales, pairs)
         if base.bits in (5, 6):
             bits = 8
     zero_points = bits < 8 and asked.layout.zero_points

@@ -26,9 +26,9 @@ from still_export.models.read.blocks import BlockWeight, unpack
 from still_export.models.read.super_blocks import NUMBERS, SUPER, WORDS, tile_numbers, tile_words
 from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, value_of
 from still_graphs.edits import CONTRIB, add_node, store, typed
-from still_graphs.ops.dense_matmul import DENSE_MATMUL
-from still_graphs.ops.matmul_nbits import MATMUL_NBITS
-from still_graphs.ops.spec import DOMAIN
+from still_graphs.spec import DOMAIN
+from still_kernels.dense_matmul.spec import DENSE_MATMUL
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS
 
 ADAPTED = (PROJECTION, FEED_FORWARD, GATE)
 """Roles of the weights that adapters are trained for."""

@@ -244,7 +244,7 @@ def account(
 
 def demand_float8(scheme: str | None, archs: Sequence[str]) -> None:
     """Raise UnsupportedError for weights in e4m3 beside architectures that do not multiply them."""
-    from still_kernels.dense_matmul.op import FLOAT8_ARCH
+    from still_kernels.dense_matmul.plan import FLOAT8_ARCH
 
     older = [arch for arch in archs if int(arch.removeprefix("sm_")) < FLOAT8_ARCH]
     if scheme == FLOAT8 and older:

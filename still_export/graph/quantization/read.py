@@ -102,7 +102,7 @@ def _with_held(source: Source, graph: Path, manifest: dict[str, Any], device: st
         return source
     names = {weight_name(name, graph.name == HEAD): name for name in source.weights}
     sizes = {name: int(source.weights[own].shape[0]) for name, own in names.items() if source.weights[own].shape}
-    held = _held_weights(graph, manifest["quantization"]["block_size"], sizes, device)
+    held = held_rows(graph, manifest["quantization"]["block_size"], sizes, device)
     weights: dict[str, Weight] = dict(source.weights)
     for name, read in held.items():
         known = weights[names[name]]
@@ -150,7 +150,7 @@ def _as_type(
     return found
 
 
-def _held_weights(
+def held_rows(
     path: Path, block_size: int, sizes: Mapping[str, int], device: str = "cpu"
 ) -> dict[str, Callable[[slice], Tensor]]:
     """Readers of rows of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight. What is
@@ -292,7 +292,7 @@ def round_activations(
 
 def in_e4m3(x: Tensor) -> Tensor:
     """x [..., K] with each token rounded to e4m3 of its own scale."""
-    from still_kernels.dense_matmul.op import rounded_tokens
+    from still_kernels.dense_matmul.plan import rounded_tokens
 
     codes, scales = rounded_tokens(x)
     return (codes.float() * scales).to(x.dtype)

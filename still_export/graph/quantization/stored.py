@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from still_export.errors import UnsupportedError
 from still_export.graph.quantization.forms import EXACT, Form
-from still_export.graph.quantization.policy import Quantization
+from still_export.graph.quantization.policy import DEQUANTIZED, Quantization
 from still_export.graph.quantization.quantizers import float8, quantize, quantize_outputs, relative_error
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.super_blocks import SuperBlocks
@@ -37,7 +37,9 @@ class StoredWeight:
             assert base is not None
             if self.form.method == EXACT:
                 assert isinstance(base, Deferred) and base.blocks is not None
-                self._made = base.blocks.read().split(self.asked.block_of(bits, self.inputs))
+                made = base.blocks.read().split(self.asked.block_of(bits, self.inputs))
+                positive = self.asked.layout.nodes == DEQUANTIZED
+                self._made = made.with_positive_scales(self.dtype.numpy()) if positive else made
             else:
                 values = narrow_value_of(base).detach()
                 if self.form.codes is not None:

@@ -8,8 +8,8 @@ import torch
 
 from still_export.mixers.kept import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
-from still_kernels.attention import AttentionState, Inputs
-from still_kernels.attention.dispatch import bind_decode
+from still_kernels.attention.call import bind_decode
+from still_kernels.attention.meaning import AttentionState, Inputs
 from still_kernels.hybrid_attention.config import cache_attribute
 from still_kernels.launcher import Bound
 

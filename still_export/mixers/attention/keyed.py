@@ -14,9 +14,9 @@ from still_export.mixers.base import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_export.mixers.torch_ops import Given, call, register
-from still_graphs.ops.spec import AttributeValue, OpSpec
-from still_kernels.attention import AttentionState
-from still_kernels.attention import Inputs as AttentionInputs
+from still_graphs.spec import AttributeValue, OpSpec
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.attention.meaning import Inputs as AttentionInputs
 
 Inputs = TypeVar("Inputs", bound=AttentionInputs)
 Attend = Callable[[Inputs, AttentionState, bool], tuple[Tensor, AttentionState]]

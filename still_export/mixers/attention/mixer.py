@@ -12,8 +12,8 @@ from still_export.mixers.attention.variants import module_for
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.layers import FULL, head_size
 from still_export.mixers.projections import ProjectedAttention
-from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.spec import CACHE, AttributeValue
+from still_graphs.spec import CACHE, AttributeValue
+from still_kernels.attention.spec import ATTENTION
 from still_kernels.hybrid_attention.config import cache_attribute
 
 

@@ -13,8 +13,8 @@ from still_export.mixers.attention.op import attention, attention_
 from still_export.mixers.base import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
-from still_kernels.attention import AttentionState, Inputs
-from still_kernels.attention.dispatch import attention as kernel
+from still_kernels.attention.call import attention as kernel
+from still_kernels.attention.meaning import AttentionState, Inputs
 
 
 class SoftmaxAttention(ProjectedAttention):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
-from still_graphs.ops.attention import ATTENTION
-from still_graphs.ops.spec import CACHE, AttributeValue
-from still_kernels.attention import AttentionState, Inputs
-from still_kernels.attention.dispatch import attention as kernel
+from still_graphs.spec import CACHE, AttributeValue
+from still_kernels.attention.call import attention as kernel
+from still_kernels.attention.meaning import AttentionState, Inputs
+from still_kernels.attention.spec import ATTENTION
 
 
 def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from still_export.mixers.attention.cache import AttentionLayer
-from still_kernels.attention import AttentionState
+from still_kernels.attention.meaning import AttentionState
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from still_export.mixers.kept import rounded
 from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.roles import GATE, PROJECTION
 from still_export.mixers.trainable import Trainable, TrainableModule
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.select_blocks import SELECT_BLOCKS
-from still_kernels.attention import AttentionState
-from still_kernels.block_attention import Inputs
-from still_kernels.select_blocks import Inputs as SelectInputs
-from still_kernels.select_blocks.naive import Watch, naive_select_blocks
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.select_blocks.meaning import Inputs as SelectInputs
+from still_kernels.select_blocks.meaning import Watch, naive_select_blocks
+from still_kernels.select_blocks.spec import SELECT_BLOCKS
 
 
 class BlockSelected(SoftmaxAttention):

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from still_export.mixers.projections import wants_gradients
 from still_export.mixers.torch_ops import Given, call, op_of_one_state, register
-from still_graphs.ops.block_attention import BLOCK_ATTENTION
-from still_graphs.ops.select_blocks import SELECT_BLOCKS
-from still_graphs.ops.spec import AttributeValue
-from still_kernels.attention import AttentionState
-from still_kernels.block_attention import Inputs
-from still_kernels.block_attention.dispatch import block_attention as kernel
-from still_kernels.select_blocks import Inputs as SelectInputs
-from still_kernels.select_blocks.dispatch import select_blocks as choose
+from still_graphs.spec import AttributeValue
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.call import block_attention as kernel
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.select_blocks.call import select_blocks as choose
+from still_kernels.select_blocks.meaning import Inputs as SelectInputs
+from still_kernels.select_blocks.spec import SELECT_BLOCKS
 
 select_blocks = op_of_one_state(SELECT_BLOCKS, SelectInputs, choose)
 """Of inputs and the sums of keys so far: blocks int32 [B, T, HK, slots], and the sums after the call."""

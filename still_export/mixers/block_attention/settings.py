@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from still_export.mixers.layers import SELECTED
 from still_graphs.errors import ConfigError
-from still_graphs.ops.select_blocks import SELECT_BLOCKS, fault_of, slots_of
+from still_kernels.select_blocks.spec import SELECT_BLOCKS, fault_of, slots_of
 
 COARSE = 4
 """Times the fine means' stride and length are those of the coarse ones, as InfLLM-V2 has them."""

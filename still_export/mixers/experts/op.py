@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from still_export.mixers.torch_ops import op_without_state
-from still_graphs.ops.experts import EXPERTS
-from still_graphs.ops.route import ROUTE
-from still_kernels.experts.naive import Inputs, naive_experts
-from still_kernels.route.naive import Inputs as RouteInputs
-from still_kernels.route.naive import naive_route
+from still_kernels.experts.meaning import Inputs, naive_experts
+from still_kernels.experts.spec import EXPERTS
+from still_kernels.route.meaning import Inputs as RouteInputs
+from still_kernels.route.meaning import naive_route
+from still_kernels.route.spec import ROUTE
 
 
 def _experts(inputs: Inputs) -> tuple[Tensor]:

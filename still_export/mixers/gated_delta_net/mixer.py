@@ -15,10 +15,10 @@ from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import unit_length
 from still_export.mixers.roles import GATE, NORM, PROJECTION
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.causal_conv import Inputs as ConvInputs
-from still_kernels.linear_attention import Inputs
+from still_kernels.causal_conv.meaning import Inputs as ConvInputs
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class GatedDeltaNet(FixedStateModule):

@@ -14,7 +14,7 @@ from still_export.errors import ConfigError
 from still_export.mixers.base import Profile
 from still_export.mixers.hybrid_attention.modes import TrainableAttention, make_trainable
 from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
-from still_kernels.hybrid_attention.reference.features import FEATURE_FLOOR
+from still_kernels.hybrid_attention.meaning.features import FEATURE_FLOOR
 
 MASS_TOLERANCE, PASS_THROUGH_TOLERANCE = 1e-3, 1e-3
 """Relative error of z's mass, and largest difference of logits over their spread, that float32 may have."""

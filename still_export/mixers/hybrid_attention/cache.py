@@ -11,9 +11,11 @@ from still_export.errors import CapacityError
 from still_export.mixers.base import stay
 from still_export.mixers.kept import narrower
 from still_export.mixers.kernel_state import KernelStateLayer
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
-from still_kernels.hybrid_attention.dispatch import bind_decode
+from still_kernels.hybrid_attention.call import bind_decode
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.launcher import Bound
 
 

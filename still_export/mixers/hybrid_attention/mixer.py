@@ -16,8 +16,8 @@ from still_export.mixers.hybrid_attention.paged import PagedHybridAttention
 from still_export.mixers.hybrid_attention.parts import PARTS, without
 from still_export.mixers.layers import HYBRID
 from still_export.mixers.trainable import SOFTMAX, Trainable
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 
 
 class HybridAttentionMixer(Mixer):

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, relative_error, softmax_attention
-from still_kernels.hybrid_attention import Inputs
-from still_kernels.hybrid_attention.dispatch import hybrid_attention_whole
-from still_kernels.hybrid_attention.reference.selection import group_scores
+from still_kernels.hybrid_attention.call import hybrid_attention_whole
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.selection import group_scores
 from still_kernels.recompute import fused
 
 FACTOR_SPEED = 5.0

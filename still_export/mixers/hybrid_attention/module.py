@@ -15,10 +15,12 @@ from still_export.mixers.hybrid_attention.op import hybrid_attention, hybrid_att
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_export.mixers.roles import FEATURE_MAP, GATE
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs
-from still_kernels.hybrid_attention.dispatch import hybrid_attention as kernel
-from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
-from still_kernels.hybrid_attention.reference.selection import Watch
+from still_kernels.hybrid_attention.call import hybrid_attention as kernel
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.selection import Watch
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 
 OPEN_GATE_BIAS = 8.0
 """Bias of fresh gates: sigmoid(8) = 0.9997, so untrained linear terms count almost fully and the gate still has a gradient."""

@@ -11,12 +11,13 @@ from torch import Tensor
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import PagedLayer, PagedProjection, PagedTokens, heads_of_rank
 from still_export.mixers.kept import rounded
-from still_graphs.ops.hybrid_attention import SLOTS
 from still_graphs.states import rows_after
-from still_kernels.hybrid_attention import HybridAttentionConfig, Inputs
-from still_kernels.hybrid_attention.dispatch import refusals
+from still_kernels.hybrid_attention.call import refusals
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
+from still_kernels.hybrid_attention.spec import SLOTS
 from still_kernels.packing import PagedStates
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from still_export.mixers.layers import MOST_ROWS, Deployment, check_range, head_size
 from still_graphs.errors import ConfigError
-from still_kernels.hybrid_attention import HybridAttentionConfig
-from still_kernels.hybrid_attention.config import HybridAttentionSettings
+from still_kernels.hybrid_attention.config import HybridAttentionConfig, HybridAttentionSettings
 
 MIX_EPSILON = 1e-9
 """Default of a model's layers. The specification's 1e-6 (the released code's) shifts SmolLM2-135M's logits within two chunks by 1.6e-4

@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.mixers.kept import rounded
 from still_export.mixers.layers import head_size
-from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 
 
 def window_of(config: Any, tokens: int) -> HybridAttentionConfig:

@@ -14,7 +14,7 @@ from still_export.mixers.attention.variants import rotated
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import class_for
 from still_export.mixers.roles import FEATURE_MAP, GATE, PROJECTION
-from still_graphs.ops.attention import ATTENTION
+from still_kernels.attention.spec import ATTENTION
 
 
 class LatentAttention(SoftmaxAttention):

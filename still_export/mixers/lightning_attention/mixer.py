@@ -16,8 +16,8 @@ from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import GATE, NORM, PROJECTION
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.linear_attention import Inputs
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class Lightning(FixedStateModule):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from still_export.mixers.torch_ops import op_of_one_state
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.linear_attention import Inputs
-from still_kernels.linear_attention.dispatch import linear_attention as kernel
+from still_kernels.linear_attention.call import linear_attention as kernel
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 linear_attention = op_of_one_state(LINEAR_ATTENTION, Inputs, kernel)
 """Of inputs with `new_tokens` and a state [B, H, D, V], float32 (float64 for float64 inputs): output [B, T, H, G, V] and the state after

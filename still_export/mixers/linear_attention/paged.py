@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from still_export.mixers.base import PagedLayer
-from still_graphs.ops.linear_attention import DELTA
-from still_kernels.linear_attention import Inputs
+from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.paged import linear_attention_paged
 from still_kernels.linear_attention.pages import Pages
+from still_kernels.linear_attention.spec import DELTA
 from still_kernels.packing import PagedStates
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of

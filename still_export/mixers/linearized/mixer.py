@@ -18,7 +18,7 @@ from still_export.mixers.linearized.module import (
 )
 from still_export.mixers.linearized.paged import PagedLinearized
 from still_export.mixers.trainable import Trainable
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class LinearizedGLAMixer(FixedStatesMixer):

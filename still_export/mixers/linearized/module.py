@@ -23,7 +23,7 @@ from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.projections import ProjectedAttention, unit_length
 from still_export.mixers.roles import GATE, NORM
 from still_export.mixers.trainable import TrainableModule, softmax_attention
-from still_kernels.linear_attention import Inputs
+from still_kernels.linear_attention.meaning import Inputs
 
 SHORTEST, LONGEST = 16.0, 4096.0
 """Tokens after which fresh memories keep 1/e: spread evenly on a logarithmic scale."""

@@ -14,10 +14,10 @@ from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand_silu
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.roles import GATE, NORM, PROJECTION
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.causal_conv import Inputs as ConvInputs
-from still_kernels.linear_attention import Inputs
+from still_kernels.causal_conv.meaning import Inputs as ConvInputs
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class Mamba(FixedStateModule):

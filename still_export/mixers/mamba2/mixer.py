@@ -15,10 +15,10 @@ from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, class_for, demand_silu
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.roles import NORM, PROJECTION
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_graphs.ops.linear_attention import LINEAR_ATTENTION
-from still_kernels.causal_conv import Inputs as ConvInputs
-from still_kernels.linear_attention import Inputs
+from still_kernels.causal_conv.meaning import Inputs as ConvInputs
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class Mamba2(FixedStateModule):
@@ -45,7 +45,10 @@ class Mamba2(FixedStateModule):
         demand_silu(base)
         self.heads, self.groups = base.num_heads, base.n_groups
         self.dim, self.size = base.ssm_state_size, base.head_dim
-        self.limits = tuple(x if math.isfinite(x) else None for x in base.time_step_limit)
+        limits = getattr(
+            config, "time_step_limit", base.time_step_limit
+        )  # transformers clamps Nemotron-H by another field (#48989)
+        self.limits = tuple(None if x is None or math.isinf(x) else x for x in limits)
         """The least and the largest step; None: no bound, which TensorRT takes no infinity for."""
 
     def project(self, hidden: Tensor) -> Tensor:

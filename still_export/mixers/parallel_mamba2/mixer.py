@@ -12,7 +12,7 @@ from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.fixed import BesideFixedStates
 from still_export.mixers.layers import head_size
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
-from still_kernels.attention import AttentionState
+from still_kernels.attention.meaning import AttentionState
 
 
 class AttentionAndFixedStates(BesideFixedStates[AttentionState], AttentionLayer):

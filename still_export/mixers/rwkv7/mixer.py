@@ -15,10 +15,10 @@ from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
 from still_export.mixers.rank_one_attention.op import rank_one_attention
 from still_export.mixers.roles import FEED_FORWARD, GATE, NORM, PROJECTION
-from still_graphs.ops.causal_conv import CAUSAL_CONV
-from still_graphs.ops.rank_one_attention import RANK_ONE_ATTENTION
-from still_kernels.causal_conv import Inputs as ConvInputs
-from still_kernels.rank_one_attention import Inputs
+from still_kernels.causal_conv.meaning import Inputs as ConvInputs
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.rank_one_attention.meaning import Inputs
+from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 
 LEAST_DECAY = -math.exp(-0.5)
 """What the logarithm of a decay is more than."""

@@ -11,7 +11,7 @@ from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import WINDOWED
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 
 
 class WindowedAttention(WindowModule):

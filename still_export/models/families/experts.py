@@ -116,7 +116,7 @@ def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> De
 def _stacked_blocks(parts: Sequence[Mapping[int, Weight]]) -> SourceBlocks | None:
     """Blocks of each expert, where all are of one kind."""
     held = [weight.blocks if isinstance(weight, Deferred) else None for each in parts for weight in each.values()]
-    kinds = {None if b is None or b.order is not None else replace(b, read=_of_expert, positive=False) for b in held}
+    kinds = {None if b is None or b.order is not None else replace(b, read=_of_expert) for b in held}
     kind = kinds.pop()
     return None if kinds or kind is None or kind.offsets else replace(kind, read=partial(_of_expert, parts))
 

@@ -5,7 +5,8 @@ transformers has no classes for them; the mixers compute, on the stack of layers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from still_export.mixers.layers import FULL
 from still_export.models.families.stack import Stack, StackConfig
 
-NATS, ROUTED = "neural_attention_search_linear_attn_gdn", "hybrid"
-"""NAtS-L's model_type, and what transformers calls its layers that are no plain gated delta rule."""
-HGRN2_EPSILON = HEAD_EPSILON = 1e-5
-"""Of HGRN2's norm behind the rule, and of Parallax' heads: flash-linear-attention calls them without the configuration's."""
+HGRN2_EPSILON = 1e-5
+"""Of HGRN2's norm behind the rule: flash-linear-attention calls it without the configuration's."""
 
 
 @strict
@@ -33,10 +32,6 @@ class FlaConfig(StackConfig):
         sliding_window: Latest tokens that softmax layers see; None: all.
         clamp_min: Of GLA's decay; None: it is not clamped.
         lower_bounds: HGRN2's later layers forget no more than a bound that they learned.
-        qk_norm: Parallax' queries, corrections and keys have norms.
-        routes: NAtS-L's, each of neighbouring heads.
-        keep_decay: Chunks that NAtS-L's rule gives back leave their decay.
-        ridge, ridge_steps: Of local linear attention, and steps of its solution; 0: there is none.
     """
 
     vocab_size: int = 32000
@@ -64,11 +59,6 @@ class FlaConfig(StackConfig):
     allow_neg_eigval: bool = False
     clamp_min: float | None = None
     lower_bounds: bool = False
-    qk_norm: bool = False
-    routes: int = 0
-    keep_decay: bool = False
-    ridge: float = 0.0
-    ridge_steps: int = 0
 
 
 class GatedRMSNorm(LlamaRMSNorm):
@@ -135,38 +125,6 @@ class FlaGatedDeltaNet(FlaMixer):
         self.add_gate_and_norm(config)
 
 
-class PairNorm(nn.Module):
-    """Norms of two rows, their sum by shares, times silu of a gate; in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight1, self.weight2 = (nn.Parameter(torch.ones(size)) for _ in range(2))
-        self.eps = eps
-
-    def forward(self, first: Tensor, second: Tensor, shares: Tensor, gate: Tensor) -> Tensor:
-        """Rows and gate [.., size], shares [.., 2]."""
-        wide = torch.promote_types(gate.dtype, torch.float32)
-        total = torch.zeros_like(gate, dtype=wide)
-        for rows, weight, share in zip((first, second), (self.weight1, self.weight2), shares.unbind(-1), strict=True):
-            rows = rows.to(wide)
-            rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + self.eps) * weight.to(wide)
-            total = total + rows * share.to(wide)[..., None]
-        return (total * nn.functional.silu(gate.to(wide))).to(gate.dtype)
-
-
-class FlaRouted(FlaGatedDeltaNet):
-    """Of NAtS-L's routed layers."""
-
-    def add_parts(self, config: Any) -> None:
-        super().add_parts(config)
-        keys, heads = self.num_k_heads * self.head_k_dim, config.num_attention_heads
-        self.o_norm = PairNorm(self.outputs // heads, config.rms_norm_eps)
-        self.nats_layer = nn.Linear(config.hidden_size, 2 * config.routes, bias=False)
-        self.nats_out_weights_layer = nn.Linear(keys, 2 * heads, bias=False)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (GatedRMSNorm(keys // heads, config.rms_norm_eps, None) for _ in range(2))
-
-
 class FlaDeltaNet(FlaMixer):
     """Of a DeltaNet."""
 
@@ -230,39 +188,38 @@ class FlaAttention(nn.Module):
         self.o_proj = nn.Linear(sizes[0] * config.head_dim, config.hidden_size, bias=False)
 
 
-class FlaLocalLinear(FlaAttention):
-    """Of local linear attention."""
+@dataclass(frozen=True)
+class FlaKind:
+    """A model_type of flash-linear-attention.
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.ridge, self.ridge_steps = config.ridge, config.ridge_steps
+    Args:
+        name: The model_type. title: Begins the names of its classes.
+        mixer: Of its linear layers.
+        module: Holds such a layer's weights, made of the configuration and the layer's number.
+        heads: Values of the configuration that follow from the heads in a config.json.
+        defaults: What a config.json may leave out.
+        covered: Of a config.json, settings and their values that are covered, beside those of all.
+        names: Parts of tensors' names, theirs and ours, beside those of all.
+        turned: Its mixers have positions.
+        further: By the name of further layers, their mixer and module.
+        fields: Of the configuration, beside FlaConfig's: type and default.
+    """
+
+    name: str
+    title: str
+    mixer: str
+    module: Callable[[Any, int], nn.Module]
+    heads: Callable[[Mapping[str, Any]], dict[str, Any]]
+    defaults: Mapping[str, Any]
+    covered: Callable[[Mapping[str, Any]], dict[str, tuple[Any, ...]]] = lambda config: {}
+    names: tuple[tuple[str, str], ...] = ()
+    turned: bool = False
+    further: Mapping[str, tuple[str, Callable[[Any, int], nn.Module]]] = field(default_factory=dict)
+    fields: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
-class FlaParallax(FlaLocalLinear):
-    """Of Parallax."""
-
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.r_proj = nn.Linear(config.hidden_size, self.q_proj.out_features, bias=config.attention_bias)
-        if config.qk_norm:
-            for name in ("q_norm", "r_norm", "k_norm"):
-                self.add_module(name, GatedRMSNorm(config.head_dim, HEAD_EPSILON, None))
-
-
-MIXERS: dict[str, Callable[[Any, int], nn.Module]] = {
-    "gated_deltanet": FlaGatedDeltaNet,
-    "delta_net": FlaDeltaNet,
-    "gla": FlaGLA,
-    "hgrn2": FlaHGRN2,
-    "hgrn": FlaHGRN,
-    "retnet": FlaRetNet,
-    "parallax": FlaParallax,
-    "local_linear": FlaLocalLinear,
-    NATS: FlaGatedDeltaNet,
-}
-"""By model_type."""
-TURNED = ("retnet", "parallax", "local_linear")
-"""Those whose mixers have positions."""
+KINDS: dict[str, FlaKind] = {}
+"""By model_type, as families are made (`fla_families.fla_family`)."""
 
 
 class FlaBlock(nn.Module):
@@ -270,8 +227,9 @@ class FlaBlock(nn.Module):
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
-        own = MIXERS[config.model_type.removeprefix("still_")]
-        kind = {FULL: FlaAttention, ROUTED: FlaRouted}.get(config.layer_types[index], own)
+        own = KINDS[config.model_type.removeprefix("still_")]
+        modules = {FULL: FlaAttention, **{name: module for name, (_, module) in own.further.items()}}
+        kind = modules.get(config.layer_types[index], own.module)
         self.attn_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn: nn.Module = kind(config, index)
         self.mlp_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -286,6 +244,6 @@ class FlaBlock(nn.Module):
 
 def fla_stack(config: Any) -> Stack:
     """The layers of a model with the configuration `config`."""
-    turned = FULL in config.layer_types or config.model_type.removeprefix("still_") in TURNED
+    turned = FULL in config.layer_types or KINDS[config.model_type.removeprefix("still_")].turned
     rotary = LlamaRotaryEmbedding(config) if turned else None
     return Stack(config, FlaBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)

@@ -1,17 +1,38 @@
-"""The families of flash-linear-attention: GLA, RetNet, HGRN and HGRN2, DeltaNet, Gated DeltaNet, Parallax; local linear attention."""
+"""The families of flash-linear-attention: GLA, RetNet, HGRN and HGRN2, DeltaNet, Gated DeltaNet."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, MOST_ROWS, WINDOWED
-from still_export.models.families.fla import NATS, ROUTED, FlaConfig, fla_stack
-from still_export.models.families.fla_config import LINEAR
+from still_export.models.families.fla import (
+    KINDS,
+    FlaConfig,
+    FlaDeltaNet,
+    FlaGatedDeltaNet,
+    FlaGLA,
+    FlaHGRN,
+    FlaHGRN2,
+    FlaKind,
+    FlaRetNet,
+    fla_stack,
+)
+from still_export.models.families.fla_config import (
+    LINEAR,
+    delta_net_heads,
+    gated_delta_net_heads,
+    gla_heads,
+    hgrn2_heads,
+    hgrn_heads,
+    retnet_heads,
+    values,
+)
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Family, make_family
+from still_export.models.families.softmax_families import Family, Published, make_family
 from still_export.models.families.stack import Stack, StackForCausalLM
 
 
@@ -37,27 +58,105 @@ class FlaModelMixin(LinearModelMixin):
         return fla_stack(config)
 
 
-def _family(name: str, title: str, mixer: str) -> Family:
-    places = {LINEAR: Place(mixer, ("attn",)), FULL: Place(FULL, ("attn",))}
-    if name == NATS:
-        places[ROUTED] = Place("routed_attention", ("attn",))
-    mixins = (FlaConfigMixin, FlaModelMixin)
+def fla_family(kind: FlaKind, module: str = __name__) -> Family:
+    """The family of a model_type of flash-linear-attention, whose classes are part of `module`."""
+    KINDS[kind.name] = kind
+    mixers = {LINEAR: kind.mixer, FULL: FULL, **{name: mixer for name, (mixer, _) in kind.further.items()}}
     return make_family(
-        __name__, FlaConfig, StackForCausalLM, mixins, title=title, name=name, linear=True, places=places
+        module,
+        FlaConfig,
+        StackForCausalLM,
+        (FlaConfigMixin, FlaModelMixin),
+        title=kind.title,
+        name=kind.name,
+        linear=True,
+        fields=kind.fields,
+        published=Published(values, (*NAMES, *kind.names)),
+        places={name: Place(mixer, ("attn",)) for name, mixer in mixers.items()},
     )
 
 
-FLA_FAMILIES: tuple[Family, ...] = (
-    _family("gla", "GLA", "gated_linear_attention"),  # the gated rule with a decay per key channel
-    _family("hgrn2", "HGRN2", "gated_linear_attention"),  # the same, what is written follows from what is forgotten
-    _family("hgrn", "HGRN", "gated_linear_attention"),  # the same in each channel by itself
-    _family("retnet", "RetNet", "gated_linear_attention"),  # a decay of each head for all tokens
-    _family("delta_net", "DeltaNet", "delta_net"),
-    _family("gated_deltanet", "GatedDeltaNet", "gated_delta_net"),
-    _family(NATS, "NatsLinear", "gated_delta_net"),  # and NAtS-L's layers, whose chunks go to softmax or to the rule
-    _family("parallax", "Parallax", "local_linear_attention"),
-    _family(
-        "local_linear", "LocalLinear", "local_linear_attention"
-    ),  # Parallax' folder, with `ridge` in the place of a projection
+NAMES = (
+    ("model.embeddings.", "model.embed_tokens."),
+    (".attn.g_norm_swish_gate.", ".attn.o_norm."),
+)
+"""Of its tensors, and ours."""
+_NORM = ((".attn.g_norm.", ".attn.o_norm."),)
+
+
+def _convolved(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    return {"use_short_conv": (True,)}
+
+
+def _retnet(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Of softmax layers, whose heads are turned otherwise, and of heads that share keys there is no checkpoint."""
+    return {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
+
+
+FLA_FAMILIES: tuple[Family, ...] = tuple(
+    fla_family(kind)
+    for kind in (
+        FlaKind(
+            "gla",
+            "GLA",
+            "gated_linear_attention",  # the gated rule with a decay per key channel
+            FlaGLA,
+            gla_heads,
+            {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "use_short_conv": False, "use_output_gate": True},
+            names=_NORM,
+        ),
+        FlaKind(
+            "hgrn2",
+            "HGRN2",
+            "gated_linear_attention",  # the same, what is written follows from what is forgotten
+            FlaHGRN2,
+            hgrn2_heads,
+            {"expand_ratio": 128, "use_short_conv": False, "use_lower_bound": True},
+        ),
+        FlaKind(
+            "hgrn",
+            "HGRN",
+            "gated_linear_attention",  # the same in each channel by itself
+            FlaHGRN,
+            hgrn_heads,
+            {"expand_ratio": 1, "use_short_conv": False, "use_lower_bound": True},
+        ),
+        FlaKind(
+            "retnet",
+            "RetNet",
+            "gated_linear_attention",  # a decay of each head for all tokens
+            FlaRetNet,
+            retnet_heads,
+            {
+                "num_heads": 8,
+                "expand_k": 1.0,
+                "expand_v": 2.0,
+                "hidden_ratio": 2,
+                "use_short_conv": False,
+                "use_output_gate": True,
+            },
+            _retnet,
+            _NORM,
+            turned=True,
+        ),
+        FlaKind(
+            "delta_net",
+            "DeltaNet",
+            "delta_net",
+            FlaDeltaNet,
+            delta_net_heads,
+            {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_short_conv": True, "use_gate": False},
+            _convolved,
+        ),
+        FlaKind(
+            "gated_deltanet",
+            "GatedDeltaNet",
+            "gated_delta_net",
+            FlaGatedDeltaNet,
+            gated_delta_net_heads,
+            {"head_dim": 256, "num_heads": 6, "expand_v": 2.0, "use_short_conv": True, "use_gate": True},
+            _convolved,
+        ),
+    )
 )
 """By flash-linear-attention's model_type."""

@@ -47,6 +47,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Block, Mamba2RMSNor
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
+from still_export.discovery import Registry
 from still_export.errors import UnsupportedModelError
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, WINDOWED, head_size
@@ -60,12 +61,6 @@ from still_export.models.families.softmax_families import Family, make_family
 from still_export.models.families.stack import Stack, StackForCausalLM
 from still_export.models.families.support import SLIDING
 from still_export.models.families.transnormer import TRANSNORMER
-from still_export.models.flux import FLUX
-from still_export.models.landmark import LANDMARK
-from still_export.models.moh import MOH
-from still_export.models.rat import RAT
-from still_export.models.routing import ROUTING
-from still_export.models.vision_readings import VISION
 
 _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
@@ -207,9 +202,8 @@ def _family(
     return make_family(__name__, config, model, mixins, linear=True, places=places, **more)
 
 
-LINEAR_FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
+LINEAR_FAMILIES: Registry[Family] = Registry(
+    (
         # the text of Qwen3.5
         _family(Qwen3_5TextConfig, Qwen3_5ForCausalLM, _GATED_DELTA, (LinearConfigMixin, Qwen3_5ModelMixin)),
         _family(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _GATED_DELTA, (LinearConfigMixin, Qwen3_5ModelMixin)),
@@ -298,16 +292,12 @@ LINEAR_FAMILIES: dict[str, Family] = {
         TRANSNORMER,
         SALA,
         RWKV7,
-        *VISION,
-        MOH,
-        RAT,
-        FLUX,
         MAMBA3,
-        LANDMARK,
-        ROUTING,
-    )
-}
-"""Families by transformers' model_type."""
+    ),
+    "family",
+    "FAMILIES",
+)
+"""Families by transformers' model_type, and those of systems."""
 
 _SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
 _SPARSE = "its softmax layers select keys"

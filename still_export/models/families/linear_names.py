@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from still_export.discovery import recognised
 from still_export.errors import CheckpointError, ConfigError, StillExportError
-from still_export.models import rat, vision_readings
-from still_export.models.families import fla_config, mamba3, minicpm_sala, rwkv7, transnormer
-from still_export.models.families.fla import MIXERS
+from still_export.models.families import rwkv7
+from still_export.models.families.linear_families import LINEAR_FAMILIES
+from still_export.models.families.softmax_families import Published
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
 AHEAD, _IMAGES = "layers that guess tokens ahead", "images"
@@ -31,11 +32,8 @@ _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """Fields of configurations whose last layers guess tokens ahead."""
-_FOLLOWS = (
-    *(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),
-    ".self_attn.mask_allocator.log_temp",
-)
-"""Tensors of MiniMax that follow from a layer's number, and the temperature of Flux' training."""
+_FOLLOWS = (*(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),)
+"""Tensors of MiniMax that follow from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 _MAMBA2 = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -55,34 +53,19 @@ _BAILING = (
     (".self_attn.dense.", ".self_attn.o_proj."),
     (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
 )
-_FLA = (
-    ("model.embeddings.", "model.embed_tokens."),
-    (".attn.g_norm_swish_gate.", ".attn.o_norm."),
-)
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "mamba3"), _MAMBA2),
     "nemotron_h": _NEMOTRON,
-    "rat": rat.NAMES,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
     "lfm3": ((".self_attn.gate_proj.", ".self_attn.g_proj."),),
     "kimi_linear": _KIMI,
     "bailing_hybrid": _BAILING,
-    **dict.fromkeys(MIXERS, _FLA),
-    **dict.fromkeys(("gla", "retnet"), (*_FLA, (".attn.g_norm.", ".attn.o_norm."))),
 }
 _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
-_VALUES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    **dict.fromkeys(MIXERS, fla_config.values),
-    "transnormer": transnormer.values,
-    "minicpm_sala": minicpm_sala.values,
-    "rwkv7": rwkv7.values,
-    "rat": rat.values,
-    "mamba3": mamba3.values,
-}
 _TEXT_OF = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -100,7 +83,9 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
         ConfigError: A value is missing, is none of its type, or does not fit another.
         UnsupportedModelError: A variant that is not covered.
     """
-    if (values := _VALUES.get(config["model_type"])) is not None:
+    config = {**config, "model_type": recognised(config)}
+    family = LINEAR_FAMILIES.get(config["model_type"])
+    if family is not None and (values := family.published.values) is not None:
         try:
             return values(config)
         except StillExportError:
@@ -126,7 +111,9 @@ def published_names(
         CheckpointError: A convolution lacks a part.
     """
     kind = model_type.removeprefix("still_")
-    rename = rwkv7.renamed if kind == "rwkv7" else partial(_renamed, parts=_NAMES.get(kind, ()))
+    published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
+    names = (*_NAMES.get(kind, ()), *published.names)
+    rename = rwkv7.renamed if kind == "rwkv7" else partial(_renamed, parts=names)
     kept: dict[str, Weight] = {}
     others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in _AHEAD) else None
@@ -139,7 +126,8 @@ def published_names(
             others.setdefault(what, {})[ours] = tensor
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
-    return vision_readings.folded(_bounded(rwkv7.apart(_joined_convolutions(kept)))), others
+    kept = _bounded(rwkv7.apart(_joined_convolutions(kept)))
+    return published.tensors(kept) if published.tensors else kept, others
 
 
 def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
-from still_export.models.families.softmax_families import make_family
+from still_export.models.families.softmax_families import Published, make_family
 from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, kept
 
 
@@ -120,5 +120,6 @@ MAMBA3 = make_family(
     title="Mamba3",
     name="mamba3",
     linear=True,
+    published=Published(values),
     places={"linear_attention": Place("mamba3", ("mixer",))},
 )

@@ -14,7 +14,7 @@ from still_export.errors import ConfigError
 from still_export.mixers.block_attention.settings import checked_choice
 from still_export.mixers.config import LayersConfig
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import make_family
+from still_export.models.families.softmax_families import Published, make_family
 from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
@@ -222,5 +222,6 @@ SALA = make_family(
     title="MiniCPMSala",
     name="minicpm_sala",
     linear=True,
+    published=Published(values),
     places={LINEAR: Place("lightning_attention", ("self_attn",)), SPARSE: Place("block_attention", ("self_attn",))},
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import make_family
+from still_export.models.families.softmax_families import Published, make_family
 from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 from still_export.models.read.weights import Deferred, Weight, value_of
 
@@ -187,5 +187,6 @@ RWKV7 = make_family(
     title="Rwkv7",
     name="rwkv7",
     linear=True,
+    published=Published(values),
     places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv7", ("mixer",))),
 )

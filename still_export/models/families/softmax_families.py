@@ -7,7 +7,7 @@ AutoModelForCausalLM without remote code, and a process that has not imported th
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,20 @@ from still_export.models.families.gemma import GemmaConfigMixin, GemmaModelMixin
 
 
 @dataclass(frozen=True)
+class Published:
+    """How a published folder becomes a family's model.
+
+    values: The values of the family's configuration from a config.json; None: they have the names of the family's own class.
+    names: Parts of tensors' names in the folder, and those in the model.
+    tensors: The model's tensors from the folder's, under the model's names.
+    """
+
+    values: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    names: tuple[tuple[str, str], ...] = ()
+    tensors: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """A family's plain and STILL classes; `name` is its model_type in transformers.
 
@@ -49,6 +63,7 @@ class Family:
     still_config: type
     still_model: type
     linear: bool = False
+    published: Published = Published()
 
 
 def make_family(
@@ -61,6 +76,7 @@ def make_family(
     name: str = "",
     linear: bool = False,
     fields: Mapping[str, tuple[Any, Any]] | None = None,
+    published: Published | None = None,
     **attributes: Any,
 ) -> Family:
     """A family whose STILL classes are named after the plain ones, registered and part of `module`, where pickles look for them.
@@ -70,6 +86,7 @@ def make_family(
         mixins: Go before them.
         title, name: Of the STILL classes, and of the family; where not given, as the plain ones say.
         fields: Of the STILL configuration beside its own: type and default.
+        published: How folders with other names are read; None: they have transformers'.
         attributes: Of its class.
     """
     name = name or config.model_type
@@ -84,7 +101,7 @@ def make_family(
         setattr(sys.modules[module], made.__name__, made)
     AutoConfig.register(f"still_{name}", still_config)
     AutoModelForCausalLM.register(still_config, still_model)
-    return Family(name, config, still_config, still_model, linear)
+    return Family(name, config, still_config, still_model, linear, published or Published())
 
 
 class PhiModelMixin(StillModelMixin):

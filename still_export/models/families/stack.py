@@ -26,7 +26,7 @@ def kept(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def demand_covered(model: str, config: Mapping[str, Any], covered: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise UnsupportedModelError for the first value in the config.json of `model`, such as "a rat", that is none of those `covered`."""
+    """Raise UnsupportedModelError for the first value in the config.json of `model`, such as "a rwkv7", none of those `covered`."""
     for name, values in covered.items():
         if name in config and config[name] not in values:
             raise UnsupportedModelError(

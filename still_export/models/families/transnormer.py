@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from still_export.errors import ConfigError
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import make_family
+from still_export.models.families.softmax_families import Published, make_family
 from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
 
 EPSILON = 1e-6
@@ -168,5 +168,6 @@ TRANSNORMER = make_family(
     title="TransNormer",
     name="transnormer",
     linear=True,
+    published=Published(values),
     places={"linear_attention": Place("lightning_attention", ("token_mixer",))},
 )

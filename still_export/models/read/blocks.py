@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from still_graphs.ops.dense_matmul import NUMBERS
+from still_kernels.dense_matmul.spec import NUMBERS
 
 CACHED = 1 << 16
 """Weights that are read back at once, which a processor's cache holds: a pass over all of them costs as much as the arithmetic."""
@@ -65,10 +65,33 @@ class BlockWeight:
         scales = np.repeat(self.scales, times, axis=1)
         return replace(self, packed=packed, scales=scales, zero_points=zero, offsets=offsets)
 
+    def with_positive_scales(self, dtype: np.dtype) -> BlockWeight:
+        """The same weight, to the bit, by scales that are more than 0 in `dtype`, which TensorRT demands; without zero points.
+
+        A negative scale turns its sign: codes become their complements, whose numbers are one scale less, which the offset adds. Of a scale
+        that is 0 in `dtype` codes stand for 0.
+        """
+        assert self.zero_points is None
+        negative, dead = self.scales < 0, self.scales.astype(dtype) == 0
+        packed = np.where(negative[..., None], ~self.packed, self.packed)
+        packed = np.where(dead[..., None], np.uint8(0x88 if self.bits == 4 else 0x80), packed)
+        scales = np.where(dead, self.scales.dtype.type(1), np.abs(self.scales))
+        offsets = self.offsets
+        if (turned := negative & ~dead).any():
+            added = np.where(turned, scales, 0).astype(np.float32)
+            offsets = added if offsets is None else offsets + added
+        return replace(self, packed=packed, scales=scales, offsets=offsets)
+
     def rows(self, order: np.ndarray | slice) -> BlockWeight:
         """The same weight with its outputs in another order, or some of them."""
         zero, offsets = (None if x is None else x[order] for x in (self.zero_points, self.offsets))
         return replace(self, packed=self.packed[order], scales=self.scales[order], zero_points=zero, offsets=offsets)
+
+    def columns(self, order: np.ndarray | slice) -> BlockWeight:
+        """The same weight without zero points, its blocks of inputs in another order."""
+        assert self.zero_points is None
+        offsets = None if self.offsets is None else self.offsets[:, order]
+        return replace(self, packed=self.packed[:, order], scales=self.scales[:, order], offsets=offsets)
 
 
 class Float8Weight(BlockWeight):

@@ -15,6 +15,7 @@ from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.families.fused import whole_pair
+from still_export.models.read.adapter_config import lora_scale
 from still_export.models.read.checkpoint import in_range
 from still_export.models.read.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
 
@@ -22,7 +23,7 @@ _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
 _LOLCATS = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.layer")
 _WINDOW_FACTORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.window_factors")
-_LORA = re.compile(r"(.*)\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?")
+_LORA = re.compile(r"(.*)\.lora_([AB])(?:\.(?!bias$)[^.]+)?(?:\.weight)?")
 W = TypeVar("W")
 _PREFIXES = (("base_model.model.", ""), ("model.model.", "model."))
 
@@ -180,7 +181,7 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
 
     Raises:
         CheckpointError: A pair is incomplete, fits no weight, or its scale is unknown.
-        UnsupportedModelError: DoRA, or another form than plain LoRA.
+        UnsupportedModelError: A tensor is of DoRA, a bias, or another form than plain LoRA.
     """
     pairs: dict[str, dict[str, Weight]] = {}
     result: dict[str, Weight] = {}
@@ -198,13 +199,6 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
             f"{source} has LoRA tensors ({next(iter(pairs))}) but no adapter_config.json with lora_alpha and r beside them, so "
             "their scale is unknown. Put the file there (LoLCATs trains with lora_alpha 16, r 8)."
         )
-    for option in ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
-        if adapter.get(option):
-            raise UnsupportedModelError(
-                f"{source}: adapter_config.json sets {option}; merge the adapter with PEFT first."
-            )
-    rank = float(adapter["r"])
-    scale = float(adapter["lora_alpha"]) / (rank**0.5 if adapter.get("use_rslora") else rank)
     for module, pair in pairs.items():
         target = f"{module}.weight"
         if module.endswith(".g_proj") and set(pair) == {"A", "B"} and target not in result:
@@ -235,6 +229,7 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
                 f"{source}: the LoRA pair of {module} gives {given}, the weight is {list(weight.shape)}. "
                 "The adapter belongs to another model."
             )
+        scale = lora_scale(adapter, module, pair["A"].shape[0])
         before = (weight.adapted if isinstance(weight, Deferred) else None) or Adapted(weight, ())
         result[target] = Deferred(
             weight.shape,

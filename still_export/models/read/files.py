@@ -168,7 +168,14 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: The file is no JSON object.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):
+            raise CheckpointError(
+                f"{path} begins with a byte order mark, which transformers does not read. Save it as UTF-8 without one."
+            )
+        values = json.loads(text)
+    except CheckpointError:
+        raise
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
     if not isinstance(values, dict):

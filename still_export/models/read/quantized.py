@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.errors import CheckpointError
+from still_export.errors import CheckpointError, UnsupportedError
 from still_export.models.read.blocks import BlockWeight, Float8Weight, pack
 from still_export.models.read.weights import Deferred, SourceBlocks
 
+OTHERS = "Use another form of the model: one that is read (docs/reference/files.md), float32, float16 or bfloat16, or a GGUF file."
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
 """Values of quant_method that are read."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -42,6 +43,10 @@ FP4_GROUP = 16
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 
 Parts = Mapping[str, Tensor]
+
+
+class _UnreadError(Exception):
+    """A sound form that is not read here."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,13 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         origin: The folder, for messages.
 
     Raises:
-        CheckpointError: The method is unknown, or tensors of a weight are missing or do not fit each other; the message names it.
+        CheckpointError: Tensors of a weight are missing or do not fit each other; the message names it.
+        UnsupportedError: The method, or a weight's form, is not read.
     """
     method = config.get("quant_method", "unknown")
     if method not in METHODS:
-        raise CheckpointError(
-            f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. Use another form of the model: "
-            "one of these, float32, float16 or bfloat16, or a GGUF file."
+        raise UnsupportedError(
+            f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. {OTHERS}"
         )
     found: dict[str, Tensor | Deferred] = {}
     taken: set[str] = set()
@@ -117,7 +122,11 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         try:
             weight = reader(parts, config)
             if weight is not None and (unknown := sorted(parts.keys() - PARTS)):
-                raise ValueError(f"it has {', '.join(unknown)}, which no form that is read has")
+                raise _UnreadError(f"{', '.join(unknown)}, which no form that is read has")
+        except _UnreadError as error:
+            raise UnsupportedError(
+                f"{module} in {origin} has {error}. This form of {method} is not supported. {OTHERS}"
+            ) from error
         except (KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
@@ -150,13 +159,17 @@ def _deferred(shape: tuple[int, ...], read: Callable[[], Tensor], bits: int) -> 
 def _grouped(weight: Grouped) -> Deferred:
     """Its values, with blocks where a graph can hold them."""
     outputs, inputs = weight.shape
-    if weight.groups < 1 or inputs % weight.groups or weight.size % 8:
-        raise ValueError(f"{weight.groups} groups do not divide {inputs} inputs into multiples of 8")
+    if weight.groups < 1 or weight.groups > inputs:
+        raise ValueError(f"{weight.groups} groups do not divide {inputs} inputs")
+    ragged = inputs % weight.groups or weight.size % 8
+    if ragged and weight.of_input is None:
+        raise _UnreadError(f"{weight.groups} groups of {inputs} inputs, where groups of equal multiples of 8 are read")
     blocks, of_input, order = None, weight.of_input, weight.order
-    if of_input is None or torch.equal(torch.bincount(of_input), torch.full((weight.groups,), weight.size)):
-        positive = weight.bits == 8 and bool((weight.scales() > 0).all())
+    if not ragged and (
+        of_input is None or torch.equal(torch.bincount(of_input), torch.full((weight.groups,), weight.size))
+    ):
         kind = (max(weight.bits, 4), False, False, weight.blocks, weight.size, weight.zero_points is not None)
-        blocks = SourceBlocks(*kind, order, positive)
+        blocks = SourceBlocks(*kind, order)
     return Deferred(torch.Size((outputs, inputs)), torch.float32, weight.values, blocks, weight.bits)
 
 
@@ -174,6 +187,11 @@ def _of_input(parts: Parts, name: str, needed: bool, inputs: int, groups: int) -
     _check("g_idx", stored, inputs)
     if int(stored.min()) < 0 or int(stored.max()) >= groups:
         raise ValueError(f"g_idx names groups outside 0..{groups - 1}")
+    named = len(torch.unique(stored))
+    if not needed and groups > named == 1:
+        return None  # some writers leave it at zero; the groups are in order
+    if named < groups:
+        raise ValueError(f"g_idx names {named} of {groups} groups")
     return None if torch.equal(stored.long(), torch.arange(inputs) // (inputs // groups)) else stored
 
 
@@ -193,11 +211,14 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     bits = zeros.shape[1] * 32 // packed.shape[1] if config.get("dynamic") else int(config["bits"])
     kind = config.get("checkpoint_format", "gptq")
     if bits not in (2, 4, 8) or kind not in ("gptq", "gptq_v2"):
-        raise ValueError(f"{bits} bits in the format {kind}, where 2, 4 and 8 in gptq and gptq_v2 are read")
+        raise _UnreadError(f"{bits} bits in the format {kind}, where 2, 4 and 8 in gptq and gptq_v2 are read")
     inputs, outputs, groups = packed.shape[0] * 32 // bits, packed.shape[1], scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs * bits // 32)
     of_input = _of_input(parts, "g_idx", bool(config.get("desc_act")), inputs, groups)
+    size = int(config.get("group_size") or 0)
+    if of_input is None and size > 0 and inputs % size and groups == -(-inputs // size):
+        of_input = torch.arange(inputs, dtype=torch.int32) // size  # the last group is shorter
     # The first format has less one for every zero point, taken from whole words: a zero point of 0 borrows from the next.
     ones = sum(1 << place for place in range(0, 32, bits)) if kind == "gptq" else 0
 
@@ -226,7 +247,7 @@ def _awq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
         str(config.get("version", config.get("format", "gemm"))),
     )
     if bits != 4 or kind.lower() != "gemm":
-        raise ValueError(f"{bits} bits in the format {kind}, where 4 in gemm are read")
+        raise _UnreadError(f"{bits} bits in the format {kind}, where 4 in gemm are read")
     inputs, outputs, groups = packed.shape[0], packed.shape[1] * 8, scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs // 8)
@@ -250,8 +271,8 @@ def _packed(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     per_word = inputs / packed.shape[1]
     bits = {8: 4, 4: 8, 16: 2}.get(int(per_word) if per_word == int(per_word) else 0, 0)
     if not bits:
-        raise ValueError(
-            f"weight_packed has {packed.shape[1]} words for {inputs} inputs, which is no form of 2, 4 or 8 bits"
+        raise _UnreadError(
+            f"{packed.shape[1]} words in weight_packed for {inputs} inputs, where those of 2, 4 and 8 bits are read"
         )
     _check("weight_packed", packed, outputs, inputs * bits // 32)
     groups = scales.shape[-1]
@@ -277,7 +298,7 @@ def _stored(parts: Parts, config: Mapping[str, Any]) -> Deferred | None:
     scale = parts.get("weight_scale_inv", parts.get("weight_scale"))
     if scale is None:
         if "SCB" in parts:
-            raise ValueError("it has 8 bits (SCB), where those of 4 are read")
+            raise _UnreadError("8 bits of LLM.int8 (SCB), where those of 4 are read")
         if weight.dtype in (torch.int8, torch.uint8) or weight.dtype.itemsize == 1:
             raise KeyError("weight_scale")
         return None
@@ -314,23 +335,28 @@ def _block(scale: Tensor, outputs: int, inputs: int, config: Mapping[str, Any]) 
     """Outputs and inputs that share a scale."""
     if scale.numel() == 1:
         return outputs, inputs
+    size = config.get("weight_block_size") or _block_size(config)
+    if size and list(scale.shape) == [-(-outputs // size[0]), -(-inputs // size[1])]:
+        return int(size[0]), int(size[1])
     if scale.dim() == 1 or scale.shape[0] == outputs:  # of outputs, or of groups of their inputs
         groups = 1 if scale.dim() == 1 else scale.shape[1]
         if inputs % groups:
-            raise ValueError(f"{groups} groups do not divide {inputs} inputs")
+            raise _UnreadError(f"{groups} groups of {inputs} inputs, where groups of equal size are read")
         _check("weight_scale", scale, *(outputs, groups)[: scale.dim()])
         return 1, inputs // groups
-    high, wide = config.get("weight_block_size") or _block_size(config)
-    _check("scales of blocks", scale, -(-outputs // high), -(-inputs // wide))
-    return high, wide
+    if not size:
+        raise KeyError("weight_block_size, in quantization_config")
+    raise ValueError(
+        f"scales of blocks of {size[0]} x {size[1]} have shape {list(scale.shape)} for {outputs} x {inputs} weights"
+    )
 
 
-def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Of numbers in blocks, as compressed-tensors says it."""
+def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Of numbers in blocks, as compressed-tensors says it; None: it does not."""
     for group in config.get("config_groups", {}).values():
         if isinstance(size := (group.get("weights") or {}).get("block_structure"), list) and len(size) == 2:
             return int(size[0]), int(size[1])
-    raise KeyError("weight_block_size, in quantization_config")
+    return None
 
 
 def _numbers(scale: Tensor) -> Tensor:
@@ -368,7 +394,7 @@ def _fp4(packed: Tensor, scales: Tensor) -> Deferred:
         torch.Size((outputs, inputs)),
         torch.float32,
         values,
-        SourceBlocks(8, False, False, blocks, size, positive=bool((scales > 0).all())),
+        SourceBlocks(8, False, False, blocks, size),
         4,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ TOGETHER = "|"
 class SourceBlocks:
     """Blocks of `size` inputs in a source: their bits, whether they have offsets or zero points, whether their scales are half precision;
     `read` gets them, of a stack those of the expert whose number it is given. `order`: the inputs as the blocks have them [K], where that
-    is another order than the weight's; `positive`: all scales are known to be; `float8`: codes are in e4m3."""
+    is another order than the weight's; `float8`: codes are in e4m3."""
 
     bits: int
     offsets: bool
@@ -32,8 +33,12 @@ class SourceBlocks:
     size: int = 32
     zero_points: bool = False
     order: np.ndarray | None = None
-    positive: bool = False
     float8: bool = False
+
+    @cached_property
+    def negative(self) -> bool:
+        """Whether a scale is less than 0; reads the blocks of a matrix."""
+        return bool((self.read().scales < 0).any())
 
 
 @dataclass(frozen=True)

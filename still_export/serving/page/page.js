@@ -187,7 +187,9 @@ async function served(message, line) {
       for (const said of lines.filter((l) => l.startsWith("data: {"))) {
         const { error, choices } = JSON.parse(said.slice(6));
         if (error) throw new Error(error.message);
-        line.textContent += choices[0]?.delta?.content ?? "";
+        const { content, reasoning_content } = choices[0]?.delta ?? {};
+        if (reasoning_content) say("Thinking.");
+        line.textContent += content ?? "";
       }
     }
   } catch (error) {

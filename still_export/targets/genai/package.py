@@ -13,10 +13,10 @@ from still_export.targets.ort.target import finish as finish_ort
 from still_export.targets.target import Lowering
 from still_graphs.conditions import bodies
 from still_graphs.later_ir import ir
-from still_graphs.ops.attention import ATTENTION
 from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, joined_states, past_name, present_name
 from still_graphs.passes.take_lengths_from_mask import lengths_from_mask, take_lengths_from_mask
 from still_graphs.pipelines import Step, run_steps
+from still_kernels.attention.spec import ATTENTION
 
 GRAPH = "genai.onnx"
 CONFIG = "genai_config.json"

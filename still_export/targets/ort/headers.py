@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -9,6 +10,7 @@ import tarfile
 import urllib.request
 from pathlib import Path
 
+from still_export.package.trust import home
 from still_export.targets.trt.plugins import PluginBuildError
 
 HEADER = "onnxruntime_c_api.h"
@@ -30,7 +32,24 @@ def cache_folder() -> Path:
     """Where headers and libraries are kept: STILL_CACHE, or still-export's folder in the user's cache. It may be deleted at any time."""
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "still-export"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "still-export"
+
+
+def make_cache(folder: Path) -> Path:
+    """`folder` of the cache, made where it is not there.
+
+    Raises:
+        PluginBuildError: It cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise PluginBuildError(
+            f"{folder}, where builds are kept, cannot be written ({error.strerror}). Name another folder by {CACHE_VARIABLE}."
+        ) from error
+    return folder
 
 
 def fetched_headers() -> Path:
@@ -75,7 +94,7 @@ def fetch_headers() -> Path:
         ) from error
     if hashlib.sha256(package).hexdigest() != SHA256:
         raise PluginBuildError(f"{URL} is not the file that was expected: its SHA-256 differs from {SHA256}.")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_cache(folder)
     with tarfile.open(fileobj=io.BytesIO(_members(package)["data.tar.xz"])) as tar:
         headers = [entry for entry in tar if entry.isfile() and entry.name.endswith(".h")]
         headers.sort(key=lambda entry: entry.name.endswith(HEADER))  # the one that is looked for comes last

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import UnsupportedError
-from still_export.package.files import MODEL, STEP
+from still_export.package.files import MODEL
 from still_export.targets.ort.library import LIBRARY, SYSTEM, build_with_archive, this_cpu
 from still_export.targets.trt.plugins import compile_archive
 
@@ -33,7 +33,7 @@ def add_native(
     if archs or library is None:
         # In the folder, with which it goes where this process is killed.
         with tempfile.TemporaryDirectory(prefix=".build.", dir=folder) as build:
-            variants = kernel_variants(*(folder / name for name in (MODEL, STEP) if (folder / name).exists()))
+            variants = kernel_variants(folder / MODEL)
             archive = compile_archive(variants, archs, Path(build) / "kernels.bin")
             build_with_archive(archive, folder / LIBRARY, include)
     else:
@@ -42,8 +42,8 @@ def add_native(
     return {**described, "archs": list(archs)} if archs else described
 
 
-def kernel_variants(*models: Path) -> dict[str, list[Any]]:
-    """The kernels of the GPU that graphs need, by op: one variant for each set of choices.
+def kernel_variants(model: Path) -> dict[str, list[Any]]:
+    """The kernels of the GPU that a graph needs, by op: one variant for each set of choices.
 
     Raises:
         UnsupportedError: No kernel covers a node; names it, and what the kernels have.
@@ -53,7 +53,7 @@ def kernel_variants(*models: Path) -> dict[str, list[Any]]:
     from still_kernels.registry import kernels_of
 
     variants: dict[str, list[Any]] = {}
-    for node, call in (each for model in models for each in _calls(ir.load(model))):
+    for node, call in _calls(ir.load(model)):
         reasons = kernels_of(node.op_type).refusals(call, ahead=True)
         if reasons:
             raise UnsupportedError(

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from still_export.package.files import sha256
-from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers
-from still_export.targets.trt.plugins import SOURCE, PluginBuildError, run_cmake
+from still_export.targets.ort.headers import cache_folder, fetch_headers, find_onnxruntime_headers, make_cache
+from still_export.targets.trt.plugins import OP_FOLDERS, SOURCE, PluginBuildError, run_cmake
 
 LIBRARY = "libstill_onnxruntime.so"
 BUILD_VARIABLE = "STILL_BUILD_KERNELS"
@@ -23,7 +23,7 @@ DIGEST = f"{LIBRARY}.sha256"
 SYSTEM = "Linux"
 PREBUILT = "lib"
 """Folder beside the sources in which a wheel has libraries, by processor."""
-SOURCES = ("CMakeLists.txt", "exports.map", "core", "cpu", "onnxruntime")
+SOURCES = ("CMakeLists.txt", "write_op_specs.py", "exports.map", "core", "cpu", "onnxruntime")
 FLAGS = ("CXXFLAGS", "LDFLAGS")
 """Variables that CMake takes flags from."""
 CPUS = ("x86_64", "aarch64")
@@ -89,9 +89,11 @@ def cached_library(cpu: str) -> Path:
     """Where the cache has, or will have, the library of these sources, this processor and these flags."""
     digest = hashlib.sha256()
     files = [f for name in SOURCES for f in [SOURCE / name, *(SOURCE / name).rglob("*")] if f.is_file()]
+    files += [*OP_FOLDERS.glob("*/spec.py"), *OP_FOLDERS.glob("*/cpu/*")]
     for path in sorted(files):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(SOURCE)} {len(content)}\n".encode() + content)
+        place = path.relative_to(SOURCE if SOURCE in path.parents else OP_FOLDERS)
+        digest.update(f"{place} {len(content)}\n".encode() + content)
     digest.update(repr([os.environ.get(name) for name in FLAGS]).encode())
     return cache_folder() / "kernels" / f"{cpu}-{digest.hexdigest()[:16]}" / LIBRARY
 
@@ -102,8 +104,7 @@ def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -
 
     demand_build(include)
     compiler = _cross_compiler(cpu)
-    home = cached_library(cpu).parent
-    home.mkdir(parents=True, exist_ok=True)
+    home = make_cache(cached_library(cpu).parent)
     with FileLock(home / "lock"):
         if archive is None and _is_whole(target):  # another process built it meanwhile
             return target

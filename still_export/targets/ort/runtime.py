@@ -11,18 +11,22 @@ def open_ort(asked: Opening) -> Runner:
     """As of Runtime."""
     from still_export.runtime.ort import OrtModel
 
-    watched = _watched(asked) if asked.watch else None
-    return OrtModel(asked.folder, asked.threads, asked.provider, check=asked.check, watched=watched)
+    watched = _watched(asked) if asked.watch or asked.tensors or asked.graph != MODEL else None
+    return OrtModel(
+        asked.folder, asked.threads, asked.provider, check=asked.check, watched=watched, bodies=asked.bodies
+    )
 
 
 def _watched(asked: Opening) -> tuple[bytes, list[str]]:
-    """The package's graph with the first output, int32, of each node that is asked for, and the outputs' names."""
+    """The graph with the first output, int32, of each node that is asked for and the tensors that are, and the names of both."""
     import onnx
 
-    model = onnx.load(asked.folder / MODEL, load_external_data=False)
+    model = onnx.load(asked.folder / asked.graph, load_external_data=False)
     names = [node.output[0] for node in model.graph.node if node.op_type in asked.watch]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
-    return model.SerializeToString(), names
+    kind = onnx.TensorProto.DataType.Value(asked.manifest["model"]["dtype"].replace("float32", "float").upper())
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(n, kind, None) for n in asked.tensors)
+    return model.SerializeToString(), [*names, *asked.tensors]
 
 
 def repeat(asked: Opening) -> list[str]:

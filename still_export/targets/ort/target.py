@@ -12,7 +12,7 @@ from still_export.graph.fuse import fuse_nodes, nodes_fused
 from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
-from still_export.package.files import FOLD, HEAD, MODEL, STEP
+from still_export.package.files import FOLD, HEAD, MODEL
 from still_export.package.trust import trust
 from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.kernels import add_native
@@ -24,21 +24,11 @@ from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Ta
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, opset_at_least, still_nodes
 from still_graphs.later_ir import ir
 from still_graphs.ops import FUSED_OPSET, OPS, OPSET
-from still_graphs.passes.add_greedy_token import add_greedy_node, gives_next_token
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.passes.fuse_between_attention import fuse_between_attention
-from still_graphs.passes.fuse_gates import all_gates_fused, fuse_all_gates
-from still_graphs.passes.fuse_low_rank import (
-    fuse_low_rank,
-    fuse_low_rank_floats,
-    low_rank_floats_fused,
-    low_rank_fused,
-)
-from still_graphs.passes.fuse_rotary_embeddings import fuse_rotary_embeddings, rotary_embeddings_fused
 from still_graphs.passes.keep_replay import fold_graph, gives_replay, keep_replay
 from still_graphs.passes.part_head import has_head, part_head
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import CPU, CUDA, Step, steps_of_ops
 
 PREFILL_TOKENS, GPU_PREFILL_TOKENS, GPU_PREFILL_NUMBERS = 512, (2048, 8192), 1 << 23
 """Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host. There
@@ -57,9 +47,6 @@ THREE = 3
 
 OWN_OPS, NEW_OPS, KERNELS = "ops of ONNX Runtime", f"opset {FUSED_OPSET}", "kernels for CPUs"
 """Traits: the graph may have ONNX Runtime's own ops; or it has those of the newer opset, for any host; the package has kernels for CPUs."""
-
-STEP_ARCH = "sm_90"
-"""What their kernel was run on."""
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -112,22 +99,8 @@ GUESS = Step(
     ensures=gives_replay,
 )
 BARE = partial(Step, requires=no_functions)
-THIN = BARE(
-    fuse_low_rank_floats,
-    "a kernel of ours takes what is one node for one token, and gives the same for several",
-    only=(KERNELS,),
-    ensures=low_rank_floats_fused,
-)
-ON_GPUS = (
-    BARE(
-        fuse_low_rank,
-        "its CUDA provider launches what lies between two products node by node",
-        ensures=low_rank_fused,
-    ),
-    BARE(fuse_rotary_embeddings, "the same between a product and its attention", ensures=rotary_embeddings_fused),
-    BARE(fuse_all_gates, "the same of the gate of a feed-forward layer", ensures=all_gates_fused),
-    BARE(add_greedy_node, "greedy decoding stays on the device", ensures=gives_next_token),
-)
+THIN = tuple(replace(step, only=(KERNELS,)) for step in steps_of_ops(CPU))
+ON_GPUS = steps_of_ops(CUDA)
 BODIES = (
     BARE(
         take_new_opset,
@@ -164,11 +137,7 @@ def ready(options: OrtOptions, say: Progress) -> None:
 def finish(lowering: Lowering, graph: ir.Model) -> None:
     """Write the native library and the runner."""
     manifest, options = lowering.manifest, lowering.options
-    graphs = [graph]
-    if options.archs and not has_head(graph) and (step := step_graph(lowering)):
-        ir.save(step, lowering.folder / STEP)
-        graphs.append(step)
-    ops = {name: OPS[name].version for name in sorted({n.op_type for each in graphs for n in still_nodes(each)})}
+    ops = {name: OPS[name].version for name in sorted({n.op_type for n in still_nodes(graph)})}
     manifest.update(
         target="onnx",
         config={**manifest["config"], **options.config()},
@@ -189,24 +158,6 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
     if manifest.get("speculate") and len((fold := fold_graph(ir.load(lowering.folder / MODEL))).graph):
         ir.save(fold, lowering.folder / FOLD)
     write_programs(lowering.folder, ["ort"])
-
-
-def step_graph(lowering: Lowering) -> ir.Model | None:
-    """The graph of steps of one sequence, where GPUs have a kernel for what lies between two attentions of so small a model."""
-    from still_kernels.common.cuda_function import can_compile
-
-    options = lowering.options
-    if set(options.archs) != {STEP_ARCH} or OWN_OPS not in traits(options):
-        return None
-    graph = ir.load(lowering.folder / MODEL)
-    strip_functions(graph)
-    if not fuse_between_attention(graph):
-        return None
-    if not can_compile():
-        lowering.say(f"no {STEP}, with faster steps: it needs NVRTC here (pip install nvidia-cuda-nvrtc-cu12)")
-        return None
-    attach_own_functions(graph)
-    return graph
 
 
 def _library(options: OrtOptions, manifest: dict[str, Any]) -> Path | None:
@@ -251,7 +202,7 @@ ORT_CPU = Target(
         )
     },
     own_layouts=has_kernels,
-    steps=(SCALES, FUSE, STRIP, THIN, GUESS, *BODIES),
+    steps=(SCALES, FUSE, STRIP, *THIN, GUESS, *BODIES),
     speculates=True,
     sees=True,
     finish=finish,

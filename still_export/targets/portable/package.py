@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
+from still_export.errors import ConfigError, ModelNotFoundError
 from still_export.graph.ahead import ahead_states, join_head
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.forms import EXACT, Form, plan_forms
@@ -17,10 +17,12 @@ from still_export.mixers.cache import state_table
 from still_export.models.ahead import PREFIX, SHARED, weight_name
 from still_export.models.description import describe_model
 from still_export.models.read.source import find_source
+from still_export.models.read.tokenizer_file import check_vocabulary, write_tokenizer
 from still_export.models.read.weights import is_coded
 from still_export.package.chat_format import chat_format
 from still_export.package.files import DATA, PORTABLE, VISION
 from still_export.package.folder import Package, write_manifest
+from still_export.package.refusals import RunError
 from still_export.runtime.ort import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import PREFILL_TOKENS
@@ -71,6 +73,8 @@ def write_portable(
         logging.getLogger(__name__).warning("left out, as no part of the language model: %s", left_out)
     model = source.outline()
     manifest = {**_describe(model, options, command), **text}
+    if text["chat"] is not None or (folder / "tokenizer.json").is_file():
+        check_vocabulary(folder, manifest["model"]["vocab_size"])
     if head is not None:
         layers, channels = manifest["model"]["layers"], manifest["model"]["hidden_size"]
         own = ahead_states(state_table(head.config, model.dtype), layers, channels)
@@ -227,17 +231,19 @@ def _check_speculation(guesses: int, states: list[dict[str, Any]]) -> None:
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
-    """Tokenizer, generation configuration and chat template; the manifest's chat format."""
+    """Tokenizer, generation configuration and chat template; the manifest's chat templates."""
     from still_export.models.load import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(options.model, options.revision)
-    except ModelNotFoundError:
-        return {"chat": None}  # a model without text: the package runs on token ids
-    tokenizer.save_pretrained(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise UnsupportedError(
-            f"the tokenizer of {options.model} is a {type(tokenizer).__name__} without a tokenizer.json; "
-            "convert it to a fast tokenizer first."
-        )
-    return {"chat": chat_format(tokenizer)}
+    except ModelNotFoundError as error:  # a model without text
+        logging.getLogger(__name__).warning("%s The package takes token ids alone.", error)
+        return {"chat": None}
+    write_tokenizer(tokenizer, folder, options.model)
+    found = chat_format(tokenizer)
+    if found is not None:
+        try:
+            found.render([{"role": "user", "content": "Hello."}])
+        except RunError as error:
+            logging.getLogger(__name__).warning("of a message alone, %s", error)
+    return {"chat": found and found.to_dict()}

@@ -24,7 +24,7 @@ from still_export.runtime.trt_engine import (
 )
 from still_export.targets.target import BuildError
 from still_export.targets.trt.builder_log import Progress, file_logger, progress_monitor
-from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
+from still_export.targets.trt.options import QUANTIZED_MAJOR, WORKAROUND, TrtOptions
 from still_graphs.states import StateTable
 
 LOG, TIMING_CACHE = "build.log", "timing.cache"
@@ -87,6 +87,15 @@ class EngineBuilder:
             raise BuildError(
                 f"the weights of {self.package.path} are {quantization['scheme']}, which TensorRT {module.__version__} does not read; "
                 f"build with TensorRT {QUANTIZED_MAJOR} or later, or export with the headers of TensorRT {self.major}."
+            )
+        if (
+            target == "trt"
+            and self.major < QUANTIZED_MAJOR
+            and WORKAROUND not in self.package.manifest["trt"]["passes"]
+        ):
+            raise BuildError(
+                f"the graph of {self.package.path} is for TensorRT {QUANTIZED_MAJOR} and later, without what {module.__version__} needs. "
+                f"Export again with --tensorrt-include of the headers of TensorRT {self.major}."
             )
         if target == "trt":
             from still_export.runtime.cuda_driver import Driver

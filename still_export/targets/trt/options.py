@@ -15,6 +15,8 @@ RTX = "trt-rtx"
 """Name of the target TensorRT-RTX."""
 GPUS = "GPUs to compile kernels for."
 """As targets of ONNX Runtime say it."""
+WORKAROUND = "norm_in_place"
+"""A pass that graphs for TensorRT 8.6 went through, and no others."""
 QUANTIZED_MAJOR = 10
 """First TensorRT that reads weights in blocks of 4 bits and half precision scales. 8.6 has 8 bits alone, with scales in float32 and weakly
 typed, which no engine here has shown."""

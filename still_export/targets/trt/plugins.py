@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from still_export.package.archive import MAGIC
 from still_graphs.errors import StillExportError
 
 INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
+USUAL_CUDA_INCLUDES = ("/usr/local/cuda/include", "/usr/include")
 USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = next(
     (p for p in (ROOT / "plugins", ROOT / "still_plugins") if (p / "core/still_core.h").is_file()), ROOT / "plugins"
 )
 """The C++ sources: `plugins` of a clone, which a wheel installs as `still_plugins`, beside this package."""
+OP_FOLDERS = next((p for p in (ROOT / "kernels/still_kernels", ROOT / "still_kernels") if p.is_dir()), ROOT)
+"""Folders of ops, whose spec.py and cpu/ the sources take in."""
 
 
 class PluginBuildError(StillExportError):
@@ -143,6 +147,17 @@ def build_plugins(
     return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
 
 
+def cuda_headers() -> Path | None:
+    """Include folder of CUDA's runtime among NVIDIA's packages, which PyTorch for GPUs brings; None: CMake looks in the usual places, which
+    come first. Those packages are whole with nvidia-cuda-crt beside."""
+    if any((Path(folder) / "cuda_runtime_api.h").is_file() for folder in USUAL_CUDA_INCLUDES):
+        return None
+    found = importlib.util.find_spec("nvidia")
+    roots = map(Path, found.submodule_search_locations or ()) if found else ()
+    headers = (path for root in roots for path in sorted(root.glob("*/include/cuda_runtime_api.h")))
+    return next((path.parent for path in headers if (path.parent / "crt/host_defines.h").is_file()), None)
+
+
 def json_headers() -> Path | None:
     """Include folder of the package nlohmann-json, which comes with still-export[onnx]; None: CMake looks in the usual places."""
     found = importlib.util.find_spec("nlohmann_json")
@@ -171,7 +186,12 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
     configure = [cmake, "-S", str(source), "-B", str(build)]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
-    for option, value in {"JSON_INCLUDE_DIR": json_headers(), **options}.items():
+    here = {
+        "JSON_INCLUDE_DIR": json_headers(),
+        "CUDA_INCLUDE_DIR": cuda_headers(),
+        "Python3_EXECUTABLE": sys.executable,
+    }
+    for option, value in {**here, **options}.items():
         configure.append(f"-D{option}={value.resolve() if isinstance(value, Path) else value or ''}")
     for command in (configure, [cmake, "--build", str(build), "--parallel", "--target", target]):
         done = subprocess.run(command, text=True, capture_output=True)

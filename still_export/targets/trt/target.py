@@ -1,4 +1,4 @@
-"""TensorRT 10 and later: plugins over kernels that were compiled ahead of time. 8.6 has a record of its own."""
+"""TensorRT 10 and later, strongly typed: plugins over kernels that were compiled ahead of time. 8.6 is this and its workarounds."""
 
 from __future__ import annotations
 
@@ -19,30 +19,15 @@ from still_export.targets.trt.runtime import TENSORRT
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
 from still_graphs.passes.fix_shapes import fix_shapes, fixed_shapes
-from still_graphs.passes.fuse_gates import fuse_gates, low_bit_gates_fused
-from still_graphs.passes.fuse_linear_layers import fuse_linear_layers, linear_layers_fused
-from still_graphs.passes.fuse_norms import fuse_norms, norms_fused
-from still_graphs.passes.fuse_rotary import fuse_rotary, rotary_fused
-from still_graphs.passes.fuse_rounding import fuse_rounding, rounding_fused
 from still_graphs.passes.lower_integers import lower_integers
-from still_graphs.passes.lower_opset import lower_opset, lowered
+from still_graphs.passes.lower_opset import lowering
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
-from still_graphs.passes.merge_heads import merge_heads
 from still_graphs.passes.part_head import leave_head, no_head
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.passes.sum_in_float32 import sum_in_float32, sums_in_float32
+from still_graphs.passes.sum_products_in_float32 import products_sum_in_float32, sum_products_in_float32
 from still_graphs.pipelines import Step
 
-ONE_ROW = "one row"
-"""Trait: the model is to run one row (sequence) at a time."""
-FUSE = partial(Step, requires=no_functions)
-"""A step that fuses nodes to ones of ours."""
 DTYPES = ("float16", "bfloat16", "float32")
-
-
-def traits(options: TrtOptions) -> tuple[str, ...]:
-    """What steps ask for."""
-    return (ONE_ROW,) if options.batch == 1 else ()
 
 
 def ready(options: TrtOptions, say: Progress) -> None:
@@ -58,6 +43,50 @@ def build(package: Package, options: Any, progress: Any) -> list[Path]:
     return build_engines(package, options, progress)
 
 
+lower_opset, lowered = lowering(21)
+OPENING = (
+    Step(
+        leave_head,
+        "the runner asks no head that guesses tokens ahead",
+        only=(SPECULATION,),
+        requires=known_ops,
+        ensures=no_head,
+    ),
+    Step(
+        merge_linear_layers,
+        "engines whose weights can be replaced have none of their products merged by the compiler",
+        only=(FLOAT_WEIGHTS,),
+        requires=known_ops,
+        ensures=merged,
+    ),
+    Step(
+        strip_functions,
+        "the parser prefers a function over a plugin",
+        requires=known_ops,
+        ensures=no_functions,
+    ),
+    Step(
+        fix_shapes,
+        "dimensions that are left to be computed hide which are equal, and memory is reserved for them",
+        ensures=fixed_shapes,
+    ),
+)
+GREEDY = Step(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token)
+CLOSING = (
+    Step(
+        lower_integers,
+        "plugins take counts in int32, and hosts bind int32 alike everywhere",
+        requires=gives_next_token,
+        ensures=no_int64_io,
+    ),
+    Step(
+        lower_plugin_nodes,
+        "plugins get declared attributes, present inputs and int32 counts",
+        requires=known_ops,
+        ensures=plugin_nodes,
+    ),
+)
+
 TRT = Target(
     "trt",
     "trt",
@@ -65,76 +94,23 @@ TRT = Target(
     Layout("TensorRT's INT4", (64, 128)),
     TrtOptions,
     steps=(
-        Step(
-            leave_head,
-            "the runner asks no head that guesses tokens ahead",
-            only=(SPECULATION,),
-            requires=known_ops,
-            ensures=no_head,
-        ),
-        Step(
-            merge_linear_layers,
-            "engines whose weights can be replaced have none of their products merged by the compiler",
-            only=(FLOAT_WEIGHTS,),
-            requires=known_ops,
-            ensures=merged,
-        ),
-        Step(
-            strip_functions,
-            "the parser prefers a function over a plugin",
-            requires=known_ops,
-            ensures=no_functions,
-        ),
-        Step(
-            fix_shapes,
-            "dimensions that are left to be computed hide which are equal; 8.6 reserves memory for them",
-            ensures=fixed_shapes,
-        ),
-        Step(
-            merge_heads,
-            "no reshape parts a product from its attention; 8.6 tries each part in one layout instead of two",
-            only=(ONE_ROW,),
-            requires=fixed_shapes,
-            ensures=fixed_shapes,
-        ),
-        Step(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token),
-        Step(
-            sum_in_float32,
-            "8.6 sums products of prompts in half precision; of later versions nothing here has shown how they sum",
-            requires=no_functions,
-            ensures=sums_in_float32,
-        ),
-        FUSE(
-            fuse_linear_layers,
-            "what lies between two plugins is compiled and launched apart",
-            ensures=linear_layers_fused,
-        ),
-        FUSE(fuse_norms, "the same between products that do not take norms", ensures=norms_fused),
-        FUSE(fuse_gates, "the same between the products of a low-bit feed-forward layer", ensures=low_bit_gates_fused),
-        FUSE(fuse_rotary, "the same between a product and its attention", ensures=rotary_fused),
-        FUSE(fuse_rounding, "the same of caches in 8 bits", ensures=rounding_fused),
+        *OPENING,
+        GREEDY,
         Step(
             lower_opset,
-            "every TensorRT since 8.6 reads opset 17; quantized weights, for 10 and later, need 21",
+            "10.3's parser reads opset 21, the first with quantized weights in blocks",
             requires=no_functions,
             ensures=lowered,
         ),
         Step(
-            lower_integers,
-            "plugins take counts in int32, and hosts bind int32 alike everywhere",
-            requires=gives_next_token,
-            ensures=no_int64_io,
+            sum_products_in_float32,
+            "a product of 16-bit numbers may be summed in half precision",
+            ensures=products_sum_in_float32,
         ),
-        Step(
-            lower_plugin_nodes,
-            "plugins get declared attributes, present inputs and int32 counts",
-            requires=known_ops,
-            ensures=plugin_nodes,
-        ),
+        *CLOSING,
     ),
     finish=partial(finish, plugins=True),
     caches=("int8",),
-    traits=traits,
     ready=ready,
     dtype="float16",
     speculates=True,

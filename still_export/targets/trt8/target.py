@@ -1,4 +1,4 @@
-"""TensorRT 8.6: what TensorRT takes, with low-bit weights in a plugin of this project and norms of a part written out."""
+"""TensorRT 8.6: what TensorRT takes, and a named workaround for each thing that 8.6 does not do, or does otherwise."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import PLUGIN, Layout, demand_float8
 from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.targets.trt.plugins import find_tensorrt_headers, tensorrt_major
-from still_export.targets.trt.target import TRT
+from still_export.targets.trt.target import CLOSING, GREEDY, OPENING, TRT
 from still_export.targets.trt8.angles import angles_reduced, reduce_angles
 from still_export.targets.trt8.norms import norm_in_place, whole_norms
+from still_export.targets.trt8.opset import lower_opset, lowered
 from still_export.targets.trt8.shapes import shape_before_widening, shaped_before_widening
 from still_export.targets.trt8.sigmoids import sigmoids_of_one_type, widen_sigmoids
-from still_graphs.conditions import known_ops
-from still_graphs.passes.lower_opset import lower_opset, lowered
-from still_graphs.pipelines import Step
+from still_graphs.conditions import known_ops, no_functions
+from still_graphs.passes.fix_shapes import fixed_shapes
+from still_graphs.passes.merge_heads import merge_heads
+from still_graphs.pipelines import PLUGINS, Step, steps_of_ops
+
+
+def traits(options: TrtOptions) -> tuple[str, ...]:
+    """What steps ask for."""
+    return (ONE_ROW,) if options.batch == 1 else ()
 
 
 def takes(options: TrtOptions) -> bool:
@@ -34,7 +41,8 @@ def demand(asked: ExportOptions, options: TrtOptions) -> None:
         )
 
 
-BEHIND_OPSET = [step.run for step in TRT.steps].index(lower_opset) + 1
+ONE_ROW = "one row"
+"""Trait: the model is to run one row (sequence) at a time."""
 LAYOUT = Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True, float8=True)
 
 TRT8 = replace(
@@ -48,7 +56,22 @@ TRT8 = replace(
             requires=known_ops,
             ensures=whole_norms,
         ),
-        *TRT.steps[:BEHIND_OPSET],
+        *OPENING,
+        Step(
+            merge_heads,
+            "no reshape parts a product from its attention; 8.6 tries each part in one layout instead of two",
+            only=(ONE_ROW,),
+            requires=fixed_shapes,
+            ensures=fixed_shapes,
+        ),
+        GREEDY,
+        *steps_of_ops(PLUGINS),
+        Step(
+            lower_opset,
+            "8.6 reads opset 17, and compiles what lies around a choice as one part",
+            requires=no_functions,
+            ensures=lowered,
+        ),
         Step(
             shape_before_widening,
             "8.6 loses track of the type of a float32 reshape",
@@ -67,8 +90,9 @@ TRT8 = replace(
             requires=lowered,
             ensures=angles_reduced,
         ),
-        *TRT.steps[BEHIND_OPSET:],
+        *CLOSING,
     ),
+    traits=traits,
     demand=demand,
     takes=takes,
 )

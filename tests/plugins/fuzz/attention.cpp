@@ -1,5 +1,5 @@
 // The CPU kernels of softmax attention on calls that the schema lets pass, whatever numbers cache and activations hold.
-#include "cpu/attention/attention.h"
+#include "attention/cpu/attention.h"
 #include "input.h"
 
 #include <algorithm>

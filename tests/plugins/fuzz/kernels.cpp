@@ -1,5 +1,5 @@
 // The CPU kernels on calls that the schema lets pass, whatever numbers state and activations hold.
-#include "cpu/hybrid_attention/hybrid_attention.h"
+#include "hybrid_attention/cpu/hybrid_attention.h"
 #include "input.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The CPU kernels of linear attention and of the causal convolution on calls that the schema lets pass, whatever numbers they hold;
 // with harmless numbers a call in two pieces has to give what it gives at once.
-#include "cpu/causal_conv/causal_conv.h"
-#include "cpu/linear_attention/linear_attention.h"
+#include "causal_conv/cpu/causal_conv.h"
+#include "linear_attention/cpu/linear_attention.h"
 #include "input.h"
 
 #include <algorithm>

@@ -364,28 +364,6 @@ def test_running_needs_no_torch(export_tiny: Exporter) -> None:
     assert "AssertionError" not in done.stderr and len(done.stdout.split()) == 2, done.stderr
 
 
-def test_chat_format_of_a_template() -> None:
-    from still_export.package.chat_format import chat_format
-
-    class Tokenizer:
-        chat_template = "given"
-
-        def apply_chat_template(self, turns: list[dict[str, str]], **_: object) -> str:
-            given = turns if turns[0]["role"] == "system" else [{"role": "system", "content": "be kind"}, *turns]
-            return "".join(f"<{t['role']}>{t['content']}</>\n" for t in given) + "<assistant>"
-
-    found = chat_format(Tokenizer())
-    assert found == {
-        "start": "<system>be kind</>\n<user>",
-        "user_to_assistant": "</>\n<assistant>",
-        "assistant_to_user": "</>\n<user>",
-        "system_start": "<system>",
-        "system_to_user": "</>\n<user>",
-    }
-    Tokenizer.apply_chat_template = lambda self, turns, **_: "\n".join(t["content"].upper() for t in turns)  # type: ignore
-    assert chat_format(Tokenizer()) is None
-
-
 SWALLOWED = """
 import sys, time
 from pathlib import Path

@@ -20,7 +20,7 @@ from still_export.mixers.hybrid_attention import modes
 from still_export.mixers.hybrid_attention.modes import TrainableAttention, selection_loss
 from still_export.mixers.trainable import fuse_layers, relative_error
 from still_export.models import attach_untrained
-from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.recompute import fused
 from tests.still_export.tiny import plain_model, random_ids
 

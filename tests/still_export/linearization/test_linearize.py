@@ -34,7 +34,7 @@ from still_export.models.load import load_model
 from still_export.models.read.checkpoint import iterate_tensors
 from still_export.texts.tasks import TASKS, TaskWriter, Weighing
 from still_export.texts.texts import Batches, held_out_rows, read_corpus
-from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
 

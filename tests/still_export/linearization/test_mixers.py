@@ -20,7 +20,7 @@ from still_export.linearization.adapter import trained_tensors
 from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize, make_accelerator
 from still_export.linearization.objectives import TransferObjective, make_students
-from still_export.linearization.recipe import LAYERS, Recipe, preset, read_recipe
+from still_export.linearization.recipe import LINEARIZERS, Recipe, preset, read_recipe
 from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.select_layers import select_layers
 from still_export.mixers.base import PagedTokens
@@ -45,7 +45,7 @@ OPS = {"liger-gla": {"HybridAttention", "LinearAttention"}, "gla": {"LinearAtten
 
 def attached(mixer: str, family: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
     """A random model of three such layers, the one in the middle softmax; gates random, and far from closed."""
-    types = (LAYERS[mixer], FULL, LAYERS[mixer])
+    types = (LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer)
     model = attach_untrained(plain_model(family, dtype), StillConfig(layer_types=types))
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_softmax_mode_is_the_base_model(mixer: str) -> None:
 @pytest.mark.parametrize("mixer", ["gla", "gdn"])
 def test_fresh_memories_and_fitted_scales(mixer: str) -> None:
     """Fresh decays are 16 to 4,096 tokens long; a fit makes outputs as large as the base's, channel by channel."""
-    model = attach_untrained(plain_model("llama"), StillConfig(layer_types=(LAYERS[mixer],) * 3))
+    model = attach_untrained(plain_model("llama"), StillConfig(layer_types=(LINEARIZERS[mixer].layer,) * 3))
     first = model.model.layers[0].self_attn
     hidden = torch.zeros(1, 1, 24, dtype=torch.float64)
     heads = torch.ones(1, 1, 6, 10, dtype=torch.float64)
@@ -200,7 +200,7 @@ def finished(
 ) -> tuple[str, Path, Linearization]:
     output = tmp_path_factory.mktemp(request.param) / "model"
     mixer = str(request.param)
-    types = (LAYERS[mixer], FULL, LAYERS[mixer])
+    types = (LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer)
     return mixer, output, linearize(recipe(mixer, base, text, layer_types=types), output)
 
 
@@ -238,7 +238,7 @@ def test_the_second_stage_starts_where_the_first_ended(
     mixer, output, _ = finished
     if mixer == "liger-gla":
         return
-    wanted = recipe(mixer, base, text, layer_types=(LAYERS[mixer], FULL, LAYERS[mixer]))
+    wanted = recipe(mixer, base, text, layer_types=(LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer))
     run = LinearizationRun(wanted, tmp_path / "run", make_accelerator(wanted), lambda *_: None, lambda _: None)
     maps = output / "training" / "transfer.safetensors"
     model, students = run.student(maps)
@@ -293,7 +293,7 @@ def test_the_folder_becomes_a_proven_package(
 def test_layers_are_selected(mixer: str, base: Path, text: Path, tmp_path: Path) -> None:
     wanted = recipe(mixer, base, text, sequence_length=192)
     choice = select_layers(wanted, 1, tmp_path / "layers")
-    assert sorted(choice.layer_types) == sorted([FULL, *[LAYERS[mixer]] * 2]) and len(choice.needs.text) == 3
+    assert sorted(choice.layer_types) == sorted([FULL, *[LINEARIZERS[mixer].layer] * 2]) and len(choice.needs.text) == 3
 
 
 def test_a_run_goes_on_from_an_adapter(base: Path, text: Path, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from still_export.errors import ConfigError, DataError
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, watched_positions
 from still_export.linearization.recipe import Recipe
-from still_export.package.chat_format import chat_format
 from still_export.texts.forms import RELATIONS, WAYS, NaturalWriter, draw_fact, end_of_turn
 from still_export.texts.tasks import ANSWER, FEW_ANSWERS, TASKS, TaskWriter, Weighing, places
 from still_export.texts.texts import Batches, Corpus, read_chats, read_corpus
+from still_export.texts.turns import turn_pieces
 from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
 
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"
@@ -69,7 +69,7 @@ def test_an_answer_weighs_the_same_whatever_its_tokens_and_its_row() -> None:
 @pytest.mark.parametrize("template", [True, False], ids=["chat", "text alone"])
 def test_natural_rows_ask_for_what_they_hold(template: bool, corpus: Corpus) -> None:
     tokenizer = chat_tokenizer()
-    chat = chat_format(tokenizer)
+    chat = turn_pieces(tokenizer)
     assert chat is not None and end_of_turn(chat) == "</s>"
     writer = NaturalWriter(tokenizer, corpus.train, chat if template else None)
     rng = np.random.default_rng(1)

@@ -13,9 +13,12 @@ from still_export.mixers.hybrid_attention import op
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models import attach_untrained
 from still_export.models.read.convert import fold_householder
-from still_graphs.ops.hybrid_attention import HYBRID_ATTENTION
-from still_kernels.hybrid_attention import HybridAttentionConfig, HybridAttentionState, Inputs, naive_hybrid_attention
-from still_kernels.hybrid_attention.reference.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_export.tiny import CHUNK, GOLDEN_FOLDER, plain_model, random_ids, still_model
 from tests.tolerances import GOLDEN, REFERENCE
 

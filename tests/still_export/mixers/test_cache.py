@@ -12,7 +12,7 @@ from still_export.errors import CapacityError, PaddingError, UnsupportedError
 from still_export.mixers.cache import StillCache
 from still_export.mixers.hybrid_attention import module as attention
 from still_export.mixers.hybrid_attention.cache import HybridLayer
-from still_kernels.hybrid_attention import dispatch
+from still_kernels.hybrid_attention import call as dispatch
 from tests.still_export.tiny import CHUNK, MIXED, padded, random_ids, still_model
 from tests.tolerances import REFERENCE
 

@@ -20,7 +20,7 @@ from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import build_model, family_of, still_family_config
 from still_kernels import launcher
-from still_kernels.hybrid_attention import dispatch
+from still_kernels.hybrid_attention import call as dispatch
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import CHUNK, MIXED, family_config, padded, random_ids, still_model
 

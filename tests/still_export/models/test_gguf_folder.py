@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from still_export.models.read.gguf_folder import write_folder
-from tests.still_export.models.test_load import write_gguf
+from still_export.models.gguf.folder import write_folder
+from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import byte_tokenizer
 
@@ -18,9 +18,9 @@ from tests.still_export.training import byte_tokenizer
 def test_folder_of_a_gguf_file(family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights and the configuration; the tokenizer is read by what tests/still_export/models/test_load.py covers."""
     pytest.importorskip("gguf")
-    monkeypatch.setattr("still_export.models.read.gguf.read_tokenizer", lambda path: byte_tokenizer())
+    monkeypatch.setattr("still_export.models.gguf.tokenizer.read_tokenizer", lambda path: byte_tokenizer())
     model = plain_model(family, torch.float32, tie_word_embeddings=tied)
-    write_gguf(tmp_path / "m.gguf", family, model)
+    write_gguf(tmp_path / "m.gguf", model)
     folder = write_folder(tmp_path / "m.gguf", tmp_path / "base")
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert again.config.architectures == [type(model).__name__]

@@ -18,11 +18,11 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
-from still_export.models.families.fla import NATS
 from still_export.models.families.linear_families import LINEAR_FAMILIES, NOT_COVERED
 from still_export.models.families.linear_names import language_model
 from still_export.models.load import load_model
 from still_export.models.read.roles import weight_roles
+from still_export.systems.nats_l.family import NATS
 from tests.docs.pages import ROOT
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
@@ -94,6 +94,30 @@ def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> N
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.0, 2e-4), (3e-4, 0.5)])
+def test_steps_of_nemotron_h_are_clamped_as_published(limit: tuple[float, float], tmp_path: Path) -> None:
+    """Its published code reads time_step_limit; transformers' class clamps to time_step_min."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    sizes: Any = dict(hidden_size=24, intermediate_size=20, num_attention_heads=2, num_key_value_heads=1, head_dim=12)
+    sizes |= dict(mamba_num_heads=2, mamba_head_dim=12, ssm_state_size=6, n_groups=1, conv_kernel=3)
+    kinds = ["mamba", "attention"]
+    config = NemotronHConfig(
+        vocab_size=60, layers_block_type=kinds, num_hidden_layers=2, time_step_limit=limit, **sizes
+    )
+    theirs = NemotronHForCausalLM(config).float().eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.fill_(-8.0)  # steps of 3.4e-4, below time_step_min
+    theirs.save_pretrained(tmp_path)
+    ours, tokens = load_model(tmp_path), torch.randint(0, 60, (1, 40))
+    for module in theirs.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = limit
+    assert far(ours(tokens, use_cache=False).logits, theirs(tokens, use_cache=False).logits) <= LOGITS
+
+
+@torch.no_grad()
 def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
     theirs, ours = pair
     tokens = ids(tokens=24)
@@ -127,6 +151,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("rat", {"chunk_size": 1, "ngroups": 4, "base": 50.0}),
         ("mamba3", {"is_outproj_norm": True, "use_bias": True, "rope_fraction": 1.0, "n_groups": 1}),
         ("parallax", {"num_kv_heads": None, "qkv_bias": False, "qk_norm": False}),
+        ("local_linear", {"ridge": 0.5}),
         ("rwkv7", {"fuse_norm": True, "norm_bias": False, "norm_first": False, "value_dim": None}),
         (
             "minicpm_sala",
@@ -489,10 +514,9 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             r"d_model=24 in config\.json must be a multiple of d_head=6, and their quotient of ngroups=3",
         ),
         ("parallax", {"num_heads": 5}, r"hidden_size=24 in config\.json is no multiple of num_heads=5"),
-        ("local_linear", {"ridge": 0.0}, r"ridge=0 and ridge_steps=12 in config\.json; a ridge is above 0"),
-        ("local_linear", {"ridge": -1.0}, r"ridge=-1 and ridge_steps=12 in config\.json; a ridge is above 0"),
-        ("local_linear", {"ridge": "inf"}, r"ridge=inf and ridge_steps=12 in config\.json; a ridge is above 0"),
-        ("local_linear", {"ridge_steps": 0}, r"ridge=3 and ridge_steps=0 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge": 0.0}, r"ridge=0 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge": -1.0}, r"ridge=-1 in config\.json; a ridge is above 0"),
+        ("local_linear", {"ridge": "inf"}, r"ridge=inf in config\.json; a ridge is above 0"),
         ("rwkv7", {"head_dim": 7}, r"hidden_size=24 in config\.json is no multiple of head_dim=7"),
         ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],

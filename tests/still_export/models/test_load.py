@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +28,7 @@ from still_export.models import demo
 from still_export.models.demo import demo_model_path
 from still_export.models.load import load_model, load_tokenizer
 from still_export.models.read import unpickle
+from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import CHUNK, STORIES, family_config, needs_stories, plain_model, random_ids, still_model
 from tests.tolerances import REFERENCE
 
@@ -244,50 +244,12 @@ def test_fields_that_do_not_fit_each_other_are_said_with_their_file(tmp_path: Pa
         load_model(tmp_path / "m")
 
 
-def write_gguf(
-    path: Path, family: str, model: Any, coded: Callable[[str, Any], Any] = lambda name, value: None
-) -> None:
-    """`model` as a GGUF file, written by the gguf package from the format's own description; unquantized, but for weights that `coded`
-    has bytes and a type of."""
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if family != "qwen2":
-        writer.add_key_length(config.head_dim)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if config.tie_word_embeddings and name == "lm_head.weight":
-            continue
-        stem, kind = name.rsplit(".", 1)
-        if family == "llama" and ("q_proj" in stem or "k_proj" in stem):
-            # transformers pairs channel i with i + D/2, GGUF's llama 2i with 2i + 1
-            rows = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
-            tensor = rows.transpose(1, 2).reshape(tensor.shape)
-        data, held = coded(name, tensor) or (tensor.contiguous().numpy(), None)
-        writer.add_tensor(f"{names.get_name(stem)}.{kind}", data, raw_dtype=held)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     plain = plain_model(family, torch.float32, tie_word_embeddings=tied)
-    write_gguf(tmp_path / "m.gguf", family, plain)
+    write_gguf(tmp_path / "m.gguf", plain)
     model = load_model(tmp_path / "m.gguf", attach_untrained=True)
     assert model.config.tie_word_embeddings is tied
     ids = random_ids(1, 120)
@@ -466,7 +428,7 @@ def test_values_beyond_float16_after_a_conversion(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     with torch.no_grad():
         plain.model.layers[2].mlp.up_proj.weight[3, 4] = -1e5
-    write_gguf(tmp_path / "m.gguf", "llama", plain)
+    write_gguf(tmp_path / "m.gguf", plain)
     load_model(tmp_path / "m.gguf", attach_untrained=True)
     with pytest.raises(
         CheckpointError, match=r"layers\.2\.mlp\.up_proj\.weight in .*m\.gguf has the value -100000, beyond"

@@ -16,11 +16,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from still_export.errors import CheckpointError
+from still_export.errors import CheckpointError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.models.load import load_model, open_source
 from still_export.models.read.blocks import BlockWeight
-from still_export.models.read.quantized import AWQ_ORDER, Grouped, _grouped, dequantizing
+from still_export.models.read.quantized import AWQ_ORDER, Grouped, _grouped, _UnreadError, dequantizing
 from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export
@@ -227,7 +227,6 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
         ("gptq", lambda f, m: f.update({f"{m}.scales": f[f"{m}.scales"][:-1]}), "qzeros has shape"),
         ("gptq", lambda f, m: f.pop(f"{m}.qzeros"), "lacks 'qzeros'"),
         ("gptq act-order", lambda f, m: f.pop(f"{m}.g_idx"), "lacks 'g_idx'"),
-        ("awq", lambda f, m: f.update({f"{m}.pre_quant_scale": torch.ones(64)}), "it has pre_quant_scale, which no"),
         ("gptq", lambda f, m: f[f"{m}.g_idx"].fill_(9), "g_idx names groups outside 0..1"),
         (
             "gptq",
@@ -238,7 +237,7 @@ def test_graphs_hold_the_codes(name: str, base: Path, tmp_path: Path) -> None:
         ("packed", lambda f, m: f.pop(f"{m}.weight_shape"), "lacks 'weight_shape'"),
         ("packed", lambda f, m: f.update({f"{m}.weight_scale": f[f"{m}.weight_scale"][:3]}), "weight_scale has shape"),
         ("int8", lambda f, m: f.pop(f"{m}.weight_scale"), "lacks 'weight_scale'"),
-        ("fp8", lambda f, m: f.update({f"{m}.weight_scale_inv": torch.ones(3, 3)}), "scales of blocks has shape"),
+        ("fp8", lambda f, m: f.update({f"{m}.weight_scale_inv": torch.ones(3, 3)}), "scales of blocks of"),
     ],
 )
 def test_damaged_layers_are_named(
@@ -259,20 +258,106 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
     config = json.loads(path.read_text())
     config["quantization_config"]["quant_method"] = "aqlm"
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="quantized by aqlm; gptq, awq"):
+    with pytest.raises(UnsupportedError, match="quantized by aqlm; gptq, awq"):
         open_source(tmp_path / "model", attach_untrained=True)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="3 bits in the format gptq, where 2, 4 and 8"):
+    with pytest.raises(UnsupportedError, match="3 bits in the format gptq, where 2, 4 and 8"):
         open_source(tmp_path / "model", attach_untrained=True)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="4 bits in the format marlin"):
+    with pytest.raises(UnsupportedError, match="4 bits in the format marlin"):
         open_source(tmp_path / "model", attach_untrained=True)
     shape = (8, 40)
     nothing = torch.zeros
-    with pytest.raises(ValueError, match="3 groups do not divide 40 inputs"):
+    with pytest.raises(_UnreadError, match="3 groups of 40 inputs"):
         _grouped(Grouped(shape, 4, 3, lambda: nothing(shape), lambda: nothing(8, 3), None))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "groups", "g_idx", "act_order", "read"),
+    [
+        (96, 3, "none", False, True),
+        (96, 3, "zeros", False, True),
+        (96, 3, "zeros", True, False),
+        (96, 3, "some", False, False),
+        (96, 3, "some", True, False),
+        (96, 1, "zeros", True, True),
+        (96, 3, "shuffled", True, True),
+        (80, 3, "in order", False, True),
+        (80, 3, "none", False, True),
+        (80, 3, "zeros", False, True),
+    ],
+)
+def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, read: bool) -> None:
+    """Without act-order the groups are in order, whatever a writer left in g_idx; the last one may be shorter."""
+    size = 32 if groups > 1 else inputs
+    in_order = torch.arange(inputs) // size
+    of_input = in_order[torch.randperm(inputs)] if g_idx == "shuffled" else in_order
+    codes, zero, scales = (
+        torch.randint(0, 16, (inputs, 8)),
+        torch.randint(1, 16, (groups, 8)),
+        torch.rand(groups, 8) + 0.1,
+    )
+    packed = words(codes.t().numpy().astype(np.uint8)).t().contiguous()
+    file = {"a.qweight": packed, "a.qzeros": words((zero - 1).numpy().astype(np.uint8)), "a.scales": scales}
+    stored = {"zeros": torch.zeros(inputs), "some": in_order // 2 * 2, "shuffled": of_input, "in order": in_order}
+    if g_idx != "none":
+        file["a.g_idx"] = stored[g_idx].int()
+    config = {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": act_order}
+    if not read:
+        with pytest.raises(CheckpointError, match=r"g_idx names . of 3 groups"):
+            dequantizing(file, config, "here")
+        return
+    weight = dequantizing(file, config, "here")["a.weight"]
+    assert isinstance(weight, Deferred)
+    torch.testing.assert_close(weight.read(), ((codes - zero[of_input]) * scales[of_input]).t())
+
+
+@pytest.mark.parametrize(
+    ("parts", "config", "said"),
+    [
+        (
+            {"weight": torch.zeros(8, 8, dtype=torch.int8), "SCB": torch.ones(8)},
+            {"quant_method": "bitsandbytes"},
+            "SCB",
+        ),
+        (
+            {
+                "weight": torch.ones(8, 32, dtype=torch.int8),
+                "weight_scale": torch.ones(8, 1),
+                "input_zero_point": torch.ones(1),
+            },
+            {"quant_method": "compressed-tensors"},
+            "input_zero_point",
+        ),
+        (
+            {
+                "qweight": torch.zeros(32, 16).int(),
+                "qzeros": torch.zeros(32, 1).int(),
+                "scales": torch.ones(32, 1),
+            },
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            "gemv",
+        ),
+    ],
+    ids=["bitsandbytes", "compressed-tensors", "awq"],
+)
+def test_sound_forms_that_are_not_read(parts: dict[str, Tensor], config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{said}.* is not supported. Use another form") as caught:
+        dequantizing({f"a.{name}": part for name, part in parts.items()}, config, "here")
+    assert "damaged" not in str(caught.value) and "fetch" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("high", "wide"), [(1, 24), (24, 1), (16, 24), (96, 96)])
+def test_blocks_are_of_the_size_that_the_configuration_says(high: int, wide: int) -> None:
+    narrow = torch.randn(40, 64).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-40 // high), -(-64 // wide)) + 0.1
+    config = {"quant_method": "fp8", "weight_block_size": [high, wide]}
+    weight = dequantizing({"a.weight": narrow, "a.weight_scale_inv": scales}, config, "here")["a.weight"]
+    assert isinstance(weight, Deferred)
+    spread = scales.repeat_interleave(high, 0)[:40].repeat_interleave(wide, 1)[:, :64]
+    torch.testing.assert_close(weight.read(), narrow.float() * spread)
 
 
 def test_as_many_blocks_as_outputs(tmp_path: Path) -> None:

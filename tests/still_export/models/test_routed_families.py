@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.models.families.fla import NATS
 from still_export.models.load import load_model
+from still_export.systems.nats_l.family import NATS
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.test_linear_families import LOGITS, calm_seed, far, ids, pieces
 
@@ -62,11 +62,13 @@ def test_tokens_go_to_the_nearest_centroid(tmp_path: Path) -> None:
         (NATS, "early"),
         ("llama_with_landmark", "itself"),
         ("routing_transformer", "itself"),
+        ("routing_transformer", "turned"),
     ],
 )
 @torch.no_grad()
 def test_faults_are_seen(family: str, fault: str, tmp_path: Path) -> None:
-    """A chunk that is not taken back from the rule, or goes where the one before it was told; a landmark or a token that sees itself."""
+    """A chunk that is not taken back from the rule, or goes where the one before it was told; a landmark or a token that sees itself;
+    clusters that follow positions."""
     theirs = linear_model(family, seed=calm_seed(family))
     theirs.save_pretrained(tmp_path)
     theirs, found = theirs.double(), pieces(load_model(tmp_path), ids(), [70, 1, 129])[0]

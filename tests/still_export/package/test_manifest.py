@@ -1,4 +1,4 @@
-"""One contract, four readers: pydantic's model, its JSON Schema, the reader of packages, and C++ (tests/plugins/test_manifest.py)."""
+"""One contract, three readers: pydantic's model, its JSON Schema and the reader of packages; still_run reads its own fields of it."""
 
 from __future__ import annotations
 

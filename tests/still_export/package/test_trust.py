@@ -20,11 +20,13 @@ import pytest
 from still_export.cli.main import main
 from still_export.errors import PackageError
 from still_export.package.external import external_files
-from still_export.package.files import check_name
+from still_export.package.files import check_name, sha256
 from still_export.package.folder import open_package
 from still_export.package.refusals import CheckError
-from still_export.package.trust import trust
+from still_export.package.trust import trust, trusts
 from still_export.runtime.ort import OrtModel, RunError
+from still_export.targets.ort.headers import cache_folder, make_cache
+from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.conftest import Exporter
 
 PROMPT = ["--prompt-ids", "5,6,7", "--tokens", "3"]
@@ -167,8 +169,26 @@ def test_trusted_list_that_cannot_be_written_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("still_export.package.trust._TRUSTED", set())
+    assert not trusts(sha256(tmp_path / "file"))
     trust(tmp_path / "file")
-    assert "stays untrusted" in capsys.readouterr().err
+    assert "is trusted this time alone" in capsys.readouterr().err and trusts(sha256(tmp_path / "file"))
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("native code of a user without a home")
+    monkeypatch.setattr("still_export.package.trust._TRUSTED", set())
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "STILL_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    trust(tmp_path / "file")
+    assert trusts(sha256(tmp_path / "file"))
+    with pytest.raises(PluginBuildError, match="STILL_CACHE"):
+        make_cache(cache_folder() / "kernels")
 
 
 def refused(folder: Path, match: str) -> None:

@@ -1,13 +1,15 @@
-"""Steps of a case go on from PyTorch's state where a near tie was chosen otherwise, and every call is compared as it is."""
+"""A subject carries its own state through calls and steps, and every call is compared as it is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from still_export.package.calls import Arrays, next_feed
+from still_export.proof.answers import Question, ask
 from still_export.proof.cases import Case
 from still_kernels.ties import Ties
 
@@ -19,18 +21,25 @@ class Toy:
     """Adds up its tokens; every PERIOD tokens it takes its score or the negative of it, whichever is larger, into the sum, too.
 
     Args:
-        nudge: What the scores are off by.
         fault: Added to this output of the step that ends at this length.
     """
 
-    def __init__(self, nudge: float = 0.0, fault: tuple[str, int] = ("", 0)) -> None:
-        self.nudge, self.fault = nudge, fault
+    def __init__(self, fault: tuple[str, int] = ("", 0)) -> None:
+        self.fault = fault
         self.loads: list[int] = []
 
     def load(self, feed: Arrays) -> None:
         self.length, self.sum = feed["past_length"], feed["past_sum"].copy()
         self.score, self.choice = feed["past_score"].copy(), feed["past_choice"].copy()
         self.loads.append(int(self.length[0]))
+
+    def carry(self, calls: Sequence[Arrays]) -> list[Arrays]:
+        self.load(calls[0])
+        found = [self.step(tuple(feed["input_ids"].T[:, :, None])) for feed in calls]
+        return [{**each, "logits": each["logits"][:, -1:]} for each in found]
+
+    def seen(self) -> list[np.ndarray]:
+        return []
 
     def infer(self, feed: Arrays) -> Arrays:
         self.load(feed)
@@ -45,7 +54,7 @@ class Toy:
             self.choice = np.where(self.score > 0, 1.0, -1.0)
             self.sum = self.sum + 10 * self.choice
         self.sum = self.sum + token
-        self.score = np.full((1, 1), 1e-3 if self.length[0] < 7 else 1.0) + self.nudge
+        self.score = np.full((1, 1), 1e-3 if self.length[0] < 7 else 1.0)
         self.length = self.length + 1
         name, length = self.fault
         off = 1.0 if length == self.length[0] else 0.0
@@ -57,21 +66,9 @@ class Toy:
         return {"logits": self.sum[:, None] + off * (name == "logits"), "present_length": self.length, **states}
 
 
-class Chosen:
-    """The choices of Toy."""
-
-    score = "score"
-
-    def alike(self, expected: Arrays, actual: Arrays) -> bool:
-        return bool(np.array_equal(expected["present_choice"], actual["present_choice"]))
-
-    def chooses(self, lengths: np.ndarray) -> bool:
-        return bool(np.any(lengths % PERIOD == 0))
-
-
 def decode_case() -> Case:
     """A start of two tokens and eleven steps, answered by Toy."""
-    right, ties = Toy(), Ties([Chosen()])  # type: ignore[list-item]
+    right = Toy()
     empty = {f"past_{name}": np.zeros((1, 1)) for name in ("sum", "score", "choice")}
     start = {**empty, "past_length": np.zeros(1, int), "input_ids": np.array([[3, 5]]), "new_tokens": np.array([2])}
     outputs = right.infer(start)
@@ -82,7 +79,7 @@ def decode_case() -> Case:
         feed = next_feed(outputs, token)
         outputs = right.infer(feed)
         logits.append(outputs["logits"])
-        if number == STEPS - 1 or ties.chooses(feed["past_length"]):
+        if number == STEPS - 1 or feed["past_length"][0] % PERIOD == 0:
             case.feeds.append(feed)
             case.expected.append(outputs)
             places.append(number)
@@ -91,64 +88,44 @@ def decode_case() -> Case:
     return case
 
 
-def compared(run: Toy) -> tuple[list[str], int]:
-    """Outputs that differ by more than the scores' own error, with the call's number, and how many choices were turned."""
-
-    class Last(Toy):
-        def infer(self, feed: Arrays) -> Arrays:
-            outputs = super().infer(feed)
-            return {**outputs, "logits": outputs["logits"][:, -1:]}
-
-    run.__class__ = Last
-    pairs, turned = decode_case().pairs(run, Ties([Chosen()]))  # type: ignore[list-item]
-    wrong = [
+def compared(run: Any) -> list[str]:
+    """Outputs that differ, with the call's number."""
+    case = decode_case()
+    answer = ask(run, Question(case.feeds[:1], case.steps, case.places), Ties())
+    return [
         f"{number} {name}"
-        for number, (expected, actual) in enumerate(pairs)
+        for number, (expected, actual) in enumerate(case.pairs(answer.outputs))
         for name in expected
         if expected[name].shape != actual[name].shape or np.abs(expected[name] - actual[name]).max(initial=0) > 0.01
     ]
-    return wrong, len(turned)
 
 
 def test_a_right_runtime_carries_its_own_state() -> None:
     run = Toy()
-    assert compared(run) == ([], 0)
-    assert run.loads == [0]
+    assert not compared(run) and run.loads == [0]
 
 
-def test_behind_a_near_tie_steps_go_on_from_pytorchs_state() -> None:
-    run = Toy(nudge=-2e-3)  # turns the choice at 4, not the one at 8
-    wrong, turned = compared(run)
-    assert (wrong, turned) == ([], 1)
-    assert run.loads == [0, 4]
-
-
-@pytest.mark.parametrize("nudge", [0.0, -2e-3], ids=["alike", "turned"])
 @pytest.mark.parametrize(
     "fault, seen",
     [
         (("logits", 4), "1 logits"),  # a plain step, before the first choice
-        (("logits", 5), "2 logits"),  # the step that chooses, repeated where it chose otherwise
+        (("logits", 5), "2 logits"),  # the step that chooses
         (("logits", 7), "3 logits"),  # behind it
         (("sum", 4), "1 present_sum"),  # a state that the next call would not have shown
         (("sum", 8), "3 present_sum"),
+        (("choice", 9), "4 present_choice"),
         (("logits", 13), "6 logits"),  # the last step
     ],
     ids=str,
 )
-def test_a_wrong_number_is_seen_wherever_it_is(nudge: float, fault: tuple[str, int], seen: str) -> None:
-    wrong, _ = compared(Toy(nudge, fault))
-    assert seen in wrong
+def test_a_wrong_number_is_seen_wherever_it_is(fault: tuple[str, int], seen: str) -> None:
+    assert seen in compared(Toy(fault))
 
 
-def test_a_choice_that_scores_do_not_explain_is_kept_for_judgement() -> None:
-    wrong, turned = compared(Toy(fault=("choice", 9)))
-    assert turned == 1 and any("present_choice" in name for name in wrong), "repeating the step does not hide it"
-
-
-def test_calls_with_fixed_inputs_are_asked_one_by_one() -> None:
-    case: Any = decode_case()
-    case = Case("calls", case.feeds, case.expected)
-    run = Toy()
-    pairs, turned = case.pairs(run, Ties())
-    assert len(pairs) == len(case.feeds) == len(run.loads) and not turned
+def test_calls_go_on_from_the_subjects_own_state() -> None:
+    case = decode_case()
+    run: Any = Toy()
+    calls = [case.feeds[0], *({k: x for k, x in f.items() if k in ("input_ids", "new_tokens")} for f in case.feeds[1:])]
+    answer = ask(run, Question(calls), Ties())
+    assert len(answer.outputs) == len(calls) and run.loads == [0]
+    assert answer.outputs[0].keys() == case.expected[0].keys()

@@ -16,19 +16,18 @@ from still_export.errors import PackageError
 from still_export.mixers.cache import state_table
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.package.folder import Package
-from still_export.proof.cases import CaseSource, Told
+from still_export.proof.answers import Told, silent
+from still_export.proof.cases import CaseSource
 from still_export.proof.chains import Chain, empty_feed
+from still_export.proof.judge import Bounds
 from still_export.proof.layerwise import LayerwiseModel, _in_order
 from still_export.proof.prompts import Prompts
 from still_export.proof.recorded import RecordedCases, record_cases
 from still_export.proof.selections import Selections, write_selections
 from still_export.proof.sessions import Session, Target
-from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import TorchCases
-from still_export.proof.verify import Judged, Report, Verifier
+from still_export.proof.verify import Report, Verifier
 from still_export.runtime.torch import TorchModel
-from still_kernels.registry import ties_of
-from still_kernels.ties import Choices
 from tests.still_export.proof.test_layerwise import MANIFEST, source_of, tokens
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
@@ -83,7 +82,7 @@ def test_tokens_that_both_half_precision_runs_have_far_off_are_told_by_pytorchs_
     weight = planted.model.embed_tokens.weight
     with torch.no_grad():
         weight[3:12] += torch.randn(weight[3:12].shape, generator=torch.Generator().manual_seed(0))
-    asked.cases.own = LayerwiseModel(asked.manifest, source_of(planted), ties_of(asked.manifest).alike)
+    asked.cases.own = LayerwiseModel(asked.manifest, source_of(planted))
     asked.cases.begin(1)
     chain = asked.cases.prompts.drawn[1].chain
     right = asked.cases.own.run([chain])[0][-1]
@@ -134,23 +133,23 @@ class Asked:
         next(m for m in planted.modules() if isinstance(m, HybridOpModule)).watch = choose
         self.session = Session(TorchModel(self.manifest, planted))
         reference = LayerwiseModel(self.manifest, source_of(model), dtype=torch.float64)
-        own = LayerwiseModel(self.manifest, source_of(model), ties_of(self.manifest).alike)
+        own = LayerwiseModel(self.manifest, source_of(model))
         self.cases = TorchCases(self.manifest, reference, own, LENGTHS, STEPS)
 
     def select(self, path: Path, seed: int = 0) -> Path:
         """What the runner selects, in a file."""
         prompts = Prompts(self.manifest, partial(empty_feed, self.table), LENGTHS, STEPS, seed)
-        write_selections(self.session, prompts, self.package, path, lambda name: None)
+        write_selections(self.session, prompts, self.package, path, silent)
         return path
 
     def judged(self, cases: CaseSource) -> Report:
         """What verify says of the runner."""
-        verifier, total = Verifier(self.package, cases, Target(self.package), replays=0), Choices()
-        told = verifier._begun(self.session)
-        settled = verifier._settled(self.session, cases.draw(range(cases.count), told), total, lambda name: None, told)
-        judged = [Judged.of(case, pairs) for _, case, pairs, _ in sorted(settled, key=lambda each: each[0])]
+        verifier = Verifier(self.package, cases, Target(self.package), replays=0)
+        answers = verifier.ask(self.session, [cases.begin(number) for number in range(cases.count)])
+        drawn = cases.draw(range(cases.count), answers.told if cases.follows else {})
+        judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
         bounds = Bounds([each.case for each in judged], dtype="float32")
-        return verifier._judge(judged, bounds, total, [], "")
+        return verifier.judge(judged, bounds, answers, "")
 
 
 def other(number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
@@ -198,8 +197,7 @@ def test_answers_in_a_file_follow_a_runtime_as_pytorch_beside_it_does(tmp_path: 
     alone = Asked(other)
     record_cases(alone.cases, alone.package, tmp_path / "alone.npz")
     read = RecordedCases(tmp_path / "alone.npz", alone.package)
-    assert not read.followed
-    assert [r for r in alone.judged(read).mismatches if r.case.startswith("prefill")]
+    assert not read.followed and alone.judged(read).mismatches
 
 
 def test_selections_of_something_else_are_refused(tmp_path: Path) -> None:

@@ -122,26 +122,6 @@ def test_one_layer_is_in_memory() -> None:
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("still", [{}, {"cache": "int8", "sizes": {"head_dim": 16}}], ids=["numbers", "codes"])
-def test_a_choice_that_differs_goes_on_from_the_right_states(still: dict[str, Any]) -> None:
-    model = still_model("llama", torch.float32, **still)
-    layers = LayerwiseModel(MANIFEST, source_of(model), alike=lambda right, found: False)
-    first, second, third = (Call(tokens(1, n), np.array([n])) for n in (7, 1, 2))
-    plain = LayerwiseModel(MANIFEST, source_of(model))
-    start = plain.empty_feed(1, 20)
-    right = plain.run([Chain(start, [Call((tokens(1, 7) + 1) % VOCAB, first.new_tokens), second, third])])[0]
-    told = [
-        Call(first.tokens, first.new_tokens, right=right[0]),
-        second,
-        Call(third.tokens, third.new_tokens, right=right[2], feed=next_feed(right[1], third.tokens)),
-    ]
-    found = layers.run([Chain(start, told)])[0]
-    # Layer 0 reads tokens alone: its states are the right ones from the second call on, and the first call's are its own.
-    np.testing.assert_array_equal(found[1]["present_window_key.0"], right[1]["present_window_key.0"])
-    np.testing.assert_array_equal(found[2]["present_window_key.0"], right[2]["present_window_key.0"])
-    assert np.abs(found[0]["present_window_key.0"] - right[0]["present_window_key.0"]).max() > 0.1
-
-
 def test_pytorch_answers_in_the_place_of_kernels() -> None:
     """What a package runs does not say what is right, on no device."""
     seen = []

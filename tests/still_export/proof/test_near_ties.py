@@ -1,4 +1,4 @@
-"""Another prompt is drawn where a near tie moved what follows, and only there."""
+"""What a near tie leaves open is counted, and everything else is compared."""
 
 from __future__ import annotations
 
@@ -13,93 +13,18 @@ import torch
 from still_export.models.description import describe_model
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, row_errors
-from still_export.proof.sessions import Target
-from still_export.proof.tolerance import Bounds
+from still_export.proof.judge import Bounds
 from still_export.proof.verify import Judged, Verifier
 from still_kernels.route.ties import RoutingTies
 from still_kernels.select_blocks.ties import BlockTies
-from still_kernels.ties import Choices, Ties
+from still_kernels.ties import Ties
 from tests.still_export.tiny import MIXED, still_model
-
-OWN = {"logits": np.full((2, 1), 5e-3), "kind": np.full((2, 1), 1e9)}
-"""Errors of PyTorch's own run: 0.005 is within the bounds, 0.5 is not."""
 
 
 class Chooser:
-    """An op whose choices are told by what the target says: 1 a near tie, 2 a wrong choice, 3 both."""
+    """An op whose choices states show."""
 
-    score = "score"
     watched = ""
-
-    def compare(self, pairs: Any, leads: Any, own: Any = ()) -> Choices:
-        kinds = [actual["kind"][0] for _, actual in pairs]
-        return Choices(len(kinds), sum(kind in (1, 3) for kind in kinds), sum(kind in (2, 3) for kind in kinds))
-
-    def settle(self, pairs: Any, leads: Any, own: Any = (), turned: Any = None) -> Any:
-        return pairs
-
-
-def drawn(draws: list[tuple[int, float]] | list[tuple[int, int, float]]) -> int:
-    """Number of the draw that is judged, of (kind of choice of each call, error of the target); with two calls the second is a step."""
-    left = iter(enumerate(draws))
-
-    class Draw(Case):
-        def pairs(self, run: Any, ties: Any) -> Any:
-            expected, pairs = np.ones((1, 50)), []
-            for kind in self.kinds:
-                actual = {"logits": expected + self.error, "kind": np.array([kind])}
-                pairs.append(({"logits": expected, "kind": np.zeros(1)}, actual))
-            return pairs, []
-
-    class Draws:
-        count, follows = 1, False
-
-        def draw(self, numbers: Any, follow: Any = ()) -> list[Case]:
-            number, (*kinds, error) = next(left)
-            case = Draw("case", [], [], steps=(np.ones((1, 1)),) * (len(kinds) - 1), own=[OWN] * len(kinds))
-            case.number, case.kinds, case.error = number, kinds, error  # type: ignore[attr-defined]
-            return [case]
-
-    verifier = Verifier.__new__(Verifier)
-    verifier.by_token = {}
-    verifier.ties, verifier.cases, verifier.target = Ties([Chooser()]), Draws(), Target(Package(Path(), {}))
-    verifier.dtype, verifier.summed = "float16", set()
-    first = verifier.cases.draw([0])
-    ((_, case, *_),) = verifier._settled(None, first, Choices(), lambda name: None)  # type: ignore[arg-type]
-    return int(case.number)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "draws, judged",
-    [
-        ([(1, 0.5), (0, 0.0)], 1),
-        ([(1, 0.5), (0, 0.5)], 1),  # an error without a tie is one, and is judged
-        ([(1, 0.005), (0, 0.0)], 0),  # what the tie moved is within the bounds
-        ([(0, 0.5), (0, 0.0)], 0),
-        ([(2, 0.5), (0, 0.0)], 0),  # a wrong choice is judged
-        ([(1, 0.5)] * 4 + [(1, 0.7), (0, 0.0)], 4),  # there is an end
-        ([(3, 0.005), (0, 0.0)], 1),  # a tie that others may follow from
-        ([(3, 0.005)] * 4 + [(3, 0.0), (0, 0.0)], 4),
-    ],
-    ids=str,
-)
-def test_which_draw_is_judged(draws: list[tuple[int, float]], judged: int) -> None:
-    assert drawn(draws) == judged
-
-
-@pytest.mark.parametrize(
-    "draws, judged",
-    [
-        ([(3, 0, 0.005), (0, 0, 0.0)], 1),  # a tie in the prompt, that others in the prompt may follow from
-        ([(3, 1, 0.005), (1, 1, 0.0)], 1),
-        ([(1, 2, 0.005), (0, 0, 0.0)], 0),  # steps begin at PyTorch's state: what is wrong in one is judged
-        ([(3, 2, 0.005), (0, 0, 0.0)], 0),
-        ([(2, 1, 0.005), (0, 0, 0.0)], 0),  # nothing ties in the prompt
-    ],
-    ids=str,
-)
-def test_which_draw_of_steps_is_judged(draws: list[tuple[int, int, float]], judged: int) -> None:
-    assert drawn(draws) == judged
 
 
 @pytest.mark.parametrize(("wrong", "tied", "passes"), [(8, 8, True), (8, 9, False), (9, 8, False), (10, 10, False)])
@@ -140,6 +65,25 @@ def test_rows_that_later_layers_keep_behind_untold_choices_are_not_held(layer: i
     case.untold = Ties([RoutingTies()]).open_tokens(case.leads)
     errors = Judged.of(case, [({name: right}, {name: found})], {name: 2}).errors[0][name]
     assert (Bounds([case]).judge(case, name, [errors]).share <= 1) == passes
+
+
+@pytest.mark.parametrize(
+    ("layer", "row", "call", "passes"), [(1, 0, 0, False), (1, 1, 0, True), (0, 1, 0, False), (2, 1, 1, True)]
+)
+def test_what_follows_from_a_choice_that_nobody_followed_is_counted(
+    layer: int, row: int, call: int, passes: bool
+) -> None:
+    """Sequence 1 chose otherwise in layer 1 of the first call, on a near tie."""
+    draw, name = np.random.default_rng(0), f"present_kv_state.{layer}"
+    right = [{name: draw.standard_normal((2, 3, 9, 16)), "logits": draw.standard_normal((2, 1, 16))} for _ in range(2)]
+    found = [{n: x + 1e-3 * draw.standard_normal(x.shape) for n, x in each.items()} for each in right]
+    found[call][name][row, 1, 4] += 0.5
+    own = [{n: row_errors(x, x + 1e-3) for n, x in each.items()} for each in right]
+    turned = [{1: np.array([False, True])}, {1: np.array([False, False])}]
+    judged = Judged.of(Case("case", [], [], own=own), list(zip(right, found, strict=True)), turned=turned)
+    errors = [each[name] for each in judged.errors]
+    assert (Bounds([judged.case]).judge(judged.case, name, errors).share <= 1) == passes
+    assert judged.open_rows == (2 + 2 * 27 if layer else 2)  # logits of both calls, and what the layer keeps
 
 
 @pytest.mark.parametrize(("fault", "passes"), [("", True), ("all times 1.005", False), ("one times 1.01", False)])

@@ -1,4 +1,4 @@
-"""Answers in a file: written as they come, each once, further prompts only as far as there is room."""
+"""Answers in a file: written as they come, each once."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 import pytest
 
 from still_export.errors import PackageError
-from still_export.package.calls import Arrays
 from still_export.package.folder import Package
-from still_export.proof import recorded
-from still_export.proof.cases import EMPTY, Case, Follow
-from still_export.proof.recorded import ATTEMPTS, RecordedCases, record_cases
+from still_export.proof.answers import EMPTY, Follow, Progress, Question, silent
+from still_export.proof.cases import Case
+from still_export.proof.recorded import RecordedCases, record_cases
 
 PACKAGE = Package(Path("package"), {"portable": "of these weights", "files": {}})
 
 
 class Drawn:
-    """Two cases, the second of which has a near tie whatever its prompt."""
+    """Two cases."""
 
     count, follows = 2, False
+    progress: Progress = staticmethod(silent)
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
 
-    def begin(self, number: int) -> Sequence[Arrays]:
-        return ()
+    def begin(self, number: int) -> Question:
+        return Question(())
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
         return [self.case(number) for number in numbers]
@@ -48,11 +48,9 @@ class Drawn:
 def test_answers_are_read_as_they_were_drawn(tmp_path: Path) -> None:
     path = tmp_path / "calls.npz"
     record_cases(Drawn(), PACKAGE, path)
-    again, read = Drawn(), RecordedCases(path, PACKAGE)
-    first = again.draw([0, 1])
-    rounds = [read.draw([0, 1]), [first[0], *read.draw([1])], [first[0], *read.draw([1])]]
-    for found, drawn in zip(rounds, (first, [first[0], *again.draw([1])], [first[0], *again.draw([1])]), strict=True):
-        for ours, right in zip(found, drawn, strict=True):
+    first, read = Drawn().draw([0, 1]), RecordedCases(path, PACKAGE)
+    for found in (read.draw([0, 1]), read.draw([0, 1])):
+        for ours, right in zip(found, first, strict=True):
             for name in ("feeds", "expected", "own"):
                 for a, b in zip(getattr(ours, name), getattr(right, name), strict=True):
                     assert a.keys() == b.keys()
@@ -61,18 +59,15 @@ def test_answers_are_read_as_they_were_drawn(tmp_path: Path) -> None:
             assert ours.own_mean == right.own_mean and ours.name == right.name
     entries = zipfile.ZipFile(path).infolist()
     stored = [e for e in entries if e.compress_type == zipfile.ZIP_STORED]
-    # Of each of 1 + ATTEMPTS prompts a state and two logits; leads of two kinds and errors once for all.
-    assert len(stored) == 3 * (1 + ATTEMPTS) + 3
+    # Of each a state and two logits; leads of two kinds and errors once for all.
+    assert len(stored) == 3 * 2 + 3
     assert sum(e.compress_size for e in entries if e not in stored) < 3000, "zeros take no room"
 
 
-def test_no_further_prompts_where_the_first_fill_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_BYTES", 100)
-    drawn = Drawn()
-    record_cases(drawn, PACKAGE, tmp_path / "calls.npz")
-    read = RecordedCases(tmp_path / "calls.npz", PACKAGE)
-    (one,), (same,) = read.draw([1]), read.draw([1])
-    np.testing.assert_array_equal(one.expected[0]["logits"], same.expected[0]["logits"])
+def test_what_a_subject_is_asked_has_no_states_but_the_first(tmp_path: Path) -> None:
+    record_cases(Drawn(), PACKAGE, tmp_path / "calls.npz")
+    question = RecordedCases(tmp_path / "calls.npz", PACKAGE).begin(1)
+    assert [list(feed) for feed in question.feeds] == [["past_key.0"], []] and not question.steps
 
 
 @pytest.mark.parametrize(
@@ -90,7 +85,7 @@ def test_what_is_edited_by_hand_is_refused(changed: dict, words: str, tmp_path: 
     with np.load(path) as held:
         arrays = dict(held)
     head = json.loads(arrays["head"].tobytes())
-    head["cases"][0][0] |= changed
+    head["cases"][0] |= changed
     np.savez(path, **{**arrays, "head": np.frombuffer(json.dumps(head).encode(), np.uint8)})
     if not words:
         assert RecordedCases(path, PACKAGE).count == 2

@@ -1,4 +1,4 @@
-"""Records: written and read alike, refused where they were changed, stale where sources changed."""
+"""Records: written and read alike, refused where they were changed, old where other code would run today."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import pytest
 
 from still_export.errors import ConfigError
 from still_export.proof import records
-from still_export.proof.records import Record, hash_room, make_record, read_record, read_records, write_record
+from still_export.proof.records import (
+    Record,
+    make_record,
+    old_parts,
+    ops_ran,
+    read_record,
+    read_records,
+    sum_up,
+    write_record,
+)
 
-
-@pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of its own that a record covers."""
-    folder = tmp_path / "covered_room"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    (folder / "kernel.cpp").write_text("int one = 1;")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(records, "_hash_or_none", records._hash_or_none.__wrapped__)
-    return folder
+RAN = {"graph": "0" * 64, **ops_ran(["CausalConv", "NoSuchOp"], "cpu")}
 
 
 def proof(**changed: object) -> Record:
-    given = {"subject": {"target": "onnx"}, "figures": {"logits_error": 1e-5}, "rooms": ["covered_room"], "seed": 3}
+    given = {"subject": {"target": "onnx"}, "figures": {"logits_error": 1e-5}, "ran": RAN, "seed": 3}
     return make_record("proof", "small, float16", **{**given, "passed": True, **changed})  # type: ignore[arg-type]
 
 
-def test_a_record_is_read_as_it_was_written(room: Path, tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = proof(command=["still-export", "verify", "a package"], versions={"driver": "580.1"})
     path = write_record(record, tmp_path / "proofs")
     assert path.name.startswith("small-float16-") and read_records(tmp_path / "proofs") == [record]
@@ -39,26 +38,29 @@ def test_a_record_is_read_as_it_was_written(room: Path, tmp_path: Path) -> None:
     assert record.versions["driver"] == "580.1" and record.versions["python"].startswith(f"{sys.version_info[0]}.")
     assert record.machine.cores >= 1 and record.machine.memory_gib > 0
     assert proof(passed=False).verdict == "failed"
-    assert make_record("benchmark", "a", {}, {}, ["plugins"]).verdict == "measured"
+    assert make_record("benchmark", "a", {}, {}, {}).verdict == "measured"
 
 
-def test_records_of_changed_sources_are_stale(room: Path) -> None:
-    record = proof(rooms=["covered_room", "still_export.errors"])
-    assert record.stale_rooms() == []
-    before = hash_room("covered_room")
-    (room / "__pycache__").mkdir()
-    (room / "__pycache__/a.pyc").write_bytes(b"1")
-    assert hash_room("covered_room") == before
-    (room / "kernel.cpp").write_text("int one = 2;")
-    assert record.stale_rooms() == ["covered_room"]
-    (room / "kernel.cpp").write_text("int one = 1;")
-    (room / "kernel.cpp").rename(room / "other.cpp")
-    assert record.stale_rooms() == ["covered_room"]
+def test_the_judge_and_the_code_of_ops_make_a_run_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = proof()
+    assert old_parts(record.judge, record.ran) == []
+    assert old_parts(record.judge, {"op CausalConv on cpu": record.ran["op CausalConv on cpu"][:12]}, 12) == []
+    assert old_parts(record.judge, {"op Gone on cuda": "0" * 64}) == ["Gone on cuda"]
+    monkeypatch.setattr(records, "PROOF_VERSION", 0)
+    assert old_parts(record.judge, record.ran) == ["judge"]
 
 
-def test_a_room_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"still_export\.nowhere: no package"):
-        proof(rooms=["still_export.nowhere"])
+def test_a_run_of_several_proofs_is_one_record() -> None:
+    parts = [
+        proof(
+            figures={"worst_of_its_bound": share}, passed=share < 1, subject={"target": "onnx", "package": str(share)}
+        )
+        for share in (0.25, 1.5)
+    ]
+    made = sum_up("families", parts)
+    assert (made.verdict, made.figures["checks"], made.figures["worst_of_its_bound"]) == ("failed", 2, 1.5)
+    assert made.figures["failed"] == ["small, float16"] and made.subject == {"target": "onnx"}
+    assert set(made.ran) == {"op CausalConv on cpu"}, "files of packages stand in the rows"
 
 
 @pytest.mark.parametrize(
@@ -66,14 +68,14 @@ def test_a_room_that_is_not_there_is_named() -> None:
     [
         ({"verdict": "measured"}, "a proof passed or failed"),
         ({"verdict": "fine"}, "verdict"),
-        ({"sources": {"still_export": "1234"}}, r"sources\.still_export"),
+        ({"ran": {"graph": "1234"}}, r"ran\.graph"),
         ({"date": "2026-11-23T10:00:00"}, "no zone"),
         ({"more": 1}, "more"),
         ({"commit": 7}, "commit"),
         ({"figures": {"logits_error": 1e-6}}, "changed after it was written"),
     ],
 )
-def test_a_record_that_was_edited_is_refused(room: Path, tmp_path: Path, changed: dict, message: str) -> None:
+def test_a_record_that_was_edited_is_refused(tmp_path: Path, changed: dict, message: str) -> None:
     path = write_record(proof(), tmp_path / "proofs")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     with pytest.raises(ConfigError, match=rf"is no record: .*{message}"):
@@ -89,7 +91,7 @@ def test_a_record_that_was_edited_is_refused(room: Path, tmp_path: Path, changed
     ],
 )
 def test_a_command_repeats_and_names_no_folder_of_this_machine(
-    module: str, program: str, room: Path, monkeypatch: pytest.MonkeyPatch
+    module: str, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [
         "/home/me/bin/still-export",
@@ -103,7 +105,7 @@ def test_a_command_repeats_and_names_no_folder_of_this_machine(
     monkeypatch.setattr(sys, "argv", words)
     main = SimpleNamespace(__spec__=SimpleNamespace(name=module) if module else None)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    made = make_record("benchmark", "n", {}, {}, ["covered_room"])
+    made = make_record("benchmark", "n", {}, {}, {})
     assert made.command == f"{program} prove small --calls=b.npz -o out/here http://a/v1"
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from still_export.mixers.cache import state_table
+from still_export.proof.answers import Question, ask
 from still_export.proof.cases import row_errors
 from still_export.proof.chains import Chain
+from still_export.proof.judge import Bounds
 from still_export.proof.layerwise import LayerwiseModel, Passage
 from still_export.proof.prompts import LENGTHS, ROUNDED, affordable
 from still_export.proof.sessions import Session
-from still_export.proof.tolerance import Bounds
 from still_export.proof.torch_cases import TorchCases
 from still_export.runtime.torch import TorchModel
 from still_kernels.ties import Ties
@@ -76,7 +77,7 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
     (case,) = asked.draw([0])
     assert fed == [(1, 1), (ROUNDED - 1, 1)] and case.feeds[0]["input_ids"].shape == (1, 1)
     assert sum(call["logits"][0].size for call in case.own) == ROUNDED
-    (pair,), _ = case.pairs(Session(TorchModel(manifest, half)), Ties())
+    (pair,) = case.pairs(ask(Session(TorchModel(manifest, half)), Question(case.feeds), Ties()).outputs)
     errors = row_errors(*(outputs["logits"] for outputs in pair))
     np.testing.assert_allclose(errors[0], case.own[0]["logits"][0], rtol=0.6)
     assert Bounds([case]).judge(case, "logits", [errors]).share <= 1

@@ -36,16 +36,15 @@ def package_of(tmp_path_factory: pytest.TempPathFactory, export_tiny: Exporter) 
     """A package of the tiny model in a type, without an engine."""
 
     @cache
-    def make(dtype: str, batch: int = 4) -> Path:
+    def make(dtype: str, batch: int = 4, to: str = "trt8") -> Path:
         folder = tmp_path_factory.mktemp(dtype)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "still_export.targets.trt.package._write_plugins",
                 lambda graph, target, *a: fake_tensorrt.write_libraries(target),
             )
-            lower_package(
-                export_tiny(dtype=dtype, final="trt"), TrtOptions(batch=batch, prefill_tokens=4 * CHUNK), folder
-            )
+            options = TrtOptions(batch=batch, prefill_tokens=4 * CHUNK)
+            lower_package(export_tiny(dtype=dtype, final="trt"), options, folder, to)
         trust_package(folder)  # as an export does that compiles its plugins here
         return folder
 
@@ -67,7 +66,7 @@ def engine_of(package_of: Callable[..., Path], tmp_path_factory: pytest.TempPath
     @cache
     def make(dtype: str, version: str, *batch: int) -> Path:
         folder = tmp_path_factory.mktemp("engine") / "package"
-        shutil.copytree(package_of(dtype, *batch), folder)
+        shutil.copytree(package_of(dtype, *(batch or (4,)), "trt8" if version.startswith("8") else "trt"), folder)
         with pytest.MonkeyPatch.context() as patch:
             fake_tensorrt.install(patch, version)
             patch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
@@ -200,7 +199,7 @@ def test_answers_travel_to_a_machine_without_pytorch(
         np.savez(tmp_path / "other.npz", **arrays)
         refused("--calls", tmp_path / "other.npz", words=words)
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-    key = next(iter(head["cases"][0][0]["expected"][0].values()))
+    key = next(iter(head["cases"][0]["expected"][0].values()))
     for changed in ({**arrays, key: arrays[key] * 1.01}, {name: x for name, x in arrays.items() if name != key}):
         np.savez(tmp_path / "other.npz", **changed)
         refused("--calls", tmp_path / "other.npz", words="was changed after it was recorded")

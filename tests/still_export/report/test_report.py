@@ -48,8 +48,8 @@ PROOF: dict[str, Any] = {
     "passed": True,
     "top1_agreement": 1.0,
     "pytorch_half_top1_agreement": 1.0,
-    "selections": {"compared": 640, "near_ties": 2, "wrong": 0, "expected": 1.5, "too_many": False},
-    "checks": [{"name": "state is restored", "passed": True, "detail": ""}],
+    "selections": {"compared": 640, "near_ties": 2, "wrong": 0, "expected": 1.5},
+    "checks": [{"name": "state is restored", "passed": True, "what": ""}],
     "first_diverging_layer": None,
     "outputs": [
         output(case, name)
@@ -69,7 +69,7 @@ def proof() -> Report:
 def failed_proof() -> Report:
     content = copy.deepcopy(PROOF)
     content |= {"passed": False, "first_diverging_layer": 1}
-    content["checks"][0] |= {"passed": False, "detail": "row 3 differs"}
+    content["checks"][0] |= {"passed": False, "what": "row 3 differs"}
     content["selections"]["wrong"] = 3
     broken = [
         entry
@@ -213,7 +213,9 @@ def test_what_failed_comes_first() -> None:
     cases = report.parts[0]
     assert isinstance(cases, Table) and cases.failed == {1} and cases.rows[1][:2] == ["prefill 65", "MISMATCH"]
     (drawn,) = [p for part in report.parts if isinstance(part, Plots) for p in part.plots if p.title == "kv state"]
-    assert isinstance(drawn, Lines) and list(drawn.series.values()) == [[(0, 1e-6), (1, 0.5)]]
+    assert isinstance(drawn, Lines) and list(drawn.series.values()) == [
+        [(0, pytest.approx(0.01)), (1, pytest.approx(5000))]
+    ]
     assert proof().passed and not proof().findings
 
 
@@ -246,7 +248,7 @@ def test_verbs_write_it(export_tiny: Any, tmp_path: Path) -> None:
         (("inspect", package), "What this machine can run it on"),
         (
             ("verify", package, "--lengths", "1,9", "--decode-steps", "2", "-o", tmp_path / "v"),
-            "Largest error by layer",
+            "Error by layer, in parts of its bound",
         ),
         (("bench", package, "--lengths", "16", "--steps", "2", "-o", tmp_path / "b"), "One more token"),
     ):

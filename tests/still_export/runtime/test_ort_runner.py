@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -18,8 +18,9 @@ from still_export.models.load import load_model
 from still_export.runtime.conversation import Conversation
 from still_export.runtime.ort import MOST_THREADS, OrtModel, default_threads
 from still_export.runtime.program import talk
+from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
-from still_graphs.passes.add_greedy_token import add_greedy_node
+from still_kernels.greedy_token.fuse import add_greedy_node
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
 from tests.still_graphs.steps import applied, attach_functions
@@ -118,20 +119,27 @@ def test_chat_feeds_the_whole_of_an_answer_that_was_cut_off(
     model, answers = started(export_tiny), []
 
     class Talk:
-        def opening(self, text: str, system: str | None = None) -> list[int]:
+        marks: ClassVar[dict[int, str]] = {}
+
+        def opening(self, text: str, system: str | None = None, arguments: object = None) -> list[int]:
             return []
 
-        def dialogue(self, messages: list[dict[str, str]], place: str = "text") -> list[int]:
-            return [int(x) for x in messages[-1]["content"].split()]
+        def dialogue(self, messages: list[dict[str, str]], arguments: object = None) -> list[int]:
+            return [int(x) for message in messages for x in message["content"].split()]
 
-        def stream(self, tokens: Iterable[int]) -> Iterator[str]:
-            answers.append(list(tokens))
-            yield ""
+        def reasoning(self, prompt: list[int]) -> Reasoning:
+            return Reasoning(None, False)
+
+        def stream(self, tokens: Iterable[int], marks: object = None) -> Iterator[str]:
+            answers.append([])
+            for token in tokens:
+                answers[-1].append(token)
+                yield f"{token} "
 
     said = iter(["5 6 7", "8 9"])
     monkeypatch.setattr("builtins.input", lambda _: next(said, None) or (_ for _ in ()).throw(EOFError))
     talk(Conversation(model, Talk(), 4, Sampling()))  # type: ignore[arg-type]
-    expected = [5, 6, 7, *answers[0], 8, 9, *answers[1][:-1]]
+    expected = [5, 6, 7, *answers[0], 8, 9, *answers[2][:-1]]
     assert model.length[0] == len(expected)
     states = model.state_arrays()
     model.start()
@@ -346,3 +354,18 @@ def test_calls_on_some_rows_leave_the_others(
     model.feed(PROMPT[None, :40], first=1)  # others still have room
     model.feed(np.full((2, 5), 7), np.array([0, 5]))
     assert model.length.tolist() == [64, 45, 40, 26]
+
+
+@pytest.mark.parametrize(
+    ("version", "runs"), [("1.23.2", False), ("1.24.4", False), ("1.25.0", True), ("1.31.1", True), ("2.0", True)]
+)
+def test_runtimes_that_are_too_old_are_refused_before_a_session(
+    export_tiny: Exporter, monkeypatch: pytest.MonkeyPatch, version: str, runs: bool
+) -> None:
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+    if runs:
+        OrtModel(export_tiny().path)
+        return
+    monkeypatch.setattr(onnxruntime, "InferenceSession", None)
+    with pytest.raises(RunError, match=f"onnxruntime {version} is installed, and packages need 1.25"):
+        OrtModel(export_tiny().path)

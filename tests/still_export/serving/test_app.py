@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import still_export
 from still_export.cli.main import main
+from still_export.package.chat_format import ChatFormat
 from still_export.runtime.prefixes import PrefixCache
 from still_export.serving.app import Settings
 from still_export.serving.server import listen
@@ -98,7 +99,7 @@ def test_prefixes_are_read_ahead_and_counted(byte_package: Path, model: still_ex
             ({"model": "tiny", "prompt": "a", "messages": [document]}, "prompt is unknown"),
             ({"model": "tiny", "prompt": "a" * CONTEXT}, "context holds"),
             ({"model": "tiny", "prompt": "a", "n": 3}, "n is not served here"),
-            ({"model": "tiny", "messages": [{"role": "assistant", "content": "a"}]}, "in turn"),
+            ({"model": "tiny", "messages": []}, "no messages"),
         ):
             status, said = served.ask("POST", "/v1/prefixes", wrong)
             assert status == 400 and message in said["error"]["message"], said
@@ -132,9 +133,7 @@ def test_chats_are_those_of_run(served: Served, model: still_export.LanguageMode
         [*messages, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Why?"}],
     ):
         wanted = model.generate(said, max_tokens=20)
-        parts = [
-            {**m, "content": [{"type": "text", "text": t} for t in (m["content"][:2], m["content"][2:])]} for m in said
-        ]
+        parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in said]
         got = client.chat.completions.create(model="tiny", messages=parts, max_completion_tokens=20, temperature=0)
         assert got.choices[0].message.content == wanted.text and got.choices[0].message.role == "assistant"
         chunks = list(
@@ -178,7 +177,8 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_to
         ({"presence_penalty": 0.5}, 400, "presence_penalty is not"),
         ({"speculation": 4}, 400, "speculation is unknown to this server"),
         ({"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
-        ({"top_p": 0}, 400, "top_p: "),
+        ({"top_p": -0.1}, 400, "top_p: "),
+        ({"seed": -2}, 400, "seed: "),
         ({"max_tokens": 0}, 400, "max_tokens: "),
         ({"max_tokens": "many"}, 400, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": 10**30}, 400, "context holds 200 tokens; the prompt has 1 and 1000"),
@@ -205,11 +205,19 @@ def test_wrong_requests(served: Served, change: dict[str, Any], status: int, mes
 @pytest.mark.parametrize(
     "messages, message",
     [
-        ([], "user's last"),
-        ([{"role": "tool", "content": "a"}], "messages.0.role: "),
-        ([{"role": "assistant", "content": "a"}], "user's last"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages: "),
-        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "tool_calls of a message is not served"),
+        ([], "no messages"),
+        ([{"role": "function", "content": "a"}], "messages.0.role: "),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "part 1 of message 1 is of type 'image_url'",
+        ),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": None}], "message 2 (user) has no content"),
+        (
+            [{"role": "user", "content": "a", "audio": None}, {"role": "user", "content": "a", "audio": {"id": "x"}}],
+            "audio of message 2",
+        ),
+        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+        ([{"role": "assistant", "content": "a"}], ""),
         ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], ""),
     ],
     ids=str,
@@ -217,6 +225,41 @@ def test_wrong_requests(served: Served, change: dict[str, Any], status: int, mes
 def test_wrong_chats(served: Served, messages: list[Any], message: str) -> None:
     status, body = served.ask("POST", "/v1/chat/completions", {**CHAT, "messages": messages})
     assert status == (400 if message else 200) and message in str(body)
+
+
+THINKS = (
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% if thinks | default(true) %}<think>{% endif %}{% endif %}{{ level }}"
+)
+
+
+def test_templates_get_what_a_request_says(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = served.worker.scheduler.text
+    monkeypatch.setattr(text, "chat", ChatFormat({"default": THINKS}, {"level": ""}))
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    prefilled = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "So"}]}
+    for more, prompt in (
+        ({}, "<user>a<assistant><think>"),
+        ({"chat_template_kwargs": {"thinks": False, "level": 3}}, "<user>a<assistant>3"),
+        ({"tools": [tool], "tool_choice": "auto"}, "now<user>a<assistant><think>"),
+        ({"add_generation_prompt": False}, "<user>a"),
+        (prefilled, "<user>a<assistant>So"),
+        ({**prefilled, "continue_final_message": False}, "<user>a<assistant>So<assistant><think>"),
+    ):
+        status, body = served.ask("POST", "/v1/chat/completions", {**CHAT, **more})
+        assert status == 200 and body["usage"]["prompt_tokens"] == len(prompt), (more, body)
+    status, body = served.ask("POST", "/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}})
+    assert status == 400 and "is no argument" in body["error"]["message"]
+    for more in ({"tool_choice": "required"}, {"tools": {}}):
+        assert served.ask("POST", "/v1/chat/completions", {**CHAT, **more})[0] == 400
+    # What follows the opened <think> is reasoning; a model of random weights does not close it.
+    got = served.client().chat.completions.create(**CHAT | {"max_tokens": 9}, temperature=0)
+    plain = served.client().completions.create(
+        model="tiny", prompt="<user>a<assistant><think>", max_tokens=9, temperature=0
+    )
+    assert (
+        got.choices[0].message.reasoning_content == plain.choices[0].text.strip() and not got.choices[0].message.content
+    )
 
 
 def test_what_asks_for_nothing_is_taken(served: Served) -> None:
@@ -227,6 +270,8 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
         "repetition_penalty": 1.0,
         "user": "me",
         "top_k": -1,
+        "seed": -1,
+        "top_p": 0,
         "logprobs": None,
     }
     assert served.ask("POST", "/v1/completions", {**BASE, **neutral})[0] == 200

@@ -299,6 +299,35 @@ def test_a_call_that_fails_ends_the_requests_in_it(
     assert good.told == alone(good.case) and later.told == alone(later.case) and not scheduler.broken
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    shared: OrtModel, text: Text, alone: Any, monkeypatch: pytest.MonkeyPatch, seed: int | None
+) -> None:
+    scheduler = Scheduler(shared, text, rows=2)
+    good, bad, later = Client(Case(0, 20, 12, seed)), Client(Case(7, 30, 12, seed)), Client(Case(2, 30, 9))
+    feed, calls = shared.feed, list[int]()
+
+    def overflowing(ids: np.ndarray, counts: np.ndarray, first: int = 0) -> np.ndarray:
+        found = feed(ids, counts, first)
+        calls.append(len(ids))
+        if len(calls) > 6 and first + len(ids) == 2:  # the second row's
+            found[-1] = np.nan
+        return found
+
+    monkeypatch.setattr(shared, "feed", overflowing)
+    for client in (good, bad):
+        scheduler.submit(client.request)
+    while scheduler.step():
+        pass
+    assert bad.told[2] == "failed" and "not finite" in bad.events[-1].error and not scheduler.broken
+    assert good.told == alone(good.case)
+    monkeypatch.undo()
+    scheduler.submit(later.request)
+    while scheduler.step():
+        pass
+    assert later.told == alone(later.case)
+
+
 def test_what_nobody_foresaw_ends_requests_not_the_thread(
     shared: OrtModel, text: Text, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

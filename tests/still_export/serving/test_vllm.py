@@ -51,7 +51,7 @@ from still_export.serving.vllm.pages import common_pages, linear_state, paged_la
 from still_export.serving.vllm.parts import LEAST_TOKENS, ROOM_TOKENS, ranges_of, rounded_up
 from still_export.serving.vllm.prefixes import Prefixes
 from still_kernels.codes import rounded
-from still_kernels.hybrid_attention import HybridAttentionConfig
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.paged import GROWING
 from tests.gpu.quantized_folders import quantized_folders
 from tests.gpu.vllm_checks import PREFIX_LOADS, random_folder

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from still_export.serving.wire import line, to_the_end
+from still_export.runtime.reasoning import Reasoning
+from still_export.runtime.sampling import Sampling
+from still_export.serving.wire import Asked, Reply, line, to_the_end
 
 httpx = pytest.importorskip("httpx2")  # what openai speaks through
 openai = pytest.importorskip("openai")
@@ -54,3 +56,28 @@ def test_a_whole_stream_passes_as_it_is() -> None:
     whole = passed(False)
     assert whole[-1] == "data: [DONE]\n\n" and len(whole) == 3
     assert read(whole) == ("ab", "")
+
+
+def test_reasoning_is_apart_from_content() -> None:
+    said = "<think>\nhm </b>\n</think>\n\nYes."
+    for cut in range(1, len(said)):
+        thought = content = ""
+        reply = Reply(asked(opened=False), "m")
+        for piece, ended in ((said[:cut], None), (said[cut:], "end")):
+            delta = reply.piece(piece, ended)["choices"][0]["delta"]
+            thought, content = thought + delta.get("reasoning_content", ""), content + delta.get("content", "")
+        assert (thought, content) == ("hm </b>", "Yes."), cut
+    for text, opened, wanted in (
+        (said.removeprefix("<think>"), True, ("hm </b>", "Yes.")),
+        ("cut off </thi", True, ("cut off </thi", "")),
+        ("Yes </think>.", False, (None, "Yes </think>.")),
+        ("<thi", False, (None, "<thi")),
+    ):
+        message = Reply(asked(opened), "m").whole(text, "end", 9)["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == wanted
+
+
+def asked(opened: bool) -> Asked:
+    """A request whose prompt has opened reasoning, or not."""
+    reasoning = Reasoning(("<think>", "</think>"), opened)
+    return Asked(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning)

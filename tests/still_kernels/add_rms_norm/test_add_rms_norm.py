@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_kernels.add_rms_norm import naive_add_rms_norm
+from still_kernels.add_rms_norm.plan import naive_add_rms_norm
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.add_rms_norm_cases import CASES, call, exact
@@ -19,7 +19,7 @@ from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.add_rms_norm.cases")
-from still_kernels.add_rms_norm import Variant  # noqa: E402
+from still_kernels.add_rms_norm.plan import Variant  # noqa: E402
 from still_kernels.aot import compile_variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
@@ -72,7 +72,7 @@ def test_refusals() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.add_rms_norm import OP
+    from still_kernels.add_rms_norm.plan import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         OP.run(call(CASES["one block"], 1, 1))

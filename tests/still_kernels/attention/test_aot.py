@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels import aot
-from still_kernels.attention.variants import KERNELS, Variant
+from still_kernels.attention.plan import KERNELS, Variant
 from still_kernels.tile import SHARED_BYTES
 from tests.still_kernels.test_descriptors import descriptors, instructions
 
@@ -20,8 +19,7 @@ from tests.still_kernels.test_descriptors import descriptors, instructions
 @functools.cache
 def compiled(variant: Variant, arch: int) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What the archive has of a variant, compiled once."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", folder)
+    with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
         entry, cubins = aot.compile_variant("Attention", variant, arch)
     assert set(entry["kernels"]) == set(KERNELS.functions()) == {"attend", "decode"}

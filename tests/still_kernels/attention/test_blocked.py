@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from still_graphs.errors import CapacityError, ShapeError
-from still_kernels.attention import AttentionState, Inputs, blocked_attention, naive_attention
-from still_kernels.attention.blocked import BLOCK
+from still_kernels.attention.meaning import BLOCK, AttentionState, Inputs, blocked_attention, naive_attention
 from tests.attention_cases import SPLITS, Call, Layer, calls
 from tests.tolerances import REFERENCE
 

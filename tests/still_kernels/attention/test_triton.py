@@ -100,8 +100,8 @@ def test_splits_follow_the_capacity_of_one_row() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.attention import AttentionState, Inputs
-    from still_kernels.attention.launch import triton_attention
+    from still_kernels.attention.call import triton_attention
+    from still_kernels.attention.meaning import AttentionState, Inputs
 
     x = torch.zeros(1, 1, 2, 16)
     with pytest.raises(UnsupportedError, match="device 'cpu'"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.attention import AttentionState, Inputs
+from still_kernels.attention.meaning import AttentionState, Inputs
 from still_kernels.codes import dequantized, quantized
 from tests.attention_cases import Layer, Split, calls
 from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
@@ -58,7 +58,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
     Outputs, workspaces and what is not filled of the cache start as NaN, and a write outside of them is an error.
     """
-    from still_kernels.attention import launch
+    from still_kernels.attention import call as launch
 
     case = CASES[name]
     layer = case.layer
@@ -96,7 +96,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
 def run_beyond(device: str = "cpu") -> None:
     """Rows that outgrow the state, and counts that make no sense: NaN where a token has no place, and no write outside."""
-    from still_kernels.attention import launch
+    from still_kernels.attention import call as launch
 
     layer = Layer(6, 2, 24, 40)
     for tokens, past, new in (

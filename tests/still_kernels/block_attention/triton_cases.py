@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from still_kernels.attention import AttentionState
-from still_kernels.block_attention import Inputs
-from still_kernels.block_attention.tiles import tile_table as attend_table
-from still_kernels.select_blocks import Inputs as SelectInputs
-from still_kernels.select_blocks import naive_select_blocks
-from still_kernels.select_blocks.tiles import tile_table as select_table
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.plan import tile_table as attend_table
+from still_kernels.select_blocks.meaning import Inputs as SelectInputs
+from still_kernels.select_blocks.meaning import naive_select_blocks
+from still_kernels.select_blocks.plan import tile_table as select_table
 from still_kernels.tile import TileTable, changed
 from tests.block_cases import Layer, Split, calls
 from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
@@ -70,8 +70,8 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
     Outputs, workspaces and what is not filled of states start as NaN, and a write outside of them is an error.
     """
-    from still_kernels.block_attention.launch import launch_block_attention
-    from still_kernels.select_blocks.launch import launch_select_blocks
+    from still_kernels.block_attention.call import launch_block_attention
+    from still_kernels.select_blocks.call import launch_select_blocks
 
     case = CASES[name]
     layer = case.layer
@@ -120,7 +120,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
 def run_ties(device: str = "cpu") -> None:
     """Of blocks of equal scores the first are taken."""
-    from still_kernels.select_blocks.launch import launch_select_blocks
+    from still_kernels.select_blocks.call import launch_select_blocks
 
     query, key = torch.ones(1, 120, 6, 10, device=device), torch.ones(1, 120, 2, 10, device=device)
     new, past = torch.tensor([120], device=device), torch.tensor([0], device=device)
@@ -134,9 +134,9 @@ def run_ties(device: str = "cpu") -> None:
 
 def run_published(device: str, dtype: torch.dtype) -> None:
     """MiniCPM-SALA's layer, with a dense length of 2,048: choices by the definition in float64, outputs by its attention in float64."""
-    from still_kernels.block_attention import block_attention
-    from still_kernels.block_attention.launch import launch_block_attention
-    from still_kernels.select_blocks.launch import launch_select_blocks
+    from still_kernels.block_attention.call import launch_block_attention
+    from still_kernels.block_attention.meaning import block_attention
+    from still_kernels.select_blocks.call import launch_select_blocks
 
     generator = torch.Generator(device).manual_seed(3)
     rows = 9984
@@ -174,9 +174,9 @@ def run_published(device: str, dtype: torch.dtype) -> None:
 
 def run_dispatch(device: str = "cpu") -> None:
     """PyTorch's ops of a prompt and a step, by the kernels: choices and outputs are those of their definitions, blocks of 64 and of one."""
-    from still_kernels.block_attention import block_attention as naive_block_attention
-    from still_kernels.block_attention.dispatch import block_attention
-    from still_kernels.select_blocks.dispatch import select_blocks
+    from still_kernels.block_attention.call import block_attention
+    from still_kernels.block_attention.meaning import block_attention as naive_block_attention
+    from still_kernels.select_blocks.call import select_blocks
 
     choice = {"top_blocks": 6, "local_blocks": 2, "dense_length": 128, "block_slots": 6}
     for block_size in (64, 1):
@@ -210,8 +210,8 @@ def main(arguments: list[str]) -> None:
         print("{}")
         return
     if kind == "dispatch":
-        from still_kernels.block_attention import dispatch as attends
-        from still_kernels.select_blocks import dispatch as selects
+        from still_kernels.block_attention import call as attends
+        from still_kernels.select_blocks import call as selects
 
         attends.has_kernels = selects.has_kernels = lambda device: True
         run_dispatch()

@@ -64,8 +64,8 @@ def test_calls_that_make_no_sense(sizes: dict[str, int], weight: tuple[int, ...]
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.causal_conv import Inputs, empty_state
-    from still_kernels.causal_conv.launch import triton_causal_conv
+    from still_kernels.causal_conv.call import triton_causal_conv
+    from still_kernels.causal_conv.meaning import Inputs, empty_state
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         triton_causal_conv(Inputs(torch.zeros(1, 1, 5), torch.zeros(5, 1, 4)), empty_state(1, 5, 4))

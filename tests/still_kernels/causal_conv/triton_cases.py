@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from still_kernels.causal_conv import empty_state
+from still_kernels.causal_conv.meaning import empty_state
 from tests.causal_conv_cases import LAYERS, SPLITS, Layer, Split, calls
 from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
 
@@ -40,7 +40,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
     Outputs start as NaN, padding is NaN, and a write outside of a buffer is an error.
     """
-    from still_kernels.causal_conv import launch
+    from still_kernels.causal_conv import call as launch
 
     case, worst = CASES[name], 0.0
     layer = case.layer

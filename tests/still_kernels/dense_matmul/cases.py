@@ -31,7 +31,7 @@ SMALL: dict[str, Setting] = {
 
 def small_table(case: Case, aligned: int) -> TileTable:
     """The interpreter's table, of kernels that copy by TMA where sizes are multiples of 8, with small blocks."""
-    from still_kernels.dense_matmul import OP, Variant
+    from still_kernels.dense_matmul.plan import OP, Variant
     from still_kernels.launcher import arch_of
     from still_kernels.tile import changed
 
@@ -46,7 +46,7 @@ def small_table(case: Case, aligned: int) -> TileTable:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.dense_matmul import OP
+    from still_kernels.dense_matmul.plan import OP
 
     if name == NUMBERS:
         return wrong_numbers(device)
@@ -64,7 +64,7 @@ def run_case(name: str, device: str = "cpu") -> float:
 
 def wrong_numbers(device: str) -> float:
     """How many numbers of tokens are not rounded as torch does it, to the last bit."""
-    from still_kernels.dense_matmul import OP
+    from still_kernels.dense_matmul.plan import OP
 
     given, expected = every_number()
     table = None if device != "cpu" else small_table(Case(inputs=256, blocks=1), 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from still_graphs.errors import ConfigError, ShapeError, UnsupportedError
-from still_kernels.dense_matmul import Inputs, naive_dense_matmul
+from still_kernels.dense_matmul.plan import Inputs, naive_dense_matmul
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.dense_matmul_cases import FEW, FLOAT8, call, every_number, exact
@@ -19,8 +19,7 @@ from tests.still_kernels.interpreted import run_cases
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.dense_matmul.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.dense_matmul import Variant  # noqa: E402
-from still_kernels.dense_matmul.op import tile_table  # noqa: E402
+from still_kernels.dense_matmul.plan import Variant, tile_table  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -129,7 +128,7 @@ def test_refusals() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.dense_matmul import OP
+    from still_kernels.dense_matmul.plan import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         OP.run(call(FEW["few"], 1, 1))

@@ -54,7 +54,7 @@ def given_for(name: str, batch: int, tokens: int) -> Any:
 
 def expected_of(name: str, given: Any) -> list[torch.Tensor]:
     """What the op gives: of a router integers and float32, else float64."""
-    from still_kernels.route import naive_route
+    from still_kernels.route.meaning import naive_route
 
     if name.startswith("route: "):
         return list(naive_route(given))
@@ -80,9 +80,9 @@ def table_of(op: Any, given: Any, device: str) -> TileTable | None:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.experts.op import OP as EXPERTS_OP
-    from still_kernels.experts_nbits.op import OP as NBITS_OP
-    from still_kernels.route.op import OP as ROUTE_OP
+    from still_kernels.experts.plan import OP as EXPERTS_OP
+    from still_kernels.experts_nbits.plan import OP as NBITS_OP
+    from still_kernels.route.plan import OP as ROUTE_OP
 
     op = ROUTE_OP if name.startswith("route: ") else NBITS_OP if "bits" in EXPERTS[name] else EXPERTS_OP
     worst = 0.0

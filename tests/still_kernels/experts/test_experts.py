@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from still_kernels.experts import naive_experts
+from still_kernels.experts.meaning import naive_experts
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.experts_cases import experts_inputs
@@ -48,7 +48,7 @@ def test_gpu(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 70, 3000])
 def test_other_types(dtype: torch.dtype, tokens: int) -> None:
-    from still_kernels.experts.op import OP
+    from still_kernels.experts.plan import OP
 
     given = experts_inputs(1, tokens, dtype=dtype)
     on_gpu = replace(given, **{name: x.cuda() for name, x in vars(given).items() if isinstance(x, torch.Tensor)})
@@ -59,7 +59,7 @@ def test_other_types(dtype: torch.dtype, tokens: int) -> None:
 @pytest.mark.gpu
 def test_graphs() -> None:
     """A step in a CUDA graph reads nothing back: other experts at a replay give what they give outside of it."""
-    from still_kernels.experts.op import OP
+    from still_kernels.experts.plan import OP
 
     for tokens in (1, 70):
         given = experts_inputs(1, tokens, dtype=torch.float16)

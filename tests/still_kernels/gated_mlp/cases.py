@@ -23,7 +23,7 @@ SMALL: dict[str, Setting] = {
 
 def small_table(aligned: int) -> TileTable:
     """The interpreter's table, of kernels that copy by TMA where sizes are multiples of 8, with small blocks."""
-    from still_kernels.gated_mlp import OP, Variant
+    from still_kernels.gated_mlp.plan import OP, Variant
     from still_kernels.launcher import arch_of
     from still_kernels.tile import changed
 
@@ -35,7 +35,7 @@ def small_table(aligned: int) -> TileTable:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.gated_mlp import OP
+    from still_kernels.gated_mlp.plan import OP
 
     case, worst, tables = CASES[name], 0.0, [None]
     if device == "cpu":

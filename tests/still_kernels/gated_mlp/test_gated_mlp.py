@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_kernels.gated_mlp import naive_gated_mlp
+from still_kernels.gated_mlp.plan import naive_gated_mlp
 from tests.gated_mlp_cases import call, exact
 from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.gated_mlp.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.gated_mlp import Variant  # noqa: E402
+from still_kernels.gated_mlp.plan import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], message: st
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.gated_mlp import OP
+    from still_kernels.gated_mlp.plan import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         OP.run(call(cases.CASES["few"], 1, 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from still_kernels.greedy_token import Inputs
+from still_kernels.greedy_token.plan import Inputs
 from tests.still_kernels.stateless_cases import launched, main
 
 CASES = ("plain", "odd", "ties", "zeros", "all alike", "infinite", "last")
@@ -40,7 +40,7 @@ def exact(given: Inputs) -> torch.Tensor:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """How many tokens differ."""
-    from still_kernels.greedy_token import OP, Variant
+    from still_kernels.greedy_token.plan import OP, Variant
     from still_kernels.tile import changed
 
     table = changed(OP.tiles(Variant(), 90), "greedy", {"BC": 64}) if device == "cpu" else None

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from still_graphs.errors import ShapeError
-from still_kernels.greedy_token import Inputs, naive_greedy_token
+from still_kernels.greedy_token.plan import Inputs, naive_greedy_token
 from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.greedy_token.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.greedy_token import Variant  # noqa: E402
+from still_kernels.greedy_token.plan import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -36,7 +36,7 @@ def test_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_gpu_of_a_whole_vocabulary(dtype: torch.dtype) -> None:
-    from still_kernels.greedy_token import OP
+    from still_kernels.greedy_token.plan import OP
 
     logits = torch.randn(8, 1, 128256, device="cuda").to(dtype)
     logits[:, :, 128255] = logits[:, :, 77] = 9.0

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from still_graphs.errors import ShapeError
-from still_kernels.linear_attention import Inputs, chunked_linear_attention, empty_state, naive_linear_attention
+from still_kernels.linear_attention.chunked import chunked_linear_attention
+from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
 from tests.linear_attention_cases import BOUND, LAYERS, SPLITS, Layer, Split, calls, error, whole, wrong_forms
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
-from still_kernels.linear_attention import Inputs, chunked_linear_attention, empty_state
+from still_kernels.linear_attention.chunked import chunked_linear_attention
+from still_kernels.linear_attention.meaning import Inputs, empty_state
 from still_kernels.linear_attention.paged import linear_attention_paged
 from still_kernels.linear_attention.pages import ALIGNMENT, Pages
 from still_kernels.packing import Packing, PagedStates

@@ -173,8 +173,8 @@ def test_workspace_is_that_of_a_segment() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.linear_attention import Inputs, empty_state
-    from still_kernels.linear_attention.launch import triton_linear_attention
+    from still_kernels.linear_attention.call import triton_linear_attention
+    from still_kernels.linear_attention.meaning import Inputs, empty_state
 
     x = torch.zeros(1, 1, 2, 16)
     with pytest.raises(UnsupportedError, match="device 'cpu'"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from still_kernels.linear_attention import Inputs, empty_state, naive_linear_attention
-from still_kernels.linear_attention.dispatch import linear_attention_whole
+from still_kernels.linear_attention.call import linear_attention_whole
+from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
 from tests.linear_attention_cases import LAYERS, Layer, error, whole
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from still_kernels.linear_attention import Inputs, empty_state, naive_linear_attention
+from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
 from still_kernels.linear_attention.pages import ALIGNMENT, Pages
 from still_kernels.packing import Packing
 from tests.linear_attention_cases import LAYERS, Call, Layer, Split, calls, error, wrong_forms
@@ -70,7 +70,7 @@ def launch_packed(
 
     seen: Tokens of each row before the call.
     """
-    from still_kernels.linear_attention import launch
+    from still_kernels.linear_attention import call as launch
 
     assert call.inputs.new_tokens is not None
     counts = call.inputs.new_tokens.tolist()
@@ -104,7 +104,7 @@ def launch_packed(
 
 def table_of(case: Case, dtype: torch.dtype) -> object:
     """Block sizes of a case in the interpreter; None: those of the table."""
-    from still_kernels.linear_attention.variants import Variant
+    from still_kernels.linear_attention.plan import Variant
     from still_kernels.tile import changed
 
     if not (case.chunk or case.segment):
@@ -128,7 +128,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     Outputs and workspaces start as NaN, padding is NaN, and a write outside of a buffer is an error. A row without tokens keeps its
     state to the bit.
     """
-    from still_kernels.linear_attention import launch
+    from still_kernels.linear_attention import call as launch
 
     case = CASES[name]
     layer = case.layer
@@ -162,7 +162,7 @@ def run_case(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
 def run_garbage(device: str = "cpu") -> None:
     """Counts that make no sense, as a builder of engines has them: no write outside."""
-    from still_kernels.linear_attention import launch
+    from still_kernels.linear_attention import call as launch
 
     for tokens, new in ((1, [2**31, -5]), (40, [10**12, -(2**40)])):
         with guarded_workspaces() as guarded:
@@ -178,7 +178,7 @@ def run_garbage(device: str = "cpu") -> None:
 
 def run_controls(device: str = "cpu") -> dict[str, float]:
     """Errors of the second call of a sequence as it is, and with each fault of the design."""
-    from still_kernels.linear_attention import launch
+    from still_kernels.linear_attention import call as launch
 
     first, second = calls(Layer(dim=8, size=8, most_beta=1.0), [70, 33])
     state = first.state.float().to(device)
@@ -197,7 +197,7 @@ def run_controls(device: str = "cpu") -> dict[str, float]:
 
 def run_resets(device: str = "cpu") -> dict[str, float]:
     """Errors with decays that forget all: logarithms of -inf, for whole heads and for single channels of keys."""
-    from still_kernels.linear_attention import launch
+    from still_kernels.linear_attention import call as launch
 
     found = {}
     for name, layer in (("head", HEADS), ("key", KEYS)):
@@ -218,7 +218,7 @@ def run_resets(device: str = "cpu") -> dict[str, float]:
 def run_large(device: str = "cpu") -> dict[str, float]:
     """Errors with float16 activations where what is computed is beyond that type and outputs are not: a state, as sums of a long prompt are
     (small queries); products of queries and keys, as those of features that are powers (small values)."""
-    from still_kernels.linear_attention import launch
+    from still_kernels.linear_attention import call as launch
 
     found = {}
     grown = {

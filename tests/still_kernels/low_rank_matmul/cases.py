@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from still_kernels.low_rank_matmul import Inputs
+from still_kernels.low_rank_matmul.plan import Inputs
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 
@@ -53,7 +53,7 @@ def exact(given: Inputs) -> torch.Tensor:
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.low_rank_matmul import OP, Variant
+    from still_kernels.low_rank_matmul.plan import OP, Variant
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0

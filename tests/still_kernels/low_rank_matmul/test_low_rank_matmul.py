@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from still_graphs.errors import ShapeError
-from still_kernels.low_rank_matmul import naive_low_rank_matmul
+from still_kernels.low_rank_matmul.plan import naive_low_rank_matmul
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.still_kernels.interpreted import run_cases
@@ -19,7 +19,7 @@ from tests.still_kernels.interpreted import run_cases
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.low_rank_matmul.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.low_rank_matmul import Variant  # noqa: E402
+from still_kernels.low_rank_matmul.plan import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))

@@ -28,7 +28,7 @@ SMALL: dict[str, Setting] = {
 def tables_of(case: Case, device: str) -> list[TileTable]:
     """On a GPU those of all spans; in interpreters small ones, which ask for a weight, nothing, or a weight and activations ahead."""
     from still_kernels.launcher import arch_of
-    from still_kernels.matmul_nbits import OP, Variant
+    from still_kernels.matmul_nbits.plan import OP, Variant
     from still_kernels.tile import changed
 
     aligned, arch = int(case.outputs % 8 == 0), arch_of(torch.device(device))
@@ -44,7 +44,7 @@ def tables_of(case: Case, device: str) -> list[TileTable]:
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error. In
     interpreters each call has one table."""
-    from still_kernels.matmul_nbits import OP
+    from still_kernels.matmul_nbits.plan import OP
 
     case, worst = CASES[name], 0.0
     held, tables = weight(case), tables_of(case, device)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels.aot import compile_variant
-from still_kernels.matmul_nbits import OP, Variant
+from still_kernels.matmul_nbits.plan import OP, Variant
 from tests.machine_code import disassembly, lines
 
 VARIANTS = [

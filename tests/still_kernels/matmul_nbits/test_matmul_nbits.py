@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from still_graphs.errors import ShapeError, UnsupportedError
-from still_kernels.matmul_nbits import naive_matmul_nbits
+from still_kernels.matmul_nbits.plan import naive_matmul_nbits
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.matmul_nbits_cases import FEW, exact, tokens, weight
@@ -117,7 +117,7 @@ def test_calls_that_make_no_sense(sizes: dict[str, int], message: str) -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.matmul_nbits import OP
+    from still_kernels.matmul_nbits.plan import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         OP.run(replace(weight(FEW["4 bits"]), input=tokens(FEW["4 bits"], 1, 1)))

@@ -11,7 +11,7 @@ from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of an output of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.rotary_qkv import OP, Variant
+    from still_kernels.rotary_qkv.plan import OP, Variant
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0

@@ -13,14 +13,14 @@ import torch
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
-from still_kernels.rotary_qkv import naive_rotary_qkv
+from still_kernels.rotary_qkv.plan import naive_rotary_qkv
 from tests.rotary_qkv_cases import CASES, call, exact
 from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.rotary_qkv.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.rotary_qkv import Variant  # noqa: E402
+from still_kernels.rotary_qkv.plan import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -96,7 +96,7 @@ def test_refusals() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.rotary_qkv import OP
+    from still_kernels.rotary_qkv.plan import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         OP.run(call(CASES["gate"], 1, 1))

@@ -11,7 +11,7 @@ from tests.still_kernels.stateless_cases import launched, main
 
 def run_case(name: str, device: str = "cpu") -> float:
     """How many numbers of all calls differ. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.round_key_value import OP
+    from still_kernels.round_key_value.plan import OP
 
     differ = 0
     for batch, count in CASES[name].rows:

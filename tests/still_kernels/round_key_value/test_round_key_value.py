@@ -13,14 +13,14 @@ import torch
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
-from still_kernels.round_key_value import naive_round_key_value
+from still_kernels.round_key_value.plan import naive_round_key_value
 from tests.round_key_value_cases import CASES, call, exact
 from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.round_key_value.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.round_key_value import Variant  # noqa: E402
+from still_kernels.round_key_value.plan import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -69,7 +69,7 @@ def test_refusals() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.round_key_value import OP
+    from still_kernels.round_key_value.plan import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         OP.run(call(CASES["64"], 1, 1))

@@ -11,7 +11,7 @@ from tests.swi_glu_cases import CASES, call, exact
 
 def run_case(name: str, device: str = "cpu") -> float:
     """Greatest relative error of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
-    from still_kernels.swi_glu import OP, Variant
+    from still_kernels.swi_glu.plan import OP, Variant
     from still_kernels.tile import changed
 
     case, worst = CASES[name], 0.0

@@ -13,14 +13,14 @@ import torch
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
-from still_kernels.swi_glu import naive_swi_glu
+from still_kernels.swi_glu.plan import naive_swi_glu
 from tests.still_kernels.interpreted import run_cases
 from tests.swi_glu_cases import CASES, call, exact
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.swi_glu.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.swi_glu import Variant  # noqa: E402
+from still_kernels.swi_glu.plan import Variant  # noqa: E402
 from tests.machine_code import disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -75,7 +75,7 @@ def test_refusals() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    from still_kernels.swi_glu import OP
+    from still_kernels.swi_glu.plan import OP
 
     with pytest.raises(UnsupportedError, match="device 'cpu'"):
         OP.run(call(CASES["one block"], 1, 1))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.inputs import Inputs
-from still_kernels.hybrid_attention.tiles import HEAD_DIMS
+from still_kernels.hybrid_attention.meaning.inputs import Inputs
+from still_kernels.hybrid_attention.plan.tiles import HEAD_DIMS
 from still_kernels.tile import KernelTile, pow2
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -74,7 +74,7 @@ def whole_gradients(
     """
     from still_kernels.hybrid_attention.backward import triton_linear as linear
     from still_kernels.hybrid_attention.backward import triton_softmax as softmax
-    from still_kernels.hybrid_attention.variants import constants_of
+    from still_kernels.hybrid_attention.plan import constants_of
 
     query, key, value, gate = inputs.query, inputs.key, inputs.value, inputs.gate
     batch, tokens, heads, dim = query.shape

@@ -30,7 +30,7 @@ from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.registry import target_of
 from tests.still_export.conftest import Exporter
-from tests.still_export.models.test_load import write_gguf
+from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import MIXED, VOCAB, plain_model
 from tests.still_graphs.protos import attribute
 from tests.super_block_cases import Case as KQuants
@@ -115,7 +115,7 @@ def k_quants(name: str, value: torch.Tensor) -> tuple[np.ndarray, gguf.GGMLQuant
     """A file's mixture: 6 bits for values, the feed-forward's last weight and the head, 4 for the others."""
     if value.dim() < 2:
         return None
-    kind = "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "lm_head")) else "Q4_K"
+    kind = "Q6_K" if "attn_v" in name or "ffn_down" in name or name.startswith("output.") else "Q4_K"
     return KQuants(kind, *value.shape).small_rows(), gguf.GGMLQuantizationType[kind]
 
 
@@ -123,7 +123,7 @@ def k_quants(name: str, value: torch.Tensor) -> tuple[np.ndarray, gguf.GGMLQuant
 def test_k_quants_of_a_file_are_kept_to_the_last_bit(built: None, tmp_path: Path) -> None:
     """But for an embedding; llama's rotated rows and several weights in one node among them."""
     plain = plain_model("llama", torch.float32, tie_word_embeddings=False, **K_QUANT_SIZES)
-    write_gguf(tmp_path / "m.gguf", "llama", plain, k_quants)
+    write_gguf(tmp_path / "m.gguf", plain, k_quants)
     request = ExportOptions(str(tmp_path / "m.gguf"), attach_untrained=True, quantize="int4")
     package = export(request, tmp_path / "package", options=OrtOptions(native=True))
     graph = onnx.load(package.model_path, load_external_data=False).graph

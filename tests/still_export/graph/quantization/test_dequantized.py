@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
+from still_export.graph.quantization.forms import EXACT, form_of
+from still_export.graph.quantization.gemm import DequantizedProduct
+from still_export.graph.quantization.policy import DEQUANTIZED, Layout, Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import with_held_weights
+from still_export.graph.quantization.stored import StoredWeight
+from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.source import find_source
-from still_export.models.read.weights import value_of
+from still_export.models.read.weights import Deferred, SourceBlocks, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
@@ -130,6 +137,61 @@ def test_scales_are_positive() -> None:
         assert (np.abs(found.dequantized() - weight) <= 0.51 * step).all()
 
 
+def signed_blocks(bits: int) -> BlockWeight:
+    """A source's blocks: scales of both signs, dead ones, and all codes, the least of which has no negative."""
+    random = np.random.default_rng(bits)
+    packed = random.integers(0, 256, (6, 4, 32 * bits // 8)).astype(np.uint8)
+    packed[0, 0], packed[1, 1] = 0, 255
+    scales = random.standard_normal((6, 4)).astype(np.float16)
+    scales[2, 1], scales[3, 2], scales[0, 0], scales[1, 1] = 0, 0, -0.5, -0.25
+    return BlockWeight(packed, scales.astype(np.float32), None, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_a_source_turn_their_sign(bits: int) -> None:
+    """To the bit, with an offset beside; scales that half precision holds as 0 are none."""
+    blocks = signed_blocks(bits)
+    blocks.scales[4, 3] = 1e-9
+    found = blocks.with_positive_scales(np.dtype(np.float16))
+    assert (found.scales.astype(np.float16) > 0).all() and found.offsets is not None
+    expected = blocks.dequantized()
+    expected[4, 96:] = 0
+    np.testing.assert_array_equal(found.dequantized(), expected)
+    alike = replace(blocks, scales=np.abs(blocks.scales))
+    assert alike.with_positive_scales(np.dtype(np.float32)).offsets is None
+    again = replace(blocks, offsets=np.ones((6, 4), np.float32)).with_positive_scales(np.dtype(np.float16))
+    np.testing.assert_array_equal(again.dequantized(), expected + 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_product_over_such_a_source(bits: int) -> None:
+    """Its graph has positive scales alone, and the source's numbers."""
+    blocks = signed_blocks(bits)
+    values = torch.from_numpy(blocks.dequantized())
+    source = SourceBlocks(bits, False, False, lambda: blocks)
+    weight = Deferred(values.shape, torch.float32, lambda: values, source, bits)
+    layout = Layout("a compiler's", (32,), DEQUANTIZED, blocks_of_eight=True)
+    asked = Quantization(f"int{bits}", layout=layout, block_size=32)
+    form = form_of(weight, "projection", asked)
+    assert form is not None and (form.method, form.offsets) == (EXACT, True)
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, 128])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3, 6])
+    held = onnx.numpy_helper.from_array(values.numpy().T.copy(), "w")
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"], name="node")], "g", [x], [y], [held])
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    stored = StoredWeight("w", weight, form, asked, "projection", {})
+    DequantizedProduct(model, [stored]).write([next(iter(model.graph))])
+    del model.graph.initializers["w"]
+    made = ir.to_proto(model)
+    scales = {i.name: onnx.numpy_helper.to_array(i) for i in made.graph.initializer if i.name.endswith(".scales")}
+    assert scales and all((s > 0).all() for s in scales.values())
+    given = np.random.default_rng(1).standard_normal((2, 3, 128)).astype(np.float32)
+    (found,) = onnxruntime.InferenceSession(made.SerializeToString(), onnxruntime.SessionOptions()).run(
+        None, {"x": given}
+    )
+    np.testing.assert_allclose(found, given @ values.numpy().T, rtol=1e-4, atol=1e-4)
+
+
 def codes(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     return {i.name: i for i in graph.initializer if i.name.endswith(".codes")}
 
@@ -219,5 +281,5 @@ def test_verify_of_a_quantized_engine(
     loss = json.loads((folder / "verify/report.json").read_text())["quantization_loss"]
     assert loss["kl"] > 0 and loss["kl_rounded"] is None
     shutil.rmtree(folder / "verify")
-    monkeypatch.setattr(read, "_held_weights", lambda *_: {})
+    monkeypatch.setattr(read, "held_rows", lambda *_: {})
     assert call("verify", *arguments) == 1

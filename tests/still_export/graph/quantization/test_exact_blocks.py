@@ -24,7 +24,10 @@ from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import held_model, with_held_weights
 from still_export.mixers.roles import EMBEDDING, PROJECTION
-from still_export.models.read.gguf import BLOCKS, _read_blocks, _unpaired
+from still_export.models.gguf.quants import BLOCKS
+from still_export.models.gguf.tensors import AS_IT_IS, Edit, Stored, unpaired
+from still_export.models.gguf.tensors import weight as of_file
+from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import Deferred, SourceBlocks, value_of
 from still_export.package.calls import next_feed
@@ -38,8 +41,6 @@ from tests.still_export.packages import portable_package
 from tests.still_export.tiny import MIXED, VOCAB, random_ids, still_model
 
 pytestmark = pytest.mark.slow  # each exports a model
-
-PATH = Path("a.gguf")
 
 
 def stored(kind: str, rows: int, columns: int, seed: int) -> Any:
@@ -56,12 +57,19 @@ def stored(kind: str, rows: int, columns: int, seed: int) -> Any:
     )
 
 
+def read_blocks(tensor: Any, name: str, edit: Edit = AS_IT_IS) -> BlockWeight:
+    """The blocks of a weight of `stored`."""
+    blocks = of_file(name, [Stored(tensor, "a.gguf")], torch.float32, edit).blocks
+    assert blocks is not None
+    return blocks.read()
+
+
 @given(st.sampled_from(sorted(BLOCKS)), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_blocks_are_what_gguf_says(kind: str, heads: int, blocks: int, seed: int) -> None:
     tensor = stored(kind, 4 * heads, 256 * blocks, seed)
     expected = dequantize(tensor.data, tensor.tensor_type)
-    found = _read_blocks(tensor, "w", None, PATH)
+    found = read_blocks(tensor, "w")
     bits, offsets, half_scales = BLOCKS[kind]
     assert found.bits == bits and (found.offsets is not None) == offsets
     assert not half_scales or np.array_equal(found.scales, found.scales.astype(np.float16))
@@ -70,15 +78,21 @@ def test_blocks_are_what_gguf_says(kind: str, heads: int, blocks: int, seed: int
         assert np.abs(found.dequantized() - expected).max() <= 4e-7 * largest
     else:
         assert np.array_equal(found.dequantized(), expected)
-    rotated = _unpaired(torch.from_numpy(found.dequantized()), heads).numpy()
-    assert np.array_equal(_read_blocks(tensor, "w", heads, PATH).dequantized(), rotated)
+    order = unpaired(4 * heads, heads)
+    assert np.array_equal(read_blocks(tensor, "w", Edit(order)).dequantized(), found.dequantized()[order])
+    columns = np.arange(256 * blocks).reshape(-1, 32)[::-1].ravel()
+    turned = read_blocks(tensor, "w", Edit(columns=columns)).dequantized()
+    assert np.array_equal(turned, found.dequantized()[:, columns])
+    torn_apart = columns[::-1].copy()
+    torn = of_file("w", [Stored(tensor, "a.gguf")], torch.float32, Edit(columns=torn_apart))
+    assert torn.blocks is None and np.array_equal(torn.read().numpy(), expected[:, torn_apart])
 
 
 def test_a_damaged_scale_is_named() -> None:
     tensor = stored("Q4_0", 4, 256, 0)
     tensor.data.reshape(4, 8, 18)[2, 3, :2] = np.array([np.nan], "<f2").view(np.uint8)
     with pytest.raises(CheckpointError, match=r"w in a\.gguf has a scale that is no number"):
-        _read_blocks(tensor, "w", None, PATH)
+        read_blocks(tensor, "w")
 
 
 def test_forms_of_a_gguf_file() -> None:
@@ -205,7 +219,7 @@ def model_of_blocks(tmp_path: Path, monkeypatch: Any) -> Path:
             if "lora" not in name and (".mlp." in name or "o_proj" in name):
                 tensor = stored("Q4_1", *weight.shape, seed)
                 tensor.data.reshape(weight.shape[0], -1, 20)[..., :4] = np.array([0.02, -0.15], "<f2").view(np.uint8)
-                blocks = _read_blocks(tensor, name, None, PATH)
+                blocks = read_blocks(tensor, name)
                 values = torch.from_numpy(blocks.dequantized()).to(weight.dtype)
                 source = SourceBlocks(4, True, True, lambda blocks=blocks: blocks)
                 found[name] = Deferred(weight.shape, weight.dtype, lambda values=values: values, source, 4)

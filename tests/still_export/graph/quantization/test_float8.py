@@ -27,7 +27,7 @@ from still_export.package.folder import Package
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import plan_job
 from still_export.targets.registry import target_of
-from still_kernels.dense_matmul import Inputs, naive_dense_matmul
+from still_kernels.dense_matmul.plan import Inputs, naive_dense_matmul
 from tests.still_export.conftest import Exporter
 from tests.still_export.graph.quantization.test_gpu_linear_layers import SIZES, empty_library
 from tests.still_export.tiny import MIXED

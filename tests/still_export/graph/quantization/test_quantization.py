@@ -255,8 +255,8 @@ def test_verify_tells_faults_from_the_price(
         name = "model.layers.0.mlp.up_proj.weight"
         return {**found, name: lambda rows: found[name](rows) * 1.2}
 
-    held_weights = read._held_weights
-    monkeypatch.setattr(read, "_held_weights", wrong)
+    held_weights = read.held_rows
+    monkeypatch.setattr(read, "held_rows", wrong)
     with pytest.raises(SystemExit, match="1"):
         main(arguments)
 

@@ -340,7 +340,7 @@ def test_replayed_steps_are_captured_without_tokens(
     monkeypatch.setattr(model.session, "run_with_iobinding", capture)
     start = {"input_ids": np.stack([PROMPT, PROMPT[::-1]]), "new_tokens": np.array([61, 40])}
     (check,) = Session(model).checks(start, 12)
-    assert check.passed, check.detail
+    assert check.passed, check.what
     assert graphs[0] == "-1" and graphs.count("1") > 12
 
 

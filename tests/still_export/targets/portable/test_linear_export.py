@@ -46,7 +46,7 @@ def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: 
     model.start()
     answer = list(model.generate(prompt[0].tolist(), 8, Sampling()))
     reference = load_model(tmp_path / "model")
-    if model.every:  # PyTorch's own generate puts nothing between
+    if model.feeding.every:  # PyTorch's own generate puts nothing between
         runner = TorchModel(model.manifest, reference)
         runner.start()
         expected = list(runner.generate(prompt[0].tolist(), 8, Sampling()))

@@ -18,6 +18,7 @@ from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
 from still_export.targets.registry import target_of
 from still_export.targets.target import BuildError, NoBuilderError
+from still_export.targets.trt import plugins
 from still_export.targets.trt.build import BuildOptions, build_engines, reopen
 from still_export.targets.trt.builder import plugin_layers, runs_on, write_atomically
 from still_export.targets.trt.options import TrtOptions
@@ -98,6 +99,22 @@ def test_options_are_checked(tmp_path: Path) -> None:
             TrtOptions(**change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="batch=0"):
         build_engines(rtx_package(tmp_path / "rtx"), BuildOptions(batch=0))
+
+
+def test_headers_of_cuda_are_found_among_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are whole; those of the system come first."""
+    include = tmp_path / "nvidia/cu13/include"
+    include.mkdir(parents=True)
+    (include / "cuda_runtime_api.h").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.setattr(plugins, "USUAL_CUDA_INCLUDES", ())
+    assert plugins.cuda_headers() != include
+    (include / "crt").mkdir()
+    (include / "crt/host_defines.h").write_text("")
+    assert plugins.cuda_headers() == include
+    monkeypatch.setattr(plugins, "USUAL_CUDA_INCLUDES", (str(include),))
+    assert plugins.cuda_headers() is None
 
 
 VERSIONS = ("8.6.1", "10.3.0", "11.1.0")

@@ -19,11 +19,11 @@ from still_export.graph.lower import lower_program
 from still_export.graph.trace import trace_model
 from still_export.targets.registry import target_of
 from still_export.targets.trt.package import kernel_variants
+from still_export.targets.trt.target import lower_opset
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
-from still_graphs.passes.lower_opset import lower_opset
 from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.take_general_branches import take_general_branches
 from tests.still_export.fake_engine import restore_bodies
@@ -86,15 +86,15 @@ def activations(node: onnx.NodeProto) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize(("target", "one_row"), [("trt8", False), ("trt8", True), ("trt", False)])
 @pytest.mark.parametrize(
     "family",  # mistral's graph is llama's
     [pytest.param(name, marks=pytest.mark.long if name == "mistral" else []) for name in DENSE],
 )
-def test_lowering_keeps_the_numbers(family: str, one_row: bool) -> None:
+def test_lowering_keeps_the_numbers(family: str, target: str, one_row: bool) -> None:
     model = onnx.ModelProto.FromString(portable_mixed(family))
     expected = answers(model)
-    run_steps(model, target_of("trt").steps, traits=("one row",) if one_row else ())
+    run_steps(model, target_of(target).steps, traits=("one row",) if one_row else ())
     constants = {n.output[0] for n in model.graph.node if n.op_type == "Constant"} | set(initializers(model.graph))
     attended = {name for n in model.graph.node if n.domain == DOMAIN for name in (*activations(n), n.output[0])}
     shapes = dimensions(model.graph)

@@ -1,0 +1,105 @@
+"""Fuse the sum of a product and activations with the norm behind it, and take the first norm of a model: still::AddRmsNorm.
+
+Low-bit products take neither, other than those of fuse_linear_layers. TensorRT 8.6 compiles each sum and norm as a part of its own: half of
+the build of a small model (docs/notebook/quantization.md). The first norm, of embeddings, has no sum; TensorRT compiles it with their
+table, of which it then keeps a copy for each profile.
+
+requires: products of fuse_linear_layers; RMSNormalization as ai.onnx has it since opset 23.
+ensures: no norm of the sum of a product and activations [B, T, I], both float16 or bfloat16, is left where something else reads the sum;
+nor one of other activations that something else reads too, where a low-bit product reads the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from still_graphs.conditions import no_functions
+from still_graphs.edits import in_half, is_weight, on_last, rank
+from still_graphs.later_ir import ir
+from still_graphs.ops import DOMAIN
+from still_graphs.patterns import Fusion, Match, Op, Val, fusing
+from still_graphs.pipelines import PLUGINS, Step
+from still_kernels.add_rms_norm.spec import ADD_RMS_NORM
+from still_kernels.dense_matmul.spec import DENSE_MATMUL
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS
+from still_kernels.swi_glu.fuse import has_codes
+
+EPSILON = ADD_RMS_NORM.attributes[0].name
+
+
+X = Val()
+TERMS = Val(lambda value: not is_weight(value)), Val(lambda value: not is_weight(value))
+SCALE = Val(is_weight)
+TOTAL = Op("Add", *TERMS)
+NORM, FIRST = Op("RMSNormalization", TOTAL, SCALE), Op("RMSNormalization", X, SCALE)
+
+
+def _fits(x: ir.Value, norm: ir.Node) -> bool:
+    """Whether a kernel takes the norm of `x`: of tokens, in half precision, alone but not the only one to read them."""
+    norms = [node for node, place in x.uses() if node.op_type == norm.op_type and place == 0]
+    readers = len(x.uses()) + x.is_graph_output()
+    made, scale = norm.outputs[0], norm.inputs[1]
+    if scale is None or not in_half(x, scale, made) or not on_last(norm, -1) or len(norms) != 1 or readers < 2:
+        return False
+    return rank(x) == 3 and x.shape == made.shape
+
+
+def _is_sum(match: Match) -> bool:
+    """Whether a product and activations make what the norm reads."""
+    total, terms = match.value(TOTAL), [match.value(term) for term in TERMS]
+    if not _fits(total, match.node(NORM)) or any(x.dtype != total.dtype or x.shape != total.shape for x in terms):
+        return False
+    return any(_of(x, MATMUL_NBITS.name, DENSE_MATMUL.name) for x in terms)
+
+
+def _of(value: ir.Value, *ops: str) -> bool:
+    node = value.producer()
+    return node is not None and node.domain == DOMAIN and node.op_type in ops
+
+
+def _is_first(match: Match) -> bool:
+    """Whether a low-bit product reads the norm, and nodes of this graph alone, behind the norm, what it reads."""
+    x, norm = match.value(X), match.node(FIRST)
+    if not _fits(x, norm) or x.producer() is None or x.is_graph_output() or norm.graph is None:
+        return False
+    users = {node for node, _ in x.uses()}
+    if any(node.graph is not norm.graph for node in users) or next(n for n in norm.graph if n in users) is not norm:
+        return False
+    readers = {node for node, _ in norm.outputs[0].uses()}
+    return any(map(has_codes, readers))
+
+
+def _fuse_sum(match: Match) -> Sequence[ir.Value]:
+    """One node makes what both did."""
+    total, normed = _add(match, match.node(NORM), [match.value(term) for term in TERMS])
+    return normed, total
+
+
+def _fuse_first(match: Match) -> Sequence[ir.Value]:
+    """What the norm reads goes through its node, so that this node alone reads it."""
+    x, norm = match.value(X), match.node(FIRST)
+    uses = [use for use in x.uses() if use.node is not norm]
+    through, normed = _add(match, norm, [x, None])
+    through.name, through.shape, through.type = f"{x.name}.read", x.shape, x.type
+    for node, place in uses:
+        node.replace_input_with(place, through)
+    return (normed,)
+
+
+def _add(match: Match, norm: ir.Node, terms: list[ir.Value | None]) -> Sequence[ir.Value]:
+    values = {EPSILON: norm.attributes.get_float("epsilon", 1e-5)}
+    inputs = [*terms, match.value(SCALE)]
+    return match.add(ADD_RMS_NORM.name, inputs, values, name=f"{norm.name}.fused", domain=DOMAIN, outputs=2)
+
+
+FUSIONS = Fusion((NORM, TOTAL), _fuse_sum, _is_sum, at=TOTAL), Fusion((FIRST,), _fuse_first, _is_first)
+fuse_norms, norms_fused = fusing("fuse_norms", *FUSIONS)
+
+AFTER = ("gated_mlp",)
+STEPS = {
+    PLUGINS: (
+        Step(
+            fuse_norms, "the same between products that do not take norms", requires=no_functions, ensures=norms_fused
+        ),
+    )
+}

@@ -1,0 +1,236 @@
+"""The meaning of still::Attention in PyTorch: inputs of a call, the definition, and a form for all tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from still_graphs.errors import CapacityError, ShapeError
+from still_graphs.spec import CACHE
+from still_kernels.attention.spec import ATTENTION
+from still_kernels.codes import dequantized, quantized
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
+
+    query: After RoPE, [B, T, H, D].
+    key, value: [B, T, HK, D], key after RoPE; query head h has key/value head h // (H / HK).
+    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B]; None = T for all.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    new_tokens: Tensor | None = None
+
+    def wants_gradients(self) -> bool:
+        """Whether one of the tensors asks for gradients here."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
+
+    def check(self) -> tuple[int, int]:
+        """B and T of a call, or ShapeError naming the tensor that does not fit."""
+        if self.query.dim() != 4 or self.key.dim() != 4:
+            shapes = f"{list(self.query.shape)} and {list(self.key.shape)}"
+            raise ShapeError(f"query, key: expected [B, T, H, D], got {shapes}.")
+        batch, tokens, heads, dim = self.query.shape
+        narrow = (batch, tokens, self.key.shape[2], dim)
+        for name in ("key", "value"):
+            if (shape := tuple(getattr(self, name).shape)) != narrow:
+                raise ShapeError(f"{name}: expected {list(narrow)}, got {list(shape)}.")
+        if heads % max(narrow[2], 1) or not narrow[2]:
+            raise ShapeError(f"query has {heads} heads, which is no multiple of the {narrow[2]} of key.")
+        return batch, tokens
+
+
+def naive_attention(inputs: Inputs) -> Tensor:
+    """Causal softmax attention over whole sequences by its quadratic definition, in at least float32; `new_tokens` are not read.
+
+    Returns:
+        [B, T, H, D], dtype of query.
+
+    Raises:
+        ShapeError: The shapes do not fit each other.
+    """
+    _, tokens = inputs.check()
+    query = inputs.query
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[2] // inputs.key.shape[2]
+    q = query.transpose(1, 2).to(wide)
+    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1).to(wide) for x in (inputs.key, inputs.value))
+    position = torch.arange(tokens, device=query.device)
+    logits = (q @ k.transpose(-1, -2) * query.shape[3] ** -0.5).masked_fill(position[:, None] < position, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(1, 2).to(query.dtype)
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Keys and values after `length` [B] tokens, [B, HK, N, D] each; position p of a sequence lies in its row p. All-zero means empty.
+
+    Kept in 8 bits they are words, [B, HK, N, D / 4] int32, and have scales, [B, HK, N] float32 (`still_kernels.codes`).
+    """
+
+    key: Tensor
+    value: Tensor
+    length: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        dim: int,
+        rows: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        cache: str = CACHE.choices[0],
+    ) -> AttentionState:
+        """State of `batch` sequences that have seen nothing, with room for `rows` tokens of `heads` key/value heads."""
+        symbols = {"B": batch, "HK": heads, "N": rows, "D": dim}
+        tensors = {
+            s.name: torch.zeros(
+                s.sizes(symbols), dtype=dtype if s.dtype == "T" else getattr(torch, s.dtype), device=device
+            )
+            for s in ATTENTION.states_with({CACHE.name: cache})
+        }
+        return cls(length=torch.zeros(batch, dtype=torch.int64, device=device), **tensors)
+
+    @property
+    def rows(self) -> int:
+        """N, tokens that the state has room for."""
+        return self.key.shape[2]
+
+    @property
+    def cache(self) -> str:
+        """How rows are kept, as the op's attribute says it."""
+        return CACHE.choices[self.key_scale is not None]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that exist, by name, `length` last."""
+        found = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        found["length"] = found.pop("length")
+        return found
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise ShapeError unless every tensor fits a call with these inputs."""
+        query, key = inputs.query, inputs.key
+        symbols = {"B": query.shape[0], "HK": key.shape[2], "N": self.rows, "D": query.shape[3]}
+        for spec in ATTENTION.states_with({CACHE.name: self.cache}):
+            tensor, expected = getattr(self, spec.name), spec.sizes(symbols)
+            # Float16 may be kept beside wider activations.
+            kinds = (query.dtype, torch.float16) if spec.dtype == "T" else (getattr(torch, spec.dtype),)
+            if tensor is None or tuple(tensor.shape) != expected or tensor.dtype not in kinds:
+                got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+                raise ShapeError(
+                    f"state {spec.name}: expected {list(expected)} of {kinds[0]}, got {got}. "
+                    "Start from AttentionState.empty."
+                )
+        if tuple(self.length.shape) != (symbols["B"],):
+            raise ShapeError(f"state length: expected [{symbols['B']}], got {list(self.length.shape)}.")
+
+
+BLOCK = 256
+"""Query tokens of one GEMM: a mask beside 8,192 keys is then 24 MB for three heads a group, whatever the prompt's length."""
+
+
+Seen = Callable[[slice, slice, int], Tensor]
+"""Of sequences, tokens and an end: whether they see each of the first positions up to it, [B, HK, T, end], causality apart."""
+Attend = Callable[[slice, Tensor, Tensor, Tensor, int], Tensor]
+"""Of sequences, as `_attend`."""
+
+
+def blocked_attention(
+    inputs: Inputs,
+    state: AttentionState,
+    in_place: bool = False,
+    seen: Seen | None = None,
+    attend: Attend | None = None,
+) -> tuple[Tensor, AttentionState]:
+    """Causal softmax attention of new tokens to themselves and to the cache; any split of a sequence gives the same.
+
+    Args:
+        state: What the sequences have seen; only filled rows of it are read.
+        in_place: Write into `state`'s keys and values, and return them.
+        seen: None: every position up to a token's own.
+        attend: In the place of softmax attention.
+
+    Returns:
+        output [B, T, H, D], dtype of query, 0 at padding, which enters nothing; and the state after the call.
+
+    Raises:
+        ShapeError: A tensor does not fit.
+        CapacityError: A sequence outgrows the state.
+    """
+    batch, tokens = inputs.check()
+    state.check(inputs)
+    query = inputs.query
+    past: list[int] = state.length.tolist()
+    new: list[int] = [tokens] * batch if inputs.new_tokens is None else inputs.new_tokens.tolist()
+    for row, (length, count) in enumerate(zip(past, new, strict=True)):
+        if length < 0 or not 0 <= count <= tokens:
+            raise ShapeError(
+                f"sequence {row} has length {length} and {count} new tokens; expected at least 0, at most {tokens} new."
+            )
+        if length + count > state.rows:
+            raise CapacityError(
+                f"sequence {row} grows to {length + count} tokens; the state has room for {state.rows}. Give a larger state."
+            )
+    present = {name: x if in_place else x.clone() for name, x in state.tensors().items() if name != "length"}
+    alike = len(set(past)) == 1 and len(set(new)) == 1
+    outputs = []
+    for rows in [slice(None)] if alike else [slice(row, row + 1) for row in range(batch)]:
+        length, count = past[rows][0], new[rows][0]
+        place = (rows, slice(None), slice(length, length + count))
+        for name, tensor in (("key", inputs.key), ("value", inputs.value)):
+            fresh, scale = tensor[rows, :count].transpose(1, 2), f"{name}_scale"
+            if scale in present:
+                fresh, present[scale][place] = quantized(fresh)
+            present[name][place] = fresh
+        keys, values = (_rows(present, name, rows, length + count, query.dtype) for name in ("key", "value"))
+        own = query[rows, :count]
+        output = (
+            attend(rows, own, keys, values, length)
+            if attend
+            else _attend(own, keys, values, length, seen and partial(seen, rows))
+        )
+        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, tokens - count)))
+    after = torch.tensor([sum(x) for x in zip(past, new, strict=True)], dtype=state.length.dtype, device=query.device)
+    output = torch.cat(outputs) if outputs else torch.zeros_like(query)
+    return output, AttentionState(**present, length=after)
+
+
+def _rows(state: dict[str, Tensor], name: str, rows: slice, end: int, dtype: torch.dtype) -> Tensor:
+    """Keys or values [B, HK, end, D] of these sequences of the batch, in the type of the activations."""
+    held, scale = state[name][rows, :, :end], state.get(f"{name}_scale")
+    return held.to(dtype) if scale is None else dequantized(held, scale[rows, :, :end], dtype)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, length: int, seen: Callable[[slice, int], Tensor] | None = None
+) -> Tensor:
+    """Output [B, T, H, D] of query [B, T, H, D] at positions from `length` on; keys and values [B, HK, .., D] have them already."""
+    batch, tokens, heads, dim = query.shape
+    group = heads // keys.shape[1]
+    outputs = []
+    for start in range(0, tokens, BLOCK):
+        block = query[:, start : start + BLOCK]
+        count, end = block.shape[1], length + start + block.shape[1]
+        rows = block.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, HK, G * count, D]
+        mask = None
+        if count > 1:
+            last = torch.arange(end - count, end, device=query.device).repeat(group)
+            mask = torch.arange(end, device=query.device) <= last[:, None]
+        if seen is not None:
+            own = seen(slice(start, start + count), end).repeat(1, 1, group, 1)
+            mask = own if mask is None else own & mask
+        mixed = scaled_dot_product_attention(rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+        outputs.append(mixed.reshape(batch, heads, count, dim).transpose(1, 2))
+    return torch.cat(outputs, dim=1) if outputs else torch.zeros_like(query)

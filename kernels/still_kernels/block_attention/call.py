@@ -1,0 +1,65 @@
+"""Calls of still::BlockAttention: the form for a device, and the launch of the Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import UnsupportedError
+from still_kernels import launcher
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.meaning import block_attention as naive_block_attention
+from still_kernels.block_attention.plan import KERNELS
+from still_kernels.forms import has_kernels
+from still_kernels.tile import TileTable
+
+_prepared = launcher.kept(KERNELS)
+
+
+def launch_block_attention(
+    inputs: Inputs, state: AttentionState, output: Tensor, table: TileTable | None = None
+) -> None:
+    """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance. Nothing is read back to the host.
+
+    Args:
+        inputs: Contiguous, with `new_tokens`.
+        output: As query.
+
+    Raises:
+        UnsupportedError: No kernel covers the call; the message lists what is covered.
+    """
+    query, blocks = inputs.query, inputs.blocks
+    assert blocks is not None
+    shape = zip("BTHD", query.shape, strict=True)
+    sizes = (*shape, ("HK", inputs.key.shape[2]), ("N", state.rows), ("S", blocks.shape[3]))
+    prepared = _prepared(query.device, table, query.dtype, sizes, (("block_size", inputs.block_size),))
+    tensors = {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+    states = {"present_key": state.key, "present_value": state.value, "past_length": state.length}
+    launcher.Launcher().run(prepared, {**tensors, **states, "output": output}, query)
+
+
+def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
+    """As of `naive.block_attention`; on CUDA by the Triton kernels, where they cover the call and no gradients are asked for, without
+    reading anything back to the host: a sequence that outgrows the state is no error there."""
+    query, blocks, new_tokens = inputs.query, inputs.blocks, inputs.new_tokens
+    if (
+        not has_kernels(query.device)
+        or inputs.wants_gradients()
+        or new_tokens is None
+        or state.key.dtype != query.dtype
+    ):
+        return naive_block_attention(inputs, state, in_place)
+    inputs.check()
+    state.check(inputs)
+    assert blocks is not None
+    kept = {name: launcher.written(getattr(state, name), in_place) for name in ("key", "value")}
+    length = state.length.contiguous()
+    query, key, value, new_tokens = (x.contiguous() for x in (query, inputs.key, inputs.value, new_tokens))
+    call = Inputs(query, key, value, new_tokens, blocks.to(torch.int32).contiguous(), inputs.block_size)
+    output = torch.empty_like(query)
+    try:
+        launch_block_attention(call, AttentionState(**kept, length=length), output)
+    except UnsupportedError:
+        return naive_block_attention(inputs, state, in_place)
+    return output, AttentionState(**kept, length=length + new_tokens.to(length.dtype))

@@ -1,0 +1,65 @@
+"""Calls of still::CausalConv: the form for a device, and the launch of the Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from still_kernels import launcher
+from still_kernels.causal_conv.meaning import Inputs, whole_causal_conv
+from still_kernels.causal_conv.plan import KERNELS
+from still_kernels.forms import has_kernels
+from still_kernels.tile import TileTable
+
+_prepared = launcher.kept(KERNELS)
+
+
+def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: TileTable | None = None) -> None:
+    """Run the kernels on `state` [B, C, K - 1], in place.
+
+    Args:
+        inputs: Contiguous, with `new_tokens`.
+        output: As input.
+        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
+
+    Raises:
+        UnsupportedError: No kernel covers the call; the message lists what is covered.
+    """
+    tokens_of = inputs.input
+    taps = inputs.weight.shape[2]
+    sizes = (*zip("BTC", tokens_of.shape, strict=True), ("K", taps), ("P", taps - 1))
+    bias = () if inputs.bias is None else ("bias",)
+    prepared = _prepared(tokens_of.device, table, tokens_of.dtype, sizes, (("activation", inputs.activation),), bias)
+    tensors = {
+        **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
+        "conv_state": state,
+        "output": output,
+    }
+    launcher.Launcher().run(prepared, tensors, tokens_of)
+
+
+def triton_causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """`dispatch.causal_conv` by the Triton kernels, on CUDA; the state must be contiguous where it is written in place."""
+    inputs.check(state)
+    launcher.check_device(inputs.input)
+    present = launcher.written(state, in_place)
+    given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+    given |= {name: x.to(inputs.input.dtype) for name, x in given.items() if name in ("weight", "bias")}
+    given["new_tokens"] = inputs.counts().contiguous()
+    output = torch.empty_like(given["input"])
+    launch_causal_conv(Inputs(**given, activation=inputs.activation), present, output)  # type: ignore[arg-type]
+    return output, present
+
+
+def causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """The causal convolution by the fastest form that covers the call; results and errors as of `whole_causal_conv`.
+
+    On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
+    form.
+
+    Raises:
+        UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
+    """
+    if not has_kernels(inputs.input.device) or inputs.wants_gradients():
+        return whole_causal_conv(inputs, state, in_place)
+    return triton_causal_conv(inputs, state, in_place)

@@ -1,0 +1,107 @@
+"""still::ExpertsNBits: the kernels of still::Experts over words of codes; its definition is `meaning.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from still_kernels.common.grouped_plan import SIZES, GroupedVariant, grouped_op, grouped_plan, moves_of
+from still_kernels.common.stateless import Calls
+from still_kernels.experts.plan import flop, plain, unread
+from still_kernels.experts_nbits.spec import EXPERTS_NBITS
+from still_kernels.op_kernels import HALVES, imported
+from still_kernels.plan import Check
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from still_kernels.common.calls import Draw
+    from still_kernels.experts_nbits.meaning import Inputs
+
+
+def _words(matrix: str, inputs: str, symbol: str) -> tuple[Check, Check]:
+    return (
+        Check(f"{symbol}W * 32 == {inputs} * bits", f"{matrix} has {{{symbol}W}} words for {{{inputs}}} inputs of {{bits}} bits."),
+        Check(
+            f"not has({matrix}_zero_points) or {symbol}Z == ceil_div({symbol}S * bits, 32)",
+            f"{matrix}_zero_points has {{{symbol}Z}} words for {{{symbol}S}} blocks of {{bits}} bits.",
+        ),
+    )  # fmt: skip
+
+
+PLAN = grouped_plan(
+    EXPERTS_NBITS,
+    "MS * block_size",
+    {"bits": "bits", "block_size": "block_size", "zero_points": "has(gate_up_zero_points)"},
+    (
+        Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
+        Check("block_size > 0 and IS * block_size == I", "{IS} blocks of {block_size} for I={I} inputs."),
+        Check("has(gate_up_zero_points) == has(down_zero_points)", "zero points of one matrix, and none of the other."),
+        *_words("gate_up", "I", "I"),
+        *_words("down", "MS * block_size", "M"),
+    ),
+    codes=True,
+)
+
+
+@dataclass(frozen=True)
+class Variant(GroupedVariant):
+    """As of `GroupedVariant`; zero_points: whether there are any."""
+
+    bits: int = 4
+    block_size: int = 32
+    zero_points: int = 1
+
+
+def _definition(inputs: Inputs) -> Tensor:
+    return imported("still_kernels.experts_nbits.meaning", "naive_experts_nbits")()(inputs)  # type: ignore[no-any-return]
+
+
+def _dense(inputs: Inputs) -> Any:
+    """The call with matrices of numbers."""
+    make = imported("still_kernels.experts.meaning", "Inputs")()
+    return make(
+        inputs.input, inputs.expert, inputs.weight, inputs.dequantized("gate_up"), inputs.dequantized("down"), inputs.activation
+    )  # fmt: skip
+
+
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
+    hidden, many, chosen, block = sizes["heads"] * sizes["head_dim"], sizes["experts"], sizes["chosen"], 32
+    inner = -(-hidden // 128) * 32
+    tokens, expert, weight = draw.tokens(hidden), draw.chosen(many, chosen), draw.shares(chosen)
+
+    def matrix(name: str, rows: int, inputs: int) -> dict[str, Any]:
+        blocks = inputs // block
+        parts = {"": draw.words(many, rows, inputs // 8), "_scales": draw.scales(many, rows, blocks)}
+        return {
+            f"{name}{part}": x for part, x in {**parts, "_zero_points": draw.words(many, rows, -(-blocks // 8))}.items()
+        }
+
+    make = imported("still_kernels.experts_nbits.meaning", "Inputs")()
+    return make(tokens, expert, weight, **matrix("gate_up", 2 * inner, hidden), **matrix("down", hidden, inner))  # type: ignore[no-any-return]
+
+
+OP = grouped_op(
+    PLAN,
+    Variant,
+    [Variant(dtype, zero_points=zero) for dtype, zero in product(HALVES, (1, 0))],
+    _definition,
+    Calls(
+        draw=_draw,
+        flop=flop,
+        **moves_of(codes=True),
+        sizes=SIZES,
+        beside=_dense,
+        plain=plain,
+        unread=unread,
+    ),
+    covers="experts have",
+    module="still_kernels.experts_nbits.kernels",
+    also=(
+        Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
+        Check("block_size > 0 and block_size % 32 == 0", "block_size={block_size}; the kernels have multiples of 32."),
+    ),
+    optional={"gate_up_zero_points": "zero_points", "down_zero_points": "zero_points"},
+)

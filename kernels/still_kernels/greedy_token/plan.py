@@ -1,0 +1,68 @@
+"""still::GreedyToken: the likeliest token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, keyed, stateless_op
+from still_kernels.greedy_token.spec import GREEDY_TOKEN
+from still_kernels.op_kernels import DTYPES
+from still_kernels.plan import Launch, Plan
+from still_kernels.tile import KernelTile, TileTable, one
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+PLAN = Plan(
+    GREEDY_TOKEN,
+    key=keyed(aligned="V % 8 == 0"),  # loads of 16 bytes
+    arguments={"V": "V"},
+    steps=(Launch("greedy", ("tokens", "1", "1")),),
+)
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """logits: [B, T, V]."""
+
+    logits: Tensor
+
+
+def naive_greedy_token(inputs: Inputs) -> Tensor:
+    """The first of the likeliest tokens, int32 [B, T]. ShapeError: The logits do not fit."""
+    import torch
+
+    inputs.check()
+    largest = inputs.logits.amax(-1, keepdim=True)
+    return (inputs.logits == largest).int().argmax(-1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """aligned: Whether the vocabulary is a multiple of 8, which may be read at once."""
+
+    DTYPES = DTYPES
+    aligned: int = 1
+
+
+TILES = TileTable({"greedy": KernelTile({"BC": 8192}, 16)})
+"""One for every variant and architecture. One program reads all of a row of logits, so many in flight: 49,152 in six turns, Llama's
+128,256 in sixteen."""
+
+OP = stateless_op(
+    PLAN,
+    Variant,
+    [Variant(dtype) for dtype in DTYPES],
+    lambda variant, arch: TILES,
+    naive_greedy_token,
+    Calls(
+        draw=lambda sizes, layer, draw: Inputs(draw.fresh(sizes["vocabulary"])),
+        flop=lambda inputs: float(inputs.logits.numel()),
+        plain=lambda inputs: inputs.logits.argmax(-1).int(),
+        moves={"greedy": [*one("BC", 4096, 8192, 16384), *one("num_warps", 8, 16, 32)]},
+        decode=frozenset({"greedy"}),
+    ),
+    module="still_kernels.greedy_token.kernels",
+)

@@ -1,0 +1,15 @@
+"""still::GreedyToken: the likeliest token, for runtimes that would take all logits to the host to find it."""
+
+from __future__ import annotations
+
+from still_graphs.spec import OpSpec, TensorSpec
+
+GREEDY_TOKEN = OpSpec(
+    # Symbols: V tokens of the vocabulary. The first of the likeliest.
+    name="GreedyToken",
+    torch_name="greedy_token",
+    inputs=(TensorSpec("logits", ("B", "T", "V"), "T", "activation"),),
+    states=(),
+    outputs=(TensorSpec("token", ("B", "T"), "int32", "activation"),),
+    traced=False,
+)

@@ -1,0 +1,142 @@
+"""The short branch: one new token in every row, and no chunk is promoted. Node count is what it costs, so it has few.
+
+Everything that depends on counts only stands outside the branch, see Layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from still_graphs.functions.builder import INT64, Scope
+from still_kernels.hybrid_attention.body.features import features
+from still_kernels.hybrid_attention.body.layer import MASKED, Layer
+from still_kernels.hybrid_attention.body.saliency import self_saliency
+
+
+@dataclass
+class Step:
+    """Index tensors of a decode step; S = 2C slots of the ring."""
+
+    condition: str
+    slot: str  # of the new token, [B, 1, 1]
+    ring_index: str  # [B, 1, HK, 3]: row, head, slot, as ScatterND takes new keys [B, 1, HK, D]
+    score_index: str  # [B, H, 1, 1, 3], as it takes scores [B, H, 1, 1]
+    own_index: str  # slot of the new token, [B, H, 1, 1]
+    own: str  # column is the new token, bool [B, 1, 1, S]
+    others: str  # columns of the saliency window without the token itself, bool [B, 1, 1, S]
+    rest: str  # `others` as a mask
+    mask: str  # of the local softmax, [B, 1, 1, S]
+    held: str  # salient rows cached, [B, 1, 1, 1]
+
+
+def make_step(layer: Layer) -> Step | None:
+    """Index tensors of the branch, or None where the layer has no short branch."""
+    if layer.local != "chunked":
+        return None
+    b, chunk = layer.scope, layer.chunk
+    # Ranges that start at a computed 0 are not folded into separate constants of each layer.
+    zero = b("Sub", b("ReduceMax", "past_length", keepdims=0), b("ReduceMax", "past_length", keepdims=0))
+    offset = b("Mod", "past_length", chunk)
+    # No promotion in this row, and not position 0, which is alone in its window.
+    early = b("And", b("Less", "past_length", 2 * chunk), b("Greater", "past_length", 0))
+    waits = b("Or", b("Greater", offset, 0), early)
+    # Negative lengths are the general branch's to refuse.
+    plain = b.all_of(waits, b("Equal", "new_tokens", 1), b("GreaterOrEqual", "past_length", 0))
+    plain = b("ReduceMin", b("Cast", plain, to=INT64), keepdims=1)  # [1]: 1, or 0 which no T equals
+    condition = b("Equal", b.dim("query", 1), plain)
+
+    past = b.reshape("past_length", -1, 1, 1, 1)
+    slot = b("Mod", past, 2 * chunk)
+    column = b("Range", zero, b("Add", zero, 2 * chunk), 1)
+    age = b("Mod", b("Sub", slot, column), 2 * chunk)  # 0 = the new token, [B, 1, 1, S]
+    reach = b("Add", b.reshape(offset, -1, 1, 1, 1), chunk)
+    if not layer.phantom:
+        reach = b("Min", reach, past)
+    mask = layer.mask(b, b("LessOrEqual", age, reach))
+    others = b("And", b("Greater", age, 0), b("LessOrEqual", age, b("Min", past, chunk - 1)))
+
+    row = b("Range", zero, b("Add", zero, b("Squeeze", layer.batch)), 1)
+    slot_flat = b.reshape(slot, -1, 1, 1)
+
+    def index(heads: int) -> str:
+        head = b("Range", zero, b("Add", zero, heads), 1)
+        shape = b.shape(layer.batch, heads, 1)
+        parts = (b.reshape(row, -1, 1, 1), b.reshape(head, 1, -1, 1), slot_flat)
+        return b("Concat", *(b("Expand", part, shape) for part in parts), axis=2)
+
+    return Step(
+        condition=condition,
+        slot=slot_flat,
+        ring_index=b.unsqueeze(index(layer.kv_heads), 1),
+        score_index=b.unsqueeze(index(layer.heads), 2, 3),
+        own_index=b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1)),
+        own=b("Equal", age, 0),
+        others=others,
+        rest=layer.mask(b, others),
+        mask=mask,
+        held=b.reshape(layer.held_rows(b), -1, 1, 1, 1),
+    )
+
+
+def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) -> None:
+    """Write the branch; `outputs` maps each output of the op to the name it must get."""
+    chunk = layer.chunk
+    rows = (0, layer.heads, 1, layer.dim)
+    query = layer.wide(b, b.reshape("query", *rows))
+    scaled = b("Mul", query, layer.weights["scale"])
+
+    # Each ring has one writer, and its readers read what it wrote.
+    ring = {}
+    for name in ("key", "value"):
+        out = outputs[f"present_window_{name}"]
+        ring[name] = layer.wide(b, b("ScatterND", f"past_window_{name}", step.ring_index, name, out=out))
+
+    grouped = b.reshape(scaled, 0, layer.kv_heads, -1, layer.dim)
+    logits = b("MatMul", grouped, b("Transpose", ring["key"], perm=[0, 1, 3, 2]))
+    logits = b.reshape(logits, 0, layer.heads, 1, -1)  # [B, H, 1, S]
+    own = b("GatherElements", logits, step.own_index, axis=3)
+    last_slot = b("Equal", b("Mod", b.arange(2 * chunk), chunk), chunk - 1) if layer.saliency != "margin" else ""
+    score = self_saliency(b, layer, logits, own, step.others, "", step.own, last_slot, step.rest)
+    b("ScatterND", "past_window_score", step.score_index, score, out=outputs["present_window_score"])
+
+    logits = b("Add", logits, step.mask)
+    if layer.salient:
+        salient_q = scaled if layer.per_query_head else grouped
+        by_cache = b("MatMul", salient_q, b("Transpose", layer.wide(b, "past_salient_key"), perm=[0, 1, 3, 2]))
+        if not layer.per_query_head:
+            by_cache = b.reshape(by_cache, 0, layer.heads, 1, -1)
+        slots = b.dim("past_salient_key", 2)
+        by_cache = b("Where", b("Less", b.arange(slots), step.held), by_cache, MASKED)
+        logits = b("Concat", logits, by_cache, axis=3)
+    p = b("Softmax", logits, axis=-1)
+    share = b("ReduceMax", p, [-1])  # 1 / sum of e^(s - m): the largest term is e^0
+    if layer.salient:
+        near, far = b.multi("Split", p, b.shape(2 * chunk, slots), out=2, axis=3)
+        if not layer.per_query_head:
+            far = b.reshape(far, 0, layer.kv_heads, -1, slots)
+    else:
+        near = p
+    near = b.reshape(near, 0, layer.kv_heads, -1, 2 * chunk)
+    value = b.reshape(b("MatMul", near, ring["value"]), *rows)
+    if layer.salient:
+        far = b("MatMul", far, layer.wide(b, "past_salient_value"))
+        value = b("Add", value, far if layer.per_query_head else b.reshape(far, *rows))
+
+    phi = features(b, layer, query, layer.weights["q"], (0, layer.heads, 1), rows=1)
+    linear = b("MatMul", phi, "past_kv_state")
+    mass = b("MatMul", phi, b.unsqueeze("past_z_state", 3))
+    if layer.gated:
+        linear = b("Mul", linear, layer.wide(b, b.reshape("gate", *rows)))
+    # Numerator and denominator divided by the softmax sum.
+    linear, mass = b("Mul", linear, share), b("Mul", b("Add", mass, layer.mix_epsilon), share)
+    unit: str | float = 1.0
+    if layer.factored:
+        factor = b.reshape("window_factor", 1, layer.heads, 1, 1)
+        value, unit = b("Mul", value, factor), factor
+    mixed = b("Div", b("Add", value, linear), b("Add", mass, unit))
+    width = b.reshape(mixed, 0, 1, layer.heads, layer.dim, out=None if layer.dtype != 1 else outputs["output"])
+    if layer.dtype != 1:
+        b.cast(width, layer.dtype, out=outputs["output"])
+    for state in ("salient_key", "salient_value", "salient_score", "kv_state", "z_state"):
+        if f"present_{state}" in outputs:
+            b("Identity", f"past_{state}", out=outputs[f"present_{state}"])

@@ -1,0 +1,112 @@
+"""The grid of a call: where its tokens and keys lie, and how rows move between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from still_graphs.functions.builder import INT64, Scope
+from still_graphs.functions.counts import checked_counts
+from still_kernels.hybrid_attention.body.layer import Layer
+
+
+@dataclass
+class Grid:
+    """Index tensors of a call. Shapes: R rows of a grid chunk (C, or 1 when T = 1), A = (chunks + 2) * C aligned positions."""
+
+    scope: Scope
+    layer: Layer
+    tokens: str  # T, [1]
+    chunks: str  # [1]
+    rows: str  # R, [1]
+    cells: str  # chunks * R, [1]
+    first: str  # c0, [B, 1]
+    offset: str  # past_length % C, [B, 1]
+    past: str  # past_length, [B, 1]
+    end: str  # past_length + new_tokens, [B, 1]
+    row: str  # offset of each grid row in its chunk, [B, R]
+    row_base: str  # its first element where R = 1, else 0, [B, 1]
+    number: str  # absolute grid chunk, [B, chunks]
+    position: str  # aligned positions, [B, A]
+    seen: str  # position < past_length, [B, A]
+    source: str  # row of the aligned position in cat([ring, new, zero]), [B, A]
+
+    @classmethod
+    def of(cls, b: Scope, layer: Layer) -> Grid:
+        """The grid of the call that the body gets."""
+        chunk, tokens = layer.chunk, b.dim("query", 1)
+        past, new = checked_counts(b, tokens)
+        first, offset = b("Div", past, chunk), b("Mod", past, chunk)
+        end = b("Add", past, new)
+        single = b("Equal", tokens, [1])
+        need = b("Div", b.total(offset, new, chunk - 1), chunk)
+        chunks = b.reshape(b("Max", b("ReduceMax", need, keepdims=0), 1), 1)
+        rows = b("Where", single, [1], [chunk])
+        row_base = b("Mul", offset, b.cast(single, INT64))
+        row = b("Add", row_base, b.arange(rows))
+        number = b("Add", first, b.arange(chunks))
+        position = b("Add", b("Mul", b("Sub", first, 2), chunk), b.arange(b("Mul", b("Add", chunks, 2), chunk)))
+        seen = b("Less", position, past)
+        ring = b("Mod", position, 2 * chunk)
+        fresh = b.total(b("Sub", position, past), 2 * chunk)
+        zero_row = b("Add", tokens, 2 * chunk)
+        oldest = b("Max", b("Sub", past, 2 * chunk), 0)
+        held = b.all_of(b("GreaterOrEqual", position, oldest), b("Less", position, end))
+        source = b("Where", held, b("Where", seen, ring, fresh), zero_row)
+        return cls(
+            scope=b,
+            layer=layer,
+            tokens=tokens,
+            chunks=chunks,
+            rows=rows,
+            cells=b("Mul", chunks, rows),
+            first=first,
+            offset=offset,
+            past=past,
+            end=end,
+            row=row,
+            row_base=row_base,
+            number=number,
+            position=position,
+            seen=seen,
+            source=source,
+        )
+
+    def gather(self, x: str, index: str, heads: int, length: str, *tail: str | int) -> str:
+        """Rows of x [B, h, S, ...tail] at index [B, I], the same for all heads: [B, h, I, ...tail]."""
+        b = self.scope
+        lead = b("Mul", b.arange(b("Mul", self.layer.batch, heads)), length)  # start of each (row, head)
+        lead = b.reshape(lead, -1, heads, 1)
+        flat = b("Add", lead, b.unsqueeze(index, 1))
+        return b("Gather", b.reshape(x, -1, *tail), flat, axis=0)
+
+    def on_grid(self, x: str) -> str:
+        """[B, T, H, D] -> [B, H, cells, D], float32; cells without a token repeat some token."""
+        b, layer = self.scope, self.layer
+        width = layer.heads * layer.dim
+        flat = b.reshape(x, -1, width)
+        picked = b.reshape(b("Gather", flat, self._token_of_cell, axis=0), 0, 0, layer.heads, layer.dim)
+        return layer.wide(b, b("Transpose", picked, perm=[0, 2, 1, 3]))
+
+    @cached_property
+    def _token_of_cell(self) -> str:
+        """Row of the flattened tokens [B * T] for each cell, [B, cells]."""
+        b = self.scope
+        start = b("Mul", b.arange(self.chunks), self.layer.chunk)
+        step = b("Add", b.unsqueeze(start, 1), b.unsqueeze(b("Sub", self.row, self.offset), 1))  # [B, chunks, R]
+        step = b("Clip", b.reshape(step, 0, -1), 0, b("Squeeze", b("Sub", self.tokens, 1)))
+        row_start = b.unsqueeze(b("Mul", b.arange(self.layer.batch), self.tokens), 1)
+        return b("Add", step, row_start)
+
+    def to_tokens(self, x: str) -> str:
+        """[B, H, cells, D] -> [B, T, H, D]; padding becomes 0."""
+        b, layer = self.scope, self.layer
+        x = b("Transpose", x, perm=[0, 2, 1, 3])
+        token = b.arange(self.tokens)
+        cell = b("Sub", b("Add", token, self.offset), self.row_base)  # [B, T]
+        cell = b("Min", cell, b("Sub", self.cells, 1))
+        flat = b("Add", cell, b.unsqueeze(b("Mul", b.arange(layer.batch), self.cells), 1))
+        picked = b("Gather", b.reshape(x, -1, layer.heads * layer.dim), flat, axis=0)
+        picked = b.reshape(picked, 0, 0, layer.heads, layer.dim)
+        real = b("Less", token, b.unsqueeze("new_tokens", 1))
+        return b("Where", b.unsqueeze(real, 2, 3), picked, 0.0)

@@ -1,0 +1,120 @@
+"""What all parts of the body share: attributes of the node, dimensions, positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx
+from onnx import helper
+
+from still_graphs.functions.builder import FLOAT, Scope
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+
+MASKED = -1e30
+"""Added to a logit that must not count: far below any logit, and finite so that a row of nothing else stays free of NaN."""
+
+
+@dataclass
+class Layer:
+    """One node: its attributes as Python values, its dimensions and frequent index tensors as values of the outermost scope.
+
+    Index tensors that depend on past_length and new_tokens only are built outside the branches: they are equal in all layers, and
+    a runtime that eliminates common subexpressions computes them once per step.
+    """
+
+    scope: Scope
+    dtype: int
+    chunk: int
+    salient: int
+    scope_kind: str
+    saliency: str
+    feature_map: str
+    local: str
+    window: int
+    mix_epsilon: float
+    phantom: bool
+    overflow: str
+    gated: bool
+    factored: bool
+    heads: int
+    kv_heads: int
+    dim: int
+    features: int
+    weight_heads: int
+    batch: str = ""
+    weights: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], scope: Scope) -> Layer:
+        """Read `node`; absent attributes have their defaults. `dims` are the OpSpec's symbols that do not vary."""
+        values = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
+        for attribute in node.attribute:
+            value = helper.get_attribute_value(attribute)
+            values[attribute.name] = value.decode().rstrip("\0") if isinstance(value, bytes) else value
+        present = dict(zip(HYBRID_ATTENTION.input_names(), node.input, strict=False))
+        chunk = int(values["chunk_size"])
+        layer = cls(
+            scope=scope,
+            dtype=dtype,
+            chunk=chunk,
+            salient=int(values["salient_per_chunk"]),
+            scope_kind=str(values["select_scope"]),
+            saliency=str(values["saliency"]),
+            feature_map=str(values["feature_map"]),
+            local=str(values["local"]),
+            window=int(values["window_size"]) or chunk,
+            mix_epsilon=float(values["mix_epsilon"]),
+            phantom=bool(values["phantom_first_chunk"]),
+            overflow=str(values["overflow"]),
+            gated=bool(present.get("gate")),
+            factored=bool(present.get("window_factor")),
+            heads=dims["H"],
+            kv_heads=dims["HK"],
+            dim=dims["D"],
+            features=dims["F"],
+            weight_heads=dims["WH"],
+        )
+        layer._prepare()
+        return layer
+
+    @property
+    def per_query_head(self) -> bool:
+        """Each query head has a selection of its own."""
+        return self.scope_kind == "q_head"
+
+    @property
+    def group(self) -> int:
+        """G, query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def select_heads(self) -> int:
+        """HS, heads of the selection and of the salient cache."""
+        return self.heads if self.per_query_head else self.kv_heads
+
+    def _prepare(self) -> None:
+        b = self.scope
+        self.batch = b.dim("past_length", 0)
+        # A vector, not a scalar: fused into MatMul as a factor it would cost the fast path for one row.
+        self.weights["scale"] = b.constant([self.dim**-0.5] * self.dim, "float32")
+        for name in ("q", "k"):
+            # [H or 1, D, P]: constants, folded when the model is loaded.
+            self.weights[name] = b("Transpose", self.wide(b, f"feature_{name}_weight"), perm=[0, 2, 1])
+
+    def wide(self, b: Scope, x: str) -> str:
+        """`x` in float32."""
+        return x if self.dtype == FLOAT else b.cast(x, FLOAT)
+
+    def narrow(self, b: Scope, x: str) -> str:
+        """`x` in the activations' type."""
+        return x if self.dtype == FLOAT else b.cast(x, self.dtype)
+
+    def mask(self, b: Scope, visible: str) -> str:
+        """0 where `visible`, else a large negative number, float32."""
+        return b("Where", visible, 0.0, MASKED)
+
+    def held_rows(self, b: Scope) -> str:
+        """Salient rows cached before the call, int64 [B]: k for every chunk that was promoted (the cache may hold fewer)."""
+        chunks = b("Sub", b("Div", b("Add", "past_length", self.chunk - 1), self.chunk), 2)
+        return b("Mul", b("Max", chunks, 0), self.salient)

@@ -1,0 +1,152 @@
+"""The salient tokens: which are selected, what the softmax sees of the cache, the cache after the call."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from still_graphs.functions.builder import Scope
+from still_kernels.hybrid_attention.body.grid import Grid
+from still_kernels.hybrid_attention.body.layer import Layer
+from still_kernels.hybrid_attention.body.overflow import Competition, compete
+
+
+class Salient:
+    """Selection and cache of a call.
+
+    promoted: Grid chunks that begin within the call and so promote the chunk two before, bool [B, chunks].
+    selection: Offsets of the salient tokens, ascending, int64 [B, HS, chunks, k]; "" with k = 0.
+    next_selection: The same one chunk later, with a sliding window.
+    competition, new_scores: Where the overflow policy folds: its result, and scores [B, HS, chunks, k] of the new rows.
+    """
+
+    selection = next_selection = new_scores = ""
+    competition: Competition | None = None
+
+    def __init__(self, scope: Scope, layer: Layer, grid: Grid, scores: str) -> None:
+        self.b, self.layer, self.grid = scope, layer, grid
+        self.folds = layer.overflow != "error" and layer.salient > 0
+        self.promoted = self._promoted()
+        if layer.salient:
+            self._select(scores)
+
+    def _promoted(self) -> str:
+        """Grid chunks that begin within the call and so promote the chunk two before, bool [B, chunks]."""
+        b, grid = self.b, self.grid
+        begin = b("Mul", grid.number, self.layer.chunk)
+        return b.all_of(
+            b("GreaterOrEqual", begin, grid.past), b("Less", begin, grid.end), b("GreaterOrEqual", grid.number, 2)
+        )
+
+    def _select(self, scores: str) -> None:
+        """By scores [B, H, chunks, C], of one chunk more with a sliding window."""
+        b, layer = self.b, self.layer
+        self.ranked = scores
+        if not layer.per_query_head:
+            grouped = b.reshape(scores, 0, layer.kv_heads, layer.group, -1, layer.chunk)
+            reduce = "ReduceMax" if layer.scope_kind == "kv_group_max" else "ReduceMean"
+            self.ranked = b(reduce, grouped, [2], keepdims=0)
+        _, best = b.multi("TopK", self.ranked, [layer.salient], out=2)  # of equals the lower offset
+        selection = b.multi("TopK", best, [layer.salient], out=2, largest=0)[0]
+        if layer.local == "sliding":
+            self.next_selection = b("Slice", selection, [1], [2**31], [2])
+            selection = b("Slice", selection, [0], self.grid.chunks, [2])
+        self.selection = selection
+
+    def marked(self, selection: str, other: float, selected: float) -> str:
+        """`selected` at the offsets of `selection` [B, HS, chunks, k], `other` elsewhere: float32 [B, HS, chunks, C]."""
+        b, layer = self.b, self.layer
+        shape = b.shape(layer.batch, layer.select_heads, self.grid.chunks, layer.chunk)
+        values = b("Expand", selected, b("Shape", selection))
+        return b("ScatterElements", b("Expand", other, shape), selection, values, axis=3)
+
+    def rows(self, x: str) -> str:
+        """Rows of x [B, HK, chunks * C, D] that are selected, [B, HS, chunks, k, D]."""
+        index = self._index
+        return self.b("Gather", self.b.reshape(x, -1, self.layer.dim), index, axis=0)
+
+    @cached_property
+    def _index(self) -> str:
+        b, layer, grid = self.b, self.layer, self.grid
+        head = b.arange(b("Mul", layer.batch, layer.select_heads))
+        source = b("Div", head, layer.group) if layer.per_query_head else head  # its key/value head, over all rows
+        start = b("Add", b("Mul", b.unsqueeze(source, 1), grid.chunks), b.arange(grid.chunks))
+        start = b.reshape(b("Mul", start, layer.chunk), -1, layer.select_heads, grid.chunks, 1)
+        return b("Add", start, self.selection)
+
+    def compete(self) -> Competition:
+        """Let the new rows compete for the slots, by the policy of the layer; the result stays in `competition`."""
+        b, grid = self.b, self.grid
+        ranked = b("Slice", self.ranked, [0], grid.chunks, [2])
+        self.new_scores = b("GatherElements", ranked, self.selection, axis=3)
+        self.competition = compete(b, self.layer, self.promoted, self.new_scores, grid.chunks)
+        return self.competition
+
+    def with_cache(self, past: str, rows: str) -> str:
+        """cat([cached rows in use, new rows]) [B, HS, U + k * chunks, D]."""
+        b, layer = self.b, self.layer
+        used = layer.wide(b, past if self.folds else b("Slice", past, [0], self._used, [2]))
+        flat = b.reshape(rows, 0, 0, -1, layer.dim)
+        return b("Concat", used, flat, axis=2)
+
+    @cached_property
+    def _held(self) -> str:
+        return self.layer.held_rows(self.b)  # [B]
+
+    @cached_property
+    def _used(self) -> str:
+        """U: cached rows that some row of the batch has, at most N, int64 [1]."""
+        most = self.b("ReduceMax", self._held, keepdims=1)
+        return self.b("Min", most, self.b.dim("past_salient_key", 2))
+
+    def mask(self) -> str:
+        """Which cached and new rows each grid chunk sees, as a mask [B, 1, 1, chunks, 1, U + k * chunks]."""
+        b, layer, grid = self.b, self.layer, self.grid
+        if self.competition:
+            group = layer.group if layer.per_query_head else 1
+            entries = b.dim(self.competition.visible, 3)
+            visible = b.reshape(self.competition.visible, 0, layer.kv_heads, group, grid.chunks, 1, entries)
+            # Heads as the salient logits have them: [B, HS, query heads of one selection, chunks, R, M].
+            return layer.mask(b, b.reshape(visible, 0, layer.select_heads, 1, grid.chunks, 1, entries))
+        used = self._used
+        cached = b("Less", b.arange(used), b.unsqueeze(self._held, 1))  # [B, U]
+        cached = b("Expand", b.unsqueeze(cached, 1), b.shape(layer.batch, grid.chunks, used))
+        column = b("Div", b.arange(b("Mul", grid.chunks, layer.salient)), layer.salient)
+        earlier = b("LessOrEqual", column, b.unsqueeze(b.arange(grid.chunks), 1))  # [chunks, k * chunks]
+        fresh = b("And", earlier, b.unsqueeze(b("Gather", self.promoted, column, axis=1), 1))
+        visible = b("Concat", cached, fresh, axis=2)  # [B, chunks, U + k * chunks]
+        return layer.mask(b, b.unsqueeze(visible, 1, 2, 4))
+
+    def write_present(self, keys: str, values: str, outputs: dict[str, str]) -> None:
+        """Write the rows of promoted chunks to their slots; nothing else of the cache is touched."""
+        b, layer, grid = self.b, self.layer, self.grid
+        if not layer.salient:
+            for name in ("salient_key", "salient_value", "salient_score"):
+                if f"present_{name}" in outputs:
+                    b("Identity", f"past_{name}", out=outputs[f"present_{name}"])
+            return
+        # Rows come from the concatenation with the cache: whoever writes in place does so after the cache was read.
+        count = b("Mul", grid.chunks, layer.salient)
+        if self.competition:
+            taken = b("Less", self.competition.slots, b.dim("past_salient_key", 2))
+            where = b("Transpose", b("NonZero", taken), perm=[1, 0])  # [M, 3]: row, head, new row
+            slot = b.unsqueeze(b("GatherND", self.competition.slots, where), 1)
+            index = b("Concat", b("Slice", where, [0], [2], [1]), slot, axis=1)
+        else:
+            rank = b("Mod", b.arange(count), layer.salient)
+            first = b("Mul", b("Sub", grid.number, 2), layer.salient)  # [B, chunks]
+            column = b("Div", b.arange(count), layer.salient)
+            slots = b("Add", b("Gather", first, column, axis=1), rank)  # [B, k * chunks]
+            where = b("Transpose", b("NonZero", b("Gather", self.promoted, column, axis=1)), perm=[1, 0])  # [M, 2]
+            slot = b.reshape(b("GatherND", slots, where), -1, 1, 1)
+            shape = b.shape(b.dim(where, 0), layer.select_heads, 1)
+            row, new_row = (b.reshape(b("Gather", where, part, axis=1), -1, 1, 1) for part in (0, 1))
+            head = b.reshape(b.arange(layer.select_heads), 1, -1, 1)
+            row, head, new_row, slot = (b("Expand", part, shape) for part in (row, head, new_row, slot))
+            where, index = (b("Concat", row, head, part, axis=2) for part in (new_row, slot))
+        for name, entries in (("salient_key", keys), ("salient_value", values)):
+            rows = b("Slice", entries, b("Neg", count), [2**31], [2])  # [B, HS, k * chunks, D]
+            picked = layer.narrow(b, b("GatherND", rows, where))
+            b("ScatterND", f"past_{name}", index, picked, out=outputs[f"present_{name}"])
+        if "present_salient_score" in outputs:
+            picked = b("GatherND", b.reshape(self.new_scores, 0, 0, -1), where)
+            b("ScatterND", "past_salient_score", index, picked, out=outputs["present_salient_score"])

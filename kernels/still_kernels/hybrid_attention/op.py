@@ -1,8 +1,0 @@
-"""still::HybridAttention for generic rooms."""
-
-from __future__ import annotations
-
-from still_kernels.hybrid_attention.variants import KERNELS
-from still_kernels.op_kernels import Op, imported
-
-OP = Op(KERNELS, imported("still_kernels.hybrid_attention.work", "WORK"))

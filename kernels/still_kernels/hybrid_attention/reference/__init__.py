@@ -1,1 +1,0 @@
-"""Hybrid attention in PyTorch: the meaning, and forms in chunks and of whole sequences."""

@@ -1,0 +1,53 @@
+// One layer of linear attention with a recurrent state, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to
+// run tasks at once.
+//
+// A task is one head of one sequence, whose state stays in the second cache. With a decay per head or none, tokens go in chunks: products
+// with the state are GEMMs, and the delta rules' triangular system is solved row by row. A decay per key, and calls of a
+// few tokens, take the recurrence token by token, which reads the state once and writes it once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/common/host.h"
+#include "cpu/common/instruction_sets.h"
+
+namespace still_cpu::linear
+{
+
+struct Layer
+{
+    int query_groups; // HQ
+    int shared;       // G
+    int key_heads;    // HK
+    int dim;          // D
+    int heads;        // H
+    int size;         // V
+    int decay;        // E; 0: none
+    int betas;        // W; 0: no delta rule
+    float scale;
+    bool half; // query, key, value and output are float16
+};
+
+// Data of a call; shapes as in the OpSpec, `void` points to float or to float16. The state is read and written.
+struct Tensors
+{
+    void const* query;
+    void const* key;
+    void const* value;
+    float const* decay;
+    float const* beta;
+    void* output;
+    float* state;
+    int64_t tokens; // T
+};
+
+// Bytes of scratch for a call; no alignment needed.
+size_t scratch_size(Layer const& layer, int batch);
+
+// Run the call. `brought` are the rows' new tokens; output and state are complete afterwards.
+// The result depends on neither the host's threads nor the order of tasks.
+void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, void* scratch, Host const& host,
+    int instruction_set);
+
+} // namespace still_cpu::linear

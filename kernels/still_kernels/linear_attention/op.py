@@ -1,8 +1,0 @@
-"""still::LinearAttention for generic rooms."""
-
-from __future__ import annotations
-
-from still_kernels.linear_attention.variants import KERNELS
-from still_kernels.op_kernels import Op, imported
-
-OP = Op(KERNELS, imported("still_kernels.linear_attention.work", "WORK"))

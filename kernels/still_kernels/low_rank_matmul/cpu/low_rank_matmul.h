@@ -1,0 +1,39 @@
+// Tokens times two thin matrices, added to a base, on the CPU. Knows no host.
+//
+// A token's sums are made in one order, whatever else the call has: a call of several tokens gives bit for bit what calls of each give.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/common/host.h"
+#include "cpu/common/instruction_sets.h"
+
+namespace still_cpu::low_rank
+{
+
+struct Layer
+{
+    int inputs;  // I
+    int rank;    // R
+    int outputs; // O
+    bool half;   // everything is float16
+};
+
+// Data of a call; shapes as in the OpSpec, `void` points to float or to float16. The base may be null.
+struct Tensors
+{
+    void const* input;
+    void const* inner;
+    void const* outer;
+    void const* base;
+    void* output;
+    int64_t tokens; // of all sequences
+};
+
+// Bytes of scratch for a call; no alignment needed.
+size_t scratch_size(Layer const& layer, int64_t tokens, int instruction_set);
+
+void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host const& host, int instruction_set);
+
+} // namespace still_cpu::low_rank

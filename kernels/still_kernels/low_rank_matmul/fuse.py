@@ -1,0 +1,86 @@
+"""Fuse both products with thin matrices, and the sum behind them: still::LowRankMatMul.
+
+A LoRA pair that stays apart, or a gate of low rank, is two products whose matrices are read in no time: they cost two launches and two
+waits for memory, and the sum a third.
+
+requires: weights are initializers.
+ensures: no product of tokens [B, T, I] of an asked type with two matrices one behind the other is left of which the first has at most RANK
+    columns, fewer than rows, and nothing else reads what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from still_graphs.conditions import no_functions
+from still_graphs.edits import in_half, is_weight, rank
+from still_graphs.later_ir import ir
+from still_graphs.ops import DOMAIN
+from still_graphs.patterns import Fusion, Match, Op, Val, fusing
+from still_graphs.pipelines import CPU, CUDA, Step
+from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
+
+RANK = 256
+"""Most numbers between both products: of a few rows each program computes all of them."""
+
+
+def _matrix(value: ir.Value) -> bool:
+    """Of sizes that are known: an adapter that is chosen at run time has a rank of its own."""
+    return is_weight(value) and rank(value) == 2 and value.shape is not None and value.shape.is_static()
+
+
+X, BASE = Val(lambda value: rank(value) == 3), Val(lambda value: not is_weight(value))
+INNER, OUTER = Val(_matrix), Val(_matrix)
+SECOND = Op("MatMul", Op("MatMul", X, INNER), OUTER)
+TOTAL = Op("Add", SECOND, BASE)
+
+
+def _floats(*values: ir.Value) -> bool:
+    return all(value.dtype == ir.DataType.FLOAT for value in values)
+
+
+def _thin(typed: Callable[..., bool], match: Match) -> bool:
+    x, inner, outer = (match.value(pattern) for pattern in (X, INNER, OUTER))
+    assert inner.shape is not None
+    rows, columns = inner.shape.numpy()
+    return columns <= RANK and columns < rows and typed(x, inner, outer)
+
+
+def _with_base(typed: Callable[..., bool], match: Match) -> bool:
+    base, second = match.value(BASE), match.value(SECOND)
+    return _thin(typed, match) and base is not second and base.shape is not None and base.shape == second.shape
+
+
+def _replace(match: Match) -> Sequence[ir.Value]:
+    inputs = [match.value(pattern) for pattern in (X, INNER, OUTER, BASE) if pattern in match]
+    last = match.node(TOTAL if TOTAL in match else SECOND)
+    return match.add(LOW_RANK_MATMUL.name, inputs, name=f"{last.name or last.outputs[0].name}.fused", domain=DOMAIN)
+
+
+def _fusions(typed: Callable[..., bool]) -> tuple[Fusion, Fusion]:
+    return Fusion((TOTAL,), _replace, partial(_with_base, typed)), Fusion((SECOND,), _replace, partial(_thin, typed))
+
+
+HALVES, FLOATS = _fusions(in_half), _fusions(_floats)
+fuse_low_rank, low_rank_fused = fusing("fuse_low_rank", *HALVES)
+fuse_low_rank_floats, low_rank_floats_fused = fusing("fuse_low_rank_floats", *FLOATS)
+
+STEPS = {
+    CPU: (
+        Step(
+            fuse_low_rank_floats,
+            "a kernel of ours takes what is one node for one token, and gives the same for several",
+            requires=no_functions,
+            ensures=low_rank_floats_fused,
+        ),
+    ),
+    CUDA: (
+        Step(
+            fuse_low_rank,
+            "its CUDA provider launches what lies between two products node by node",
+            requires=no_functions,
+            ensures=low_rank_fused,
+        ),
+    ),
+}

@@ -1,0 +1,364 @@
+// The tasks of a GEMM with a weight in blocks. Compiled once per instruction set; STILL_KERNELS names the table.
+#include "kernels.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/common/elements.h"
+#include "cpu/common/room.h"
+#include "cpu/common/simd.h"
+#include "steps.h"
+
+namespace
+{
+
+using still_cpu::low_bit::Kernels;
+using still_cpu::low_bit::kRows;
+using still_cpu::low_bit::kUnit;
+using still_cpu::low_bit::Layer;
+using still_cpu::low_bit::Rounded;
+using still_cpu::low_bit::Task;
+using still_cpu::low_bit::Tensors;
+
+constexpr int kHalf = kUnit / 2;
+constexpr int kAhead = 6144; // bytes of the weight that are asked for before they are read
+
+// What codes are a product with; of steps that are nearly nothing, and of NaN, 0.
+inline float inverse_of(float step)
+{
+    return step >= 1.17549435e-38f ? 1 / step : 0;
+}
+
+// The nearest whole numbers.
+inline VecInt nearest(Vec x)
+{
+    constexpr float shift = 12582912.0f; // 1.5 * 2^23: the sum's low bits are the nearest whole number
+    return reinterpret_cast<VecInt>(x + shift) - 0x4b400000;
+}
+
+// The place of a unit's first codes: steps hold the first halves of their units, then the second ones.
+inline int8_t* place(int8_t* codes, int64_t unit)
+{
+    return codes + unit / kStep * kStep * kUnit + unit % kStep * kHalf;
+}
+
+// Rounds one unit of a token. Codes of 4 bits lie two in a byte: its first half are those at even places, of 8 bits the first 16.
+inline void round_unit(float const* x, int bits, int8_t* first, float* factor, float* sum)
+{
+    VecInt most = {};
+    for (int i = 0; i < kUnit; i += kLanes)
+    {
+        VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // of NaN larger than of any number
+        most = most > magnitude ? most : magnitude;
+    }
+    int32_t bits_of_most = 0;
+    for (int i = 0; i < kLanes; ++i)
+        bits_of_most = most[i] > bits_of_most ? most[i] : bits_of_most;
+    float largest_number;
+    std::memcpy(&largest_number, &bits_of_most, sizeof largest_number);
+    float const step = largest_number / 127;
+    float const inverse = inverse_of(step);
+    int32_t codes[kUnit];
+    VecInt total = {};
+    for (int i = 0; i < kUnit; i += kLanes)
+    {
+        VecInt const code = nearest(load(x + i) * inverse);
+        total += code;
+        std::memcpy(codes + i, &code, sizeof code);
+    }
+    int8_t* const second = first + kStep * kHalf;
+    for (int i = 0; i < kHalf; ++i)
+    {
+        first[i] = static_cast<int8_t>(codes[bits == 4 ? 2 * i : i]);
+        second[i] = static_cast<int8_t>(codes[bits == 4 ? 2 * i + 1 : kHalf + i]);
+    }
+    int32_t whole = 0;
+    for (int i = 0; i < kLanes; ++i)
+        whole += total[i];
+    for (int r = 0; r < kRows; ++r)
+        factor[r] = step, sum[r] = step * static_cast<float>(whole);
+}
+
+void round_units(Task const& task)
+{
+    Layer const& layer = *task.layer;
+    int64_t const units = task.rounded->units;
+    for (int64_t t = 0; t < task.tokens; ++t)
+    {
+        float const* const x = at<float>(task.tensors->input, (task.token + t) * layer.inputs);
+        int8_t* const codes = task.rounded->codes + t * units * kUnit;
+        float *const factors = task.rounded->factors + t * units * kRows, *const sums = task.rounded->sums + t * units * kRows;
+        for (int64_t u = 0; u < units; ++u)
+            if (u < layer.inputs / kUnit)
+                round_unit(x + u * kUnit, layer.bits, place(codes, u), factors + u * kRows, sums + u * kRows);
+            else
+            {
+                std::memset(place(codes, u), 0, kHalf);
+                std::memset(place(codes, u) + kStep * kHalf, 0, kHalf);
+                std::memset(factors + u * kRows, 0, sizeof(float) * kRows);
+                std::memset(sums + u * kRows, 0, sizeof(float) * kRows);
+            }
+    }
+}
+
+} // namespace
+
+#include "tiles.h"
+
+namespace
+{
+
+void round(Task const& task)
+{
+    (task.layer->super_block ? round_tokens : round_units)(task);
+}
+
+// Where the blocks' numbers of four rows lie.
+template <typename S>
+struct Rows
+{
+    uint8_t const* codes[kRows];
+    S const* scales[kRows];
+    S const* offsets[kRows];
+    uint8_t const* zero_points[kRows];
+};
+
+// Numbers of `count` units from `unit`, where a block is 2^shift of them.
+template <typename S>
+inline Quads numbers(S const* const* rows, int64_t unit, int count, int shift)
+{
+    if (shift == 0)
+        return load_numbers(rows, unit, count);
+    S copies[kRows][kStep] = {};
+    S const* places[kRows];
+    for (int r = 0; r < kRows; ++r)
+    {
+        for (int i = 0; i < count; ++i)
+            copies[r][i] = rows[r][(unit + i) >> shift];
+        places[r] = copies[r];
+    }
+    return load_numbers(places, 0, kStep);
+}
+
+// The same of zero points.
+template <int Bits>
+inline Quads zeros(uint8_t const* const* rows, int64_t unit, int count, int shift)
+{
+    uint32_t words[kRows] = {};
+    for (int r = 0; r < kRows; ++r)
+        if (shift == 0 && kStep * Bits % 8 == 0 && count == kStep)
+            std::memcpy(words + r, rows[r] + unit * Bits / 8, static_cast<size_t>(kStep * Bits / 8));
+        else
+            for (int i = 0; i < count; ++i)
+            {
+                int64_t const bit = ((unit + i) >> shift) * Bits;
+                words[r] |= (static_cast<uint32_t>(rows[r][bit / 8]) >> bit % 8 & ((1u << Bits) - 1)) << Bits * i;
+            }
+    return from_codes<Bits>(words);
+}
+
+// Of `units` units of four rows, what their codes are scaled with, and what a code of 0 stands for.
+struct Blocks
+{
+    Quads scale, least;
+};
+
+template <int Bits, typename S>
+inline Blocks blocks_of(Task const& task, Rows<S> const& rows, int shift, int64_t unit, int units)
+{
+    Quads const scale = numbers(rows.scales, unit, units, shift);
+    Quads const zero = task.tensors->zero_points ? zeros<Bits>(rows.zero_points, unit, units, shift)
+                                                 : spread_quads(static_cast<float>(task.layer->zero));
+    return {scale, minus_product(zero, scale, task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{})};
+}
+
+// A step of `units` units over kRows outputs of `Count` tokens, of which `task.rounded` has the first at place `t`.
+template <int Bits, int Count, typename S>
+inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit, int units, int64_t t, Quads* total)
+{
+    Rounded const& tokens = *task.rounded;
+    Bytes first[kRows], second[kRows];
+    for (int r = 0; r < kRows; ++r)
+        load_codes<Bits>(rows.codes[r] + unit * kUnit * Bits / 8, units, first[r], second[r]);
+    Blocks const blocks = blocks_of<Bits>(task, rows, shift, unit, units);
+    for (int i = 0; i < Count; ++i)
+    {
+        int64_t const place = (t + i) * tokens.units + unit;
+        Bytes const x = load_bytes(tokens.codes + place * kUnit), y = load_bytes(tokens.codes + place * kUnit + kStep * kHalf);
+        Sums sums[kRows];
+        for (int r = 0; r < kRows; ++r)
+            sums[r] = products<Bits>(first[r], second[r], x, y);
+        total[i] = plus_product(times(to_quads(sums), blocks.scale), load_quads(tokens.factors + place * kRows), total[i]);
+        total[i] = plus_product(blocks.least, load_quads(tokens.sums + place * kRows), total[i]);
+    }
+}
+
+// Four rows, beyond the last one that itself.
+template <typename S>
+inline Rows<S> rows_of(Task const& task, int64_t row)
+{
+    Layer const& layer = *task.layer;
+    Tensors const& x = *task.tensors;
+    Rows<S> rows;
+    for (int r = 0; r < kRows; ++r)
+    {
+        int64_t const own = row + r < layer.outputs ? row + r : layer.outputs - 1;
+        rows.codes[r] = x.blocks + own * layer.row_bytes();
+        rows.scales[r] = at<S>(x.scales, own * layer.blocks());
+        rows.offsets[r] = x.offsets ? at<S>(x.offsets, own * layer.blocks()) : nullptr;
+        rows.zero_points[r] = x.zero_points ? x.zero_points + own * layer.zero_bytes : nullptr;
+    }
+    return rows;
+}
+
+template <int Bits, int Count, typename S>
+inline void tile(Task const& task, int shift, int64_t row, int64_t t)
+{
+    Layer const& layer = *task.layer;
+    Rows<S> const rows = rows_of<S>(task, row);
+    Quads total[Count];
+    for (int i = 0; i < Count; ++i)
+        total[i] = Quads{};
+    int64_t const units = layer.inputs / kUnit;
+    // Processors see what is read next where it is read in order, not in four places.
+    for (int64_t byte = 0; byte < kRows * layer.row_bytes(); byte += 64)
+        __builtin_prefetch(rows.codes[0] + kAhead + byte, 0, 1);
+    int64_t u = 0;
+    for (; u + kStep <= units; u += kStep)
+        step<Bits, Count, S>(task, rows, shift, u, kStep, t, total);
+    if (u < units)
+        step<Bits, Count, S>(task, rows, shift, u, static_cast<int>(units - u), t, total);
+    int64_t const count = layer.outputs - row < kRows ? layer.outputs - row : kRows;
+    for (int i = 0; i < Count; ++i)
+    {
+        float* const to = at<float>(task.tensors->output, (task.token + t + i) * layer.outputs + row);
+        float found[kRows];
+        sum_quads(total[i], found);
+        if (count == kRows) // a size that is known is no call
+            std::memcpy(to, found, sizeof found);
+        else
+            std::memcpy(to, found, static_cast<size_t>(count) * sizeof(float));
+    }
+}
+
+} // namespace
+
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+#include "lanes.h"
+#endif
+
+namespace
+{
+
+// All rows of some of the tokens that are left from `t` on; how many those are.
+template <int Bits, typename S>
+int64_t multiply_some(Task const& task, int shift, int64_t t)
+{
+    int64_t const left = task.tokens - t, end = task.row + task.rows;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    if (task.tokens > 1)
+    {
+        int64_t const count = left < kMostTokens ? left : kMostTokens;
+        for (int64_t row = task.row; row < end; row += 2 * kRows)
+            multiply_lanes<Bits, S>(task, shift, row, t, static_cast<int>(count));
+        return count;
+    }
+#else
+    if (left > 1)
+    {
+        int64_t const count = left >= kMostTokens ? kMostTokens : left >= 4 ? 4 : 2;
+        for (int64_t row = task.row; row < end; row += kRows)
+            switch (count)
+            {
+            case 2: tile<Bits, 2, S>(task, shift, row, t); break;
+            case 4: tile<Bits, 4, S>(task, shift, row, t); break;
+            default: tile<Bits, kMostTokens, S>(task, shift, row, t);
+            }
+        return count;
+    }
+#endif
+    for (int64_t row = task.row; row < end; row += kRows)
+        tile<Bits, 1, S>(task, shift, row, t);
+    return 1;
+}
+
+template <int Bits, typename S>
+void multiply_bits(Task const& task)
+{
+    int shift = 0;
+    while (kUnit << shift < task.layer->block)
+        ++shift;
+    for (int64_t t = 0; t < task.tokens;)
+        t += multiply_some<Bits, S>(task, shift, t);
+}
+
+template <typename S>
+void multiply(Task const& task)
+{
+    if (task.layer->bits == 4)
+        multiply_bits<4, S>(task);
+    else
+        multiply_bits<8, S>(task);
+}
+
+void multiply(Task const& task)
+{
+    if (task.layer->super_block)
+        multiply_tiles(task);
+    else if (task.layer->half_scales)
+        multiply<Half>(task);
+    else
+        multiply<float>(task);
+}
+
+// The same over the weight as numbers, in blocks of any size.
+template <typename T, typename S>
+void exact(Task const& task)
+{
+    Layer const& layer = *task.layer;
+    Tensors const& x = *task.tensors;
+    int const n = static_cast<int>(layer.inputs), most = (1 << layer.bits) - 1;
+    float *const weight = task.room, *const token = weight + round_up(n, 16);
+    for (int64_t row = task.row; row < task.row + task.rows; ++row)
+    {
+        uint8_t const* const codes = x.blocks + row * layer.row_bytes();
+        for (int64_t b = 0; b < layer.blocks(); ++b)
+        {
+            int64_t const place = row * layer.blocks() + b, bit = b * layer.bits;
+            float const scale = to_float(at<S>(x.scales, place)[0]), offset = x.offsets ? to_float(at<S>(x.offsets, place)[0]) : 0;
+            int const zero = x.zero_points ? x.zero_points[row * layer.zero_bytes + bit / 8] >> bit % 8 & most : layer.zero;
+            for (int64_t i = b * layer.block; i < (b + 1) * layer.block; ++i)
+            {
+                int const code = layer.bits == 8 ? codes[i] : codes[i / 2] >> i % 2 * 4 & 15;
+                weight[i] = static_cast<float>(code - zero) * scale + offset;
+            }
+        }
+        for (int64_t t = task.token; t < task.token + task.tokens; ++t)
+        {
+            T const* const given = at<T>(x.input, t * layer.inputs);
+            for (int i = 0; i < n; ++i)
+                token[i] = to_float(given[i]);
+            from_float(dot(weight, token, n), at<T>(x.output, t * layer.outputs + row));
+        }
+    }
+}
+
+template <typename T>
+void exact(Task const& task)
+{
+    if (task.layer->half_scales)
+        exact<T, Half>(task);
+    else
+        exact<T, float>(task);
+}
+
+template <typename T>
+constexpr Kernels kTable{kStep, round, multiply, exact<T>};
+
+} // namespace
+
+still_cpu::low_bit::Kernels const& still_cpu::low_bit::STILL_KERNELS(Numbers kind)
+{
+    return kind == Numbers::kHalf ? kTable<Half> : kTable<float>;
+}

@@ -1,0 +1,126 @@
+#include "matmul_nbits.h"
+
+#include <algorithm>
+
+#include "cpu/common/scratch.h"
+#include "kernels.h"
+
+namespace still_cpu::low_bit
+{
+namespace
+{
+
+constexpr size_t kLanes = 16;               // threads that there is use for
+constexpr int64_t kLeastBytes = 16 << 10;   // of the weight, below which a task costs less than a thread's waking
+constexpr int64_t kMostBytes = 128 << 10;   // that stay in a processor's cache while tokens pass
+constexpr int64_t kSerialNumbers = 8 << 10; // of tokens, which are rounded before threads are woken
+
+// The kernels for AVX-512 are of AVX-512 VNNI.
+Kernels const& kernels_for(int set, bool half)
+{
+#if defined(STILL_X86)
+    if (instruction_set(set) == InstructionSet::kV4 && !__builtin_cpu_supports("avx512vnni"))
+        ++set;
+#endif
+    return kernels_of(set, numbers(half));
+}
+
+int64_t up(int64_t n, int64_t unit)
+{
+    return (n + unit - 1) / unit * unit;
+}
+
+// Where the parts of a call's scratch lie; with a null base only their size counts.
+struct Parts
+{
+    Rounded rounded{};
+    float* rooms{}; // of the exact kernel
+    size_t distance = 0;
+    size_t size;
+
+    Parts(Layer const& layer, int64_t tokens, Kernels const& kernels, void* base)
+    {
+        Scratch scratch(base);
+        if (layer.super_block)
+        {
+            auto const inputs = static_cast<size_t>(layer.inputs * std::min(tokens, kTokens));
+            rounded.codes = scratch.take<int8_t>(inputs);
+            rounded.factors = scratch.take<float>(inputs / kUnit);
+            rounded.sums = scratch.take<float>(inputs / static_cast<size_t>(layer.block));
+        }
+        else if (layer.rounded())
+        {
+            rounded.units = up(layer.inputs / kUnit, kernels.step);
+            auto const units = static_cast<size_t>(rounded.units * std::min(tokens, kTokens));
+            rounded.codes = scratch.take<int8_t>(units * kUnit);
+            rounded.factors = scratch.take<float>(units * kRows);
+            rounded.sums = scratch.take<float>(units * kRows);
+        }
+        else
+            rooms = scratch.take_rooms(kLanes, static_cast<size_t>(2 * up(layer.inputs, 16)), distance);
+        size = scratch.used();
+    }
+};
+
+// Outputs of a task: as many as there is work for on every thread, and no more than a cache holds the weight of.
+int64_t rows_of_task(Layer const& layer, int64_t tokens)
+{
+    int64_t const even = up(layer.outputs, static_cast<int64_t>(kLanes)) / static_cast<int64_t>(kLanes);
+    int64_t const least = kLeastBytes / layer.row_bytes() / tokens, most = std::max<int64_t>(kMostBytes / layer.row_bytes(), 1);
+    return up(std::min(std::max(even, least), most), kTile);
+}
+
+} // namespace
+
+size_t scratch_size(Layer const& layer, int64_t tokens, int instruction_set)
+{
+    return Parts(layer, tokens, kernels_for(instruction_set, layer.half), nullptr).size + 64;
+}
+
+void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host const& host, int instruction_set)
+{
+    Kernels const& kernels = kernels_for(instruction_set, layer.half);
+    Parts parts(layer, tensors.tokens, kernels, scratch);
+    int64_t const rows = rows_of_task(layer, std::min(tensors.tokens, kTokens));
+    auto const tasks = static_cast<size_t>(up(layer.outputs, rows) / rows);
+    for (int64_t token = 0; token < tensors.tokens; token += kTokens)
+    {
+        int64_t const count = std::min(tensors.tokens - token, kTokens);
+        parts.rounded.tokens = count;
+        if (layer.rounded())
+        {
+            auto const round = [&](int64_t first, int64_t tokens)
+            {
+                Rounded here = parts.rounded;
+                here.first = first;
+                if (!layer.super_block)
+                {
+                    here.codes += first * here.units * kUnit;
+                    here.factors += first * here.units * kRows, here.sums += first * here.units * kRows;
+                }
+                kernels.round({&layer, &tensors, &here, token + first, tokens, 0, 0, nullptr});
+            };
+            int64_t const alone = std::max<int64_t>(kSerialNumbers / layer.inputs, 1);
+            if (count <= alone)
+                round(0, count);
+            else
+                spread(host, kLanes, static_cast<size_t>(up(count, alone) / alone),
+                    [&](size_t i, size_t)
+                    {
+                        int64_t const first = static_cast<int64_t>(i) * alone;
+                        round(first, std::min(alone, count - first));
+                    });
+        }
+        auto const multiply_rows = [&](size_t i, size_t lane)
+        {
+            int64_t const row = static_cast<int64_t>(i) * rows;
+            Task const task{&layer, &tensors, &parts.rounded, token, count, row, std::min(rows, layer.outputs - row),
+                parts.rooms ? parts.rooms + lane * parts.distance : nullptr};
+            (layer.rounded() ? kernels.multiply : kernels.exact)(task);
+        };
+        spread(host, kLanes, tasks, multiply_rows);
+    }
+    clear(scratch, parts.size);
+}
+
+} // namespace still_cpu::low_bit

@@ -1,0 +1,282 @@
+// Tiles of eight outputs that lie in one another, with whole numbers for scales (super_block in the OpSpec): a lane is an output. Compiled
+// once per instruction set, like ../common/simd.h.
+//
+// Sums of a unit of a token are exact, in whole numbers, and one loop is compiled for all counts of tokens: a token's numbers do not depend
+// on the others. Each code is unpacked once for up to kChunk tokens and stays in registers while they pass.
+#pragma once
+
+#include "cpu/common/elements.h"
+#include "kernels.h"
+
+namespace
+{
+
+using still_cpu::low_bit::kChunk;
+using still_cpu::low_bit::kSuper;
+using still_cpu::low_bit::kTile;
+
+constexpr int kPart = kUnit; // inputs whose codes are in registers at once
+
+typedef uint8_t Codes __attribute__((vector_size(32))); // four inputs of each output
+typedef int32_t Eight __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(32)));
+
+template <typename T>
+inline T read(void const* from)
+{
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+// Eight bytes, signed or not.
+template <typename Byte>
+inline Eight widened(uint8_t const* from)
+{
+#if defined(__AVX2__) // compilers convert element by element
+    __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(from));
+    return (Eight)(static_cast<Byte>(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+    typedef Byte Bytes8 __attribute__((vector_size(8)));
+    return __builtin_convertvector(read<Bytes8>(from), Eight);
+#endif
+}
+
+// Scales as `dot` takes them.
+inline Eight laid(Eight scales)
+{
+#if defined(__AVX2__) && !defined(__AVX512BW__) // twice in each lane
+    return (scales & 0xffff) | (scales << 16);
+#else
+    return scales;
+#endif
+}
+
+// Codes of kPart inputs of eight outputs, and the scales of their blocks.
+template <int Bits>
+struct Part
+{
+    Codes codes[kPart / 4];
+    Eight scales[Bits == 4 ? 1 : 2];
+};
+
+// Bytes of a tile's super-block: whole numbers for scales, codes.
+template <int Bits>
+constexpr int kScaleBytes = 16 * kTile;
+template <int Bits>
+constexpr int kSuperBytes = kScaleBytes<Bits> + kSuper * kTile * Bits / 8;
+
+template <int Bits>
+inline void unpack(uint8_t const* super_block, int part, Part<Bits>& to)
+{
+    uint8_t const* from = super_block + kScaleBytes<Bits> + part * (kPart * kTile * Bits / 8);
+    if constexpr (Bits == 4)
+    {
+        for (int i = 0; i < 4; ++i)
+        {
+            Codes const both = read<Codes>(from + 32 * i);
+            to.codes[2 * i] = both & 15, to.codes[2 * i + 1] = both >> 4;
+        }
+        to.scales[0] = laid(widened<uint8_t>(super_block + part * kTile));
+    }
+    else
+        for (int block = 0; block < 2; ++block, from += 96)
+        {
+            Codes const first = read<Codes>(from), second = read<Codes>(from + 32), high = read<Codes>(from + 64);
+            Codes* const codes = to.codes + 4 * block;
+            codes[0] = (first & 15) | (high << 4 & 0x30), codes[1] = first >> 4 | (high << 2 & 0x30);
+            codes[2] = (second & 15) | (high & 0x30), codes[3] = second >> 4 | (high >> 2 & 0x30);
+            to.scales[block] = laid(widened<int8_t>(super_block + (2 * part + block) * kTile));
+        }
+}
+
+// Sums over a part of codes, numbers of a token and scales.
+#if defined(__AVX512BW__)
+
+template <int Bits>
+inline Eight dot(Part<Bits> const& part, int8_t const* x)
+{
+    Eight halves[2] = {}; // of the inputs; of 6 bits these are blocks
+    for (int i = 0; i < kPart / 8; ++i)
+        for (int half = 0; half < 2; ++half) // an instruction of AVX-512 VNNI, with which this set is chosen
+        {
+            int const four = half * kPart / 8 + i;
+            asm("vpdpbusd %2%{1to8%}, %1, %0"
+                : "+v"(halves[half])
+                : "v"(part.codes[four]), "m"(*reinterpret_cast<int8_t const(*)[4]>(x + 4 * four)));
+        }
+    if constexpr (Bits == 4)
+        return (halves[0] + halves[1]) * part.scales[0];
+    else
+        return halves[0] * part.scales[0] + halves[1] * part.scales[1];
+}
+
+#elif defined(__AVX2__)
+
+template <int Bits>
+inline Eight dot(Part<Bits> const& part, int8_t const* x)
+{
+    auto const four = [&](int i) { return _mm256_maddubs_epi16((__m256i)part.codes[i], _mm256_set1_epi32(read<int32_t>(x + 4 * i))); };
+    auto const eight = [&](int i) { return _mm256_add_epi16(four(i), four(i + 1)); }; // of codes below 64 less than 16 bits hold
+    if constexpr (Bits == 4)
+    {
+        // Of codes below 16 so are 32 inputs.
+        __m256i const sums = _mm256_add_epi16(_mm256_add_epi16(eight(0), eight(2)), _mm256_add_epi16(eight(4), eight(6)));
+        return (Eight)_mm256_madd_epi16(sums, (__m256i)part.scales[0]);
+    }
+    else
+    {
+        auto const scaled = [&](int i) { return (Eight)_mm256_madd_epi16(eight(i), (__m256i)part.scales[i / 4]); };
+        return (scaled(0) + scaled(2)) + (scaled(4) + scaled(6));
+    }
+}
+
+#else
+
+template <int Bits>
+inline Eight dot(Part<Bits> const& part, int8_t const* x)
+{
+    Eight total = {};
+    constexpr int blocks = Bits == 4 ? 1 : 2, groups = kPart / 4 / blocks;
+    for (int block = 0; block < blocks; ++block)
+    {
+        Eight sums = {};
+        for (int i = groups * block; i < groups * (block + 1); ++i)
+        {
+            Eight const words = (Eight)part.codes[i];
+            for (int j = 0; j < 4; ++j)
+                sums += (words >> 8 * j & 255) * x[4 * i + j];
+        }
+        total += sums * part.scales[block];
+    }
+    return total;
+}
+
+#endif
+
+inline Floats numbers_of(Half const* from)
+{
+#if defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
+#else
+    Floats found;
+    for (int i = 0; i < kTile; ++i)
+        found[i] = to_float(from[i]);
+    return found;
+#endif
+}
+
+// Rounds a unit of a token, and sums what it stands for, block by block.
+inline void round_part(float const* x, int block, int8_t* codes, float* factor, float* sums)
+{
+    VecInt most = {};
+    for (int i = 0; i < kPart; i += kLanes)
+    {
+        VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // of NaN larger than of any number
+        most = most > magnitude ? most : magnitude;
+    }
+    int32_t bits_of_most = 0;
+    for (int i = 0; i < kLanes; ++i)
+        bits_of_most = most[i] > bits_of_most ? most[i] : bits_of_most;
+    float const inverse = inverse_of(*factor = read<float>(&bits_of_most) / 127);
+    for (int begin = 0; begin < kPart; begin += block)
+    {
+        VecInt total = {};
+        for (int i = begin; i < begin + block; i += kLanes)
+        {
+            VecInt const code = nearest(load(x + i) * inverse);
+            total += code;
+            for (int j = 0; j < kLanes; ++j)
+                codes[i + j] = static_cast<int8_t>(code[j]);
+        }
+        int32_t whole = 0;
+        for (int i = 0; i < kLanes; ++i)
+            whole += total[i];
+        sums[begin / block] = *factor * static_cast<float>(whole);
+    }
+}
+
+// Tokens of the chunk that begins with one of those that are rounded at once.
+inline int chunk_tokens(Rounded const& rounded, int64_t begin)
+{
+    return static_cast<int>(rounded.tokens - begin < kChunk ? rounded.tokens - begin : kChunk);
+}
+
+void round_tokens(Task const& task)
+{
+    Layer const& layer = *task.layer;
+    Rounded const& to = *task.rounded;
+    int64_t const supers = layer.inputs / kSuper;
+    for (int64_t t = 0; t < task.tokens; ++t)
+    {
+        float const* const x = at<float>(task.tensors->input, (task.token + t) * layer.inputs);
+        int64_t const begin = (to.first + t) / kChunk * kChunk;
+        for (int64_t s = 0; s < supers; ++s)
+        {
+            int64_t const place = begin * supers + s * chunk_tokens(to, begin) + (to.first + t - begin);
+            for (int i = 0; i < kSuper; i += kPart)
+                round_part(x + s * kSuper + i, layer.block, to.codes + place * kSuper + i, to.factors + (place * kSuper + i) / kPart,
+                    to.sums + (place * kSuper + i) / layer.block);
+        }
+    }
+}
+
+template <int Bits>
+void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
+{
+    constexpr int blocks = Bits == 4 ? 8 : 16, parts = kSuper / kPart;
+    Layer const& layer = *task.layer;
+    Rounded const& tokens = *task.rounded;
+    int64_t const supers = layer.inputs / kSuper;
+    uint8_t const* from = task.tensors->blocks + row * layer.row_bytes();
+    Half const* scales = at<Half>(task.tensors->scales, row * supers * (Bits == 4 ? 2 : 1));
+    Floats totals[kChunk], sums[kChunk];
+    for (int t = 0; t < count; ++t)
+        totals[t] = Floats{};
+    for (int64_t super = 0; super < supers; ++super, from += kSuperBytes<Bits>)
+    {
+        for (int t = 0; t < count; ++t)
+            sums[t] = Floats{};
+        int64_t const place = token * supers + super * count;
+        int8_t const* const x = tokens.codes + place * kSuper;
+        float const* const factors = tokens.factors + place * parts;
+        for (int i = 0; i < parts; ++i)
+        {
+            for (int byte = i * 64; byte < kSuperBytes<Bits>; byte += 512)
+                __builtin_prefetch(from + kAhead + byte, 0, 1);
+            Part<Bits> part;
+            unpack(from, i, part);
+            for (int t = 0; t < count; ++t)
+                sums[t] += __builtin_convertvector(dot(part, x + t * kSuper + i * kPart), Floats) * factors[t * parts + i];
+        }
+        // Of Q4_K what is subtracted, of Q6_K what makes 32 stand for 0.
+        Floats others[blocks];
+        for (int i = 0; i < blocks; ++i)
+            if constexpr (Bits == 4)
+                others[i] = __builtin_convertvector(widened<uint8_t>(from + (8 + i) * kTile), Floats);
+            else
+                others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile), Floats);
+        Floats const scale = numbers_of(scales), least = Bits == 4 ? numbers_of(scales + kTile) : scale;
+        scales += Bits == 4 ? 2 * kTile : kTile;
+        for (int t = 0; t < count; ++t)
+        {
+            float const* const of_blocks = tokens.sums + (place + t) * blocks;
+            Floats even = {}, odd = {};
+            for (int i = 0; i < blocks; i += 2)
+                even += others[i] * of_blocks[i], odd += others[i + 1] * of_blocks[i + 1];
+            totals[t] += sums[t] * scale;
+            totals[t] -= (even + odd) * least;
+        }
+    }
+    for (int t = 0; t < count; ++t)
+        std::memcpy(at<float>(task.tensors->output, (task.token + token + t) * layer.outputs + row), &totals[t], sizeof totals[t]);
+}
+
+void multiply_tiles(Task const& task)
+{
+    for (int64_t row = task.row; row < task.row + task.rows; row += kTile)
+        for (int64_t token = 0; token < task.tokens; token += kChunk)
+            (task.layer->bits == 4 ? multiply_tile<4> : multiply_tile<6>)(task, row, token, chunk_tokens(*task.rounded, token));
+}
+
+} // namespace

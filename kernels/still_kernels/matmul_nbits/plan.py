@@ -1,0 +1,271 @@
+"""still::MatMulNBits: tokens times a weight of 4 or 8 bits in blocks, each with a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from still_graphs.errors import ConfigError
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS
+from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
+from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, TileTable, one, stages
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from still_kernels.common.calls import Draw
+
+
+WORD_BITS = 32
+
+
+GROUP_ROWS = 8
+"""Rows that share what is read of the weight: columns of a matrix instruction."""
+FEW = f"tokens <= {8 * GROUP_ROWS}"
+"""So few rows that reading the weight for each group of them costs less than writing it as half precision numbers and reading those."""
+SPANS = (4224, 8192)
+"""Outputs up to which a GEMM is of span 0 and 1; beyond them of span 2. Of span 0 an H200 holds 16 outputs in two programs of 8 warps a
+multiprocessor."""
+
+PLAN = Plan(
+    MATMUL_NBITS,
+    key=keyed(
+        bits="bits",
+        block_size="block_size",
+        zero_points="has(zero_points)",
+        offsets="has(offsets)",
+        aligned="O % 8 == 0",  # stores of 16 bytes
+        span=f"0 if O <= {SPANS[0]} else 1 if O <= {SPANS[1]} else 2",  # of fewer programs each has more warps
+    ),
+    constants=(
+        "few_outputs",  # of one program of a few rows
+        "unpack_outputs",
+        "unpack_words",
+        "row_block",
+        "output_block",
+        "dense_weights",  # that are half precision numbers at a time
+    ),
+    checks=(
+        Check("super_block == 0", "super_block={super_block}; the kernels have 0: scales that are numbers."),
+        Check("zero_code < 0", "zero_code={zero_code}; the kernels have the middle, which is -1."),
+        Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
+        Check(
+            "block_size > 0 and I % max(block_size, 1) == 0", "block_size={block_size} does not divide I={I} inputs."
+        ),
+        Check("IW * 32 == I * bits", "blocks have {IW} words for I={I} inputs of {bits} bits."),
+        Check("IS * block_size == I", "scales are {IS} for I={I} inputs in blocks of {block_size}."),
+        Check(
+            "not has(zero_points) or IZ == ceil_div(IS * bits, 32)",
+            "zero_points have {IZ} words for {IS} blocks of {bits} bits.",
+        ),
+    ),
+    define={"part": "min(O, max(1, dense_weights // max(I, 1) // output_block) * output_block)"},
+    workspace=(Region("dense", "T", ("part", "I"), f"not ({FEW})"),),
+    arguments={"M": "tokens", "N": "O", "K": "I", "ZW": "IZ if has(zero_points) else 0"},
+    steps=(
+        Branch(
+            FEW,
+            (Launch("few", (f"ceil_div(tokens, {GROUP_ROWS})", "ceil_div(O, few_outputs)", "1")),),
+            (
+                Loop(
+                    "first",
+                    "0",
+                    "O",
+                    "part",
+                    (
+                        Let("count", "min(part, O - first)"),
+                        Launch(
+                            "unpack",
+                            ("ceil_div(IW, unpack_words)", "ceil_div(count, unpack_outputs)", "1"),
+                            first="first",
+                            count="count",
+                        ),
+                        Launch(
+                            "multiply",
+                            ("ceil_div(tokens, row_block) * ceil_div(count, output_block)", "1", "1"),
+                            first="first",
+                            count="count",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """Tokens and weight of one call.
+
+    input: [B, T, I].
+    blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
+    scales: One for each block, of the type of input, [O, I / block_size].
+    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: `zero_code`.
+    offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
+    bits: 4 or 8.
+    block_size: Inputs that share a scale.
+    zero_code: The code of 0 where there are no zero points; -1: the middle.
+    super_block: Inputs whose scales share a number; 0: none do, which kernels for CPUs alone go beyond.
+    """
+
+    input: Tensor
+    blocks: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    bits: int = 4
+    block_size: int = 32
+    offsets: Tensor | None = None
+    zero_code: int = -1
+    super_block: int = 0
+
+
+def dequantized(inputs: Inputs) -> Tensor:
+    """The weight scale * (code - zero point) + offset [O, I], rounded to the type of the activations."""
+    import torch
+
+    assert not inputs.super_block, "read by kernels for CPUs alone"
+    outputs, blocks = inputs.scales.shape
+    shifts = torch.arange(0, WORD_BITS, inputs.bits, dtype=torch.int32, device=inputs.blocks.device)
+    most = (1 << inputs.bits) - 1
+    codes = (inputs.blocks[..., None] >> shifts & most).view(outputs, blocks, inputs.block_size)
+    zero: Tensor | int = inputs.zero_code if inputs.zero_code >= 0 else 1 << (inputs.bits - 1)
+    if inputs.zero_points is not None:
+        zero = (inputs.zero_points[..., None] >> shifts & most).view(outputs, -1)[:, :blocks, None]
+    wide = torch.promote_types(inputs.scales.dtype, torch.float32)
+    weight = (codes - zero).to(wide) * inputs.scales.to(wide)[..., None]
+    if inputs.offsets is not None:
+        weight += inputs.offsets.to(wide)[..., None]
+    return weight.to(inputs.scales.dtype).view(outputs, -1)
+
+
+@defined
+def naive_matmul_nbits(inputs: Inputs, wide: dtype) -> Tensor:
+    """Tokens times the transposed weight [B, T, O]."""
+    return inputs.input.to(wide) @ dequantized(inputs).to(wide).T
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """What kernels are compiled for.
+
+    zero_points, offsets: Whether there are any.
+    aligned: Whether outputs are a multiple of 8, which may be stored at once.
+    span: How many there are (SPANS).
+    """
+
+    DTYPES = ("float16",)  # codes become numbers by half precision's own bits
+    bits: int = 4
+    block_size: int = 32
+    zero_points: int = 1
+    aligned: int = 1
+    span: int = 2
+    offsets: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (4, 8):
+            raise ConfigError(f"bits={self.bits} is unknown; known: 4, 8.")
+
+
+DENSE_WEIGHTS = 1 << 26
+"""Weights that are half precision numbers at a time: 128 MB, of which GEMMs of 2,048 rows have several waves of blocks."""
+WIDE_SHARED = 150 << 10
+"""Shared memory that blocks of 128 x 256 take."""
+
+FEW_TILES = {4: ((16, 8, 2, 1), (16, 4, 2, 1), (32, 2, 2, 0)), 8: ((16, 8, 2, 2), (16, 4, 4, 2), (32, 2, 2, 2))}
+"""Outputs, warps, units and what is asked for ahead (`gluon_few.few_kernel`) of a few rows, by bits and span. Best of 84 and 22 on an H200
+over the linear layers of Llama-3.1-8B at one and at eight rows (docs/notebook/quantization.md)."""
+
+
+def tile_table(variant: Variant, arch: int) -> TileTable:
+    """Block sizes on an architecture (90 for sm_90)."""
+    wide = variant.aligned and SHARED_BYTES[arch] >= WIDE_SHARED and arch >= 90
+    sizes = (256, 128, 64, 3) if wide else (128, 128, 64, 3) if SHARED_BYTES[arch] >= WIDE_SHARED else (128, 128, 32, 3)
+    few_outputs, warps, units, ahead = FEW_TILES[variant.bits][variant.span]
+    few = {"BN": few_outputs, "SPLITS": warps, "UNITS": units, "AHEAD": ahead}
+    rows, outputs, inner, stages = sizes
+    tiles = {
+        "few": KernelTile(few, warps),
+        "unpack": KernelTile({"BN": 8, "BW": 64}, 4),
+        "multiply": KernelTile({"BM": rows, "BN": outputs, "BK": inner, "GROUP": 8, "STAGES": stages}, 8, stages),
+    }
+    return TileTable(tiles, {"dense_weights": DENSE_WEIGHTS})
+
+
+MOVES: dict[str, list[Setting]] = {
+    "few": [
+        *one("BN", 16, 32, 64),
+        *one("UNITS", 1, 2, 4),
+        *one("AHEAD", 0, 1, 2),
+        {"SPLITS": 2, "num_warps": 2},
+        {"SPLITS": 4, "num_warps": 4},
+        {"SPLITS": 8, "num_warps": 8},
+    ],
+    "unpack": [*one("BN", 4, 8, 16, 32), *one("BW", 16, 32, 64, 128), *one("num_warps", 2, 4, 8)],
+    "multiply": [
+        *one("BM", 64, 128, 256),
+        *one("BN", 64, 128, 256),
+        *one("BK", 32, 64),
+        *stages(2, 3, 4),
+        *one("num_warps", 4, 8),
+    ],
+}
+"""What is tried from the current setting and then from better ones, by kernel."""
+
+
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
+    """Linear layers of a transformer, those of one value as one; 4 bits have zero points."""
+    hidden, bits, size = sizes["heads"] * sizes["head_dim"], sizes["bits"], sizes["block_size"]
+    outputs, inputs = {
+        "query, key, value": (hidden + 2 * sizes["kv_heads"] * sizes["head_dim"], hidden),
+        "output": (hidden, hidden),
+        "gate and up": (2 * sizes["width"], hidden),
+        "down": (hidden, sizes["width"]),
+        "head": (sizes["vocabulary"], hidden),
+    }[layer]
+    blocks = inputs // size
+    codes, scales = draw.words(outputs, inputs * bits // WORD_BITS), draw.scales(outputs, blocks)
+    zero_points = draw.words(outputs, -(-blocks * bits // WORD_BITS)) if bits == 4 else None
+    return Inputs(draw.tokens(inputs), codes, scales, zero_points, bits, size)
+
+
+OP = stateless_op(
+    PLAN,
+    Variant,
+    [
+        Variant(bits=bits, zero_points=zero, span=span)
+        for (bits, zero), span in product(((4, 1), (4, 0), (8, 0)), range(len(SPANS) + 1))
+    ],
+    tile_table,
+    naive_matmul_nbits,
+    Calls(
+        draw=_draw,
+        flop=lambda x: 2.0 * x.input.numel() * x.scales.shape[0],
+        beside=lambda x: (x.input, dequantized(x)),
+        plain=lambda pair: pair[0] @ pair[1].T,
+        moves=MOVES,
+        decode=frozenset({"few"}),
+        layers=("query, key, value", "output", "gate and up", "down", "head"),
+        sizes={"bits": 4, "block_size": 32},
+        peer="cuBLAS, 16 bits",
+    ),
+    module="still_kernels.matmul_nbits.kernels",
+    covers="GEMMs with weights in blocks have",
+    also=(
+        Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
+        Check("block_size > 0 and block_size % 32 == 0", "block_size={block_size}; the kernels have multiples of 32."),
+    ),
+    compiled=lambda variant: {"BITS": variant.bits, "BLOCK": variant.block_size, "ALIGNED": variant.aligned},
+    blocks={
+        "few_outputs": "few.BN",
+        "unpack_outputs": "unpack.BN",
+        "unpack_words": "unpack.BW",
+        "row_block": "multiply.BM",
+        "output_block": "multiply.BN",
+    },
+    optional={"zero_points": "zero_points", "offsets": "offsets"},
+)

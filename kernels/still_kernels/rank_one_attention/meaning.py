@@ -1,0 +1,95 @@
+"""The definition of still::RankOneAttention: one token after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError
+from still_kernels.linear_attention.chunked import ChunkTerms, blocks, over_chunks, within_chunks
+from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
+from still_kernels.sizes import sizes_of, tensors_of
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
+
+    query, key: [B, T, H, D].
+    value: [B, T, H, V].
+    decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H, D].
+    read_key: What reads the state before a token is written, [B, T, H, D].
+    write_key: Where that is added, [B, T, H, D].
+    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    read_key: Tensor
+    write_key: Tensor
+    new_tokens: Tensor
+
+    def spread(self, state: Tensor) -> dict[str, Tensor]:
+        """The tensors by name in the state's type, 0 at padding, which leaves the state as it is to the bit.
+
+        Raises:
+            ShapeError: A tensor or the state does not fit.
+        """
+        tensors = tensors_of(self)
+        sizes = sizes_of(RANK_ONE_ATTENTION, {name: x.shape for name, x in tensors.items()})
+        wide, shape = torch.promote_types(self.query.dtype, torch.float32), [sizes[n] for n in "BHDV"]
+        if list(state.shape) != shape or state.dtype != wide:
+            raise ShapeError(f"state: expected {shape} of {wide}, got {list(state.shape)} of {state.dtype}.")
+        counts = tensors.pop("new_tokens")
+        padding = torch.arange(sizes["T"], device=state.device) >= counts[:, None]
+        return {name: x.to(wide).masked_fill(padding[..., None, None], 0) for name, x in tensors.items()}
+
+
+def naive_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence in at least float32. With S the state, g the decay, r and w the keys that read and write, per head and token:
+
+        S := exp(g) S,  S := S + k v^T + w (S^T r)^T,  output = S^T q
+
+    Args:
+        state: What the sequences have seen, [B, H, D, V].
+
+    Returns:
+        output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.
+
+    Raises:
+        ShapeError: A tensor does not fit.
+    """
+    x = inputs.spread(state)
+    outputs = [x["value"][:, :0]]
+    for t in range(inputs.query.shape[1]):
+        q, k, v, g, r, w = (x[name][:, t] for name in ("query", "key", "value", "decay", "read_key", "write_key"))
+        state = g.exp()[..., None] * state
+        state = state + k[..., None] * v[..., None, :] + w[..., None] * (r[..., None, :] @ state)
+        outputs.append((q[:, :, None] @ state).transpose(1, 2))
+    return torch.cat(outputs, dim=1).to(inputs.query.dtype), state
+
+
+def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Results and errors as of `naive_rank_one_attention`, any split of a sequence gives the same."""
+    x = {name: blocks(tensor) for name, tensor in inputs.spread(state).items()}  # [B, H, chunks, C, ...]
+    query, key, value, reading, writing = (x[n] for n in ("query", "key", "value", "read_key", "write_key"))
+    asked = torch.stack((query, reading), dim=-2)
+    of_keys = within_chunks(asked, key, x["decay"], None).scores.unflatten(-2, (-1, 2))
+    written = within_chunks(query[..., None, :], writing, x["decay"], -reading)
+    start, to_end = written.prefix.exp(), written.suffix.exp()
+    assert written.inverse is not None
+    taken = written.inverse @ (start * reading)
+    terms = ChunkTerms(
+        added=torch.cat((written.inverse @ (of_keys[..., 1, :].tril(-1) @ value), value), dim=-2),
+        taken=torch.cat((-taken, torch.zeros_like(taken)), dim=-2),
+        read=query * start,
+        scores=torch.cat((written.scores, of_keys[..., 0, :]), dim=-1),
+        left=start[..., -1, :],
+        kept=(torch.cat((writing, key), dim=-2) * torch.cat((to_end, to_end), dim=-2)).transpose(-1, -2),
+    )
+    output, present = over_chunks(terms, state, inputs.query.shape[1], 1)
+    return output.squeeze(3).to(inputs.query.dtype).contiguous(), present

@@ -1,0 +1,121 @@
+"""still::RotaryQkv: queries and keys rotated, values and gates told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.op_kernels import HALVES
+from still_kernels.plan import Check, Launch, Plan
+from still_kernels.rotary_qkv.spec import ROTARY_QKV
+from still_kernels.tile import KernelTile, TileTable, one
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from still_kernels.common.calls import Draw
+
+
+COLUMNS = "query_width + key_width + value_width + gate_width"
+PLAN = Plan(
+    ROTARY_QKV,
+    key=keyed(
+        gated="gate_width > 0",
+        biased="has(gate_bias)",
+        apart="has(gate_input)",
+        aligned="query_width % 8 == 0 and key_width % 8 == 0 and value_width % 8 == 0 and gate_width % 8 == 0 and D % 16 == 0",
+    ),
+    constants=("column_block",),
+    checks=(
+        Check(
+            "F == query_width + key_width + value_width + (0 if has(gate_input) else gate_width)",
+            "widths {query_width}, {key_width}, {value_width} and {gate_width} are not the input's {F} together.",
+        ),
+        Check(
+            "D % 2 == 0 and query_width % D == 0 and key_width % D == 0",
+            "query_width={query_width}, key_width={key_width} are no heads of an even D={D}.",
+        ),
+        Check(
+            "query_width > 0 and key_width > 0 and value_width > 0 and gate_width >= 0 "
+            "and (gate_width > 0 or not (has(gate_bias) or has(gate_input)))",
+            "query, key and value must have numbers, and a gate_bias or gate_input a gate.",
+        ),
+    ),
+    arguments={"Q": "query_width", "K": "key_width", "V": "value_width", "G": "gate_width", "D": "D"},
+    steps=(Launch("rotary", ("tokens", f"ceil_div({COLUMNS}, column_block)", "1")),),
+)
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """Numbers of tokens and angles of one call, of one type.
+
+    input: [B, T, F], those of query, key, value and gate side by side; cos, sin: [B, T, D], both halves of D alike or not.
+    query_width, key_width: Multiples of D; value_width and gate_width are what is left of F. Without a gate gate_width is 0.
+    gate_bias: [gate_width]; None: 0. gate_input: [B, T, gate_width], which are not among the F then; None: they are.
+    """
+
+    input: Tensor
+    cos: Tensor
+    sin: Tensor
+    query_width: int
+    key_width: int
+    value_width: int
+    gate_width: int = 0
+    gate_bias: Tensor | None = None
+    gate_input: Tensor | None = None
+
+
+@defined
+def naive_rotary_qkv(inputs: Inputs, wide: dtype) -> tuple[Tensor, ...]:
+    """Query, key, value and, where there is one, gate, [B, T, width] each."""
+    from still_kernels.common.naive import naive_rotation
+
+    apart = [] if inputs.gate_input is None else [inputs.gate_input]
+    widths = [getattr(inputs, f"{name}_width") for name in ("query", "key", "value", "gate")[: 4 - len(apart)]]
+    query, key, value, gate = (x.to(wide) for x in (*inputs.input.split(widths, -1), *apart))
+    query, key = (naive_rotation(x, inputs.cos.to(wide), inputs.sin.to(wide)) for x in (query, key))
+    gate = gate if inputs.gate_bias is None else gate + inputs.gate_bias.to(wide)
+    return query, key, value, *([gate.sigmoid()] if inputs.gate_width else [])
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """Whether there is a gate, a bias of it, numbers of it beside the input; whether all widths are read and stored 8 at a time."""
+
+    gated: int = 0
+    biased: int = 0
+    aligned: int = 1
+    apart: int = 0
+
+
+TILES = TileTable({"rotary": KernelTile({"BC": 512}, 2)})
+"""For all, as time is that of a launch, or of reading memory: SmolLM2's token in three programs, Llama-3.1-8B's with a gate in twenty."""
+
+
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
+    query, key = (sizes[heads] * sizes["head_dim"] for heads in ("heads", "kv_heads"))
+    gate = query if layer == "gated" else 0
+    numbers, angles = draw.tokens(query + 2 * key + gate), draw.tokens(sizes["head_dim"])
+    return Inputs(numbers, angles.cos(), angles.sin(), query, key, key, gate, draw.weight(gate) if gate else None)
+
+
+OP = stateless_op(
+    PLAN,
+    Variant,
+    [Variant(dtype, gated, gated) for dtype in HALVES for gated in (0, 1)],
+    lambda variant, arch: TILES,
+    naive_rotary_qkv,
+    Calls(
+        draw=_draw,
+        flop=lambda inputs: 3.0 * inputs.input[..., 0].numel() * (inputs.query_width + inputs.key_width),
+        moves={"rotary": [*one("BC", 128, 256, 512, 1024, 2048), *one("num_warps", 1, 2, 4, 8)]},
+        layers=("plain", "gated"),
+    ),
+    module="still_kernels.rotary_qkv.kernels",
+    covers="the rotation has",
+    blocks={"column_block": "rotary.BC"},
+    optional={"gate_bias": "biased", "gate": "gated", "gate_input": "apart"},
+)

@@ -1,0 +1,29 @@
+"""still::RotaryQkv: what lies between the first product of a layer and its attention, for runtimes that launch each step of it."""
+
+from __future__ import annotations
+
+from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
+
+ROTARY_QKV = OpSpec(
+    # Symbols: F numbers of a token, those of query, key, value and gate side by side; D head dim. Heads of query and key are rotated:
+    # x * cos + (-x[D/2:], x[:D/2]) * sin; the gate is sigmoid(x + gate_bias). A layer without a gate has gate_width 0. Where the gate's
+    # numbers are of another product they are gate_input, and not among the F.
+    name="RotaryQkv",
+    torch_name="rotary_qkv",
+    inputs=(
+        TensorSpec("input", ("B", "T", "F"), "T", "activation"),
+        TensorSpec("cos", ("B", "T", "D"), "T", "activation"),
+        TensorSpec("sin", ("B", "T", "D"), "T", "activation"),
+        TensorSpec("gate_bias", ("gate_width",), "T", "weight", optional=True),
+        TensorSpec("gate_input", ("B", "T", "gate_width"), "T", "activation", optional=True),
+    ),
+    states=(),
+    outputs=(
+        TensorSpec("query", ("B", "T", "query_width"), "T", "activation"),
+        TensorSpec("key", ("B", "T", "key_width"), "T", "activation"),
+        TensorSpec("value", ("B", "T", "value_width"), "T", "activation"),
+        TensorSpec("gate", ("B", "T", "gate_width"), "T", "activation", optional=True),
+    ),
+    attributes=tuple(AttributeSpec(name, 0) for name in ("query_width", "key_width", "value_width", "gate_width")),
+    traced=False,
+)

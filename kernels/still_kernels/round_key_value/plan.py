@@ -1,0 +1,82 @@
+"""still::RoundKeyValue: keys and values as caches in 8 bits hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, keyed, stateless_op
+from still_kernels.op_kernels import HALVES
+from still_kernels.plan import Check, Launch, Plan
+from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
+from still_kernels.tile import KernelTile, TileTable, one, pow2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from still_kernels.common.calls import Draw
+
+
+PLAN = Plan(
+    ROUND_KEY_VALUE,
+    key=keyed(head_dim="D"),
+    constants=("row_block",),
+    arguments={"M": "tokens * HK"},
+    steps=(Launch("round", ("ceil_div(tokens * HK, row_block)", "2", "1")),),
+)
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """key, value: [B, T, HK, D], of one type."""
+
+    key: Tensor
+    value: Tensor
+
+
+def naive_round_key_value(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, T, HK, D], dtype of the inputs, each head of a token rounded to codes by a scale of its own. ShapeError: A
+    tensor does not fit."""
+    from still_kernels.codes import rounded
+
+    inputs.check()
+    return rounded(inputs.key), rounded(inputs.value)
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """What the kernel is compiled for."""
+
+    head_dim: int = 128
+
+
+MAX_HEAD_DIM = 256
+TILES = TileTable({"round": KernelTile({"BR": 4}, 2)})
+"""Heads of tokens of one program; one for every variant and architecture, as time is that of a launch, or of reading memory."""
+
+
+def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
+    shape = sizes["kv_heads"], sizes["head_dim"]
+    return Inputs(draw.tokens(*shape), draw.tokens(*shape))
+
+
+OP = stateless_op(
+    PLAN,
+    Variant,
+    [Variant(dtype, head_dim) for dtype, head_dim in product(HALVES, (64, 128))],
+    lambda variant, arch: TILES,
+    naive_round_key_value,
+    Calls(
+        draw=_draw,
+        flop=lambda inputs: 8.0 * inputs.key.numel(),
+        plain=naive_round_key_value,
+        moves={"round": [*one("BR", 1, 2, 4, 8, 16), *one("num_warps", 1, 2, 4, 8)]},
+    ),
+    module="still_kernels.round_key_value.kernels",
+    covers="roundings of keys and values have",
+    also=(Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),),
+    compiled=lambda variant: {"D": variant.head_dim, "DP": pow2(variant.head_dim)},
+    blocks={"row_block": "round.BR"},
+)

@@ -1,0 +1,77 @@
+// still::SelectBlocks: from a call's shapes and a node's attributes to the layer that the kernels know.
+#include "core/error.h"
+#include "cpu/common/kernel.h"
+#include "select_blocks.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace still_cpu
+{
+namespace
+{
+
+using select::Layer;
+
+// Places of the inputs.
+enum Input
+{
+    kQuery,
+    kKey,
+    kNewTokens,
+    kPastLength,
+    kPastKeySum
+};
+
+class Node : public StateKernel<Layer>
+{
+public:
+    Node(still::Op const& op, bool half)
+        : StateKernel(op, half, {"query", "key", "new_tokens", "past_length", "past_key_sum"}),
+          layer_{0, 0, 0, 0, half, integer(op, "block_size", 1), integer(op, "mean_stride", 1), integer(op, "mean_length", 1),
+              integer(op, "lse_stride", 1), integer(op, "lse_length", 1), integer(op, "top_blocks", 1), integer(op, "init_blocks", 0),
+              integer(op, "local_blocks", 0), integer(op, "dense_length", 1), integer(op, "block_slots", 1)}
+    {
+        Layer const& l = layer_; // as `fault_of` of the OpSpec, which exports ask
+        if (l.block % l.stride || l.length % l.stride || l.lse_stride % l.stride || l.lse_length % l.lse_stride
+            || l.top < l.first + l.local + 1 || l.dense < l.lse_length || l.slots < std::max(l.top, (l.dense - 2) / l.block + 1))
+            still::fail("SelectBlocks: the node's attributes do not fit each other. Export the model anew.");
+    }
+
+    void compute(HostCall& call) override
+    {
+        StateSizes<Layer> const sizes = this->sizes(call);
+        int64_t const *const past = call.counts(kPastLength), *const brought = call.counts(kNewTokens);
+        check_rows(op_.spec(), sizes.batch, past, brought, sizes.tokens, sizes.layer.rows * layer_.stride);
+        select::Tensors x{};
+        x.query = call.input(kQuery), x.key = call.input(kKey);
+        x.blocks = static_cast<int32_t*>(call.output(0, sizes.output));
+        x.sums = static_cast<float*>(call.state(kPastKeySum));
+        x.tokens = sizes.tokens;
+        if (sizes.batch == 0)
+            return;
+        void* const scratch = call.scratch(select::scratch_size(sizes.layer, sizes.batch, past, brought));
+        select::select_blocks(sizes.layer, x, sizes.batch, past, brought, scratch, call.host, call.instruction_set);
+    }
+
+private:
+    Layer read_layer(still::Call const& call) const override
+    {
+        check_heads(call);
+        Layer layer = layer_;
+        layer.heads = dimension(call, "H"), layer.kv_heads = dimension(call, "HK"), layer.dim = dimension(call, "D");
+        layer.rows = dimension(call, "N", 0, std::numeric_limits<int32_t>::max());
+        return layer;
+    }
+
+    Layer const layer_;
+};
+
+} // namespace
+
+Entry select_blocks_entry()
+{
+    return entry_of<Node>("SelectBlocks");
+}
+
+} // namespace still_cpu

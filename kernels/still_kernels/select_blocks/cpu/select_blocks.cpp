@@ -1,0 +1,121 @@
+#include "select_blocks.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+
+#include "cpu/common/scratch.h"
+#include "kernels.h"
+
+namespace still_cpu::select
+{
+namespace
+{
+
+constexpr size_t kLanes = 16; // tasks that have room at once: a room grows with the context
+
+// How a call is cut, and the rooms of the tasks that run at once; with a null base only their size counts.
+struct Rooms
+{
+    int64_t tokens, tasks, longest = 0;
+    size_t lanes, distance = 0, candidates_distance, size;
+    float* first = nullptr;
+    uint64_t* candidates = nullptr;
+
+    Rooms(Layer const& l, int batch, int64_t const* past, int64_t const* brought, Kernels const& kernels, void* base)
+    {
+        int64_t most = 0;
+        for (int row = 0; row < batch; ++row)
+        {
+            most = std::max(most, brought[row]);
+            longest = std::max(longest, brought[row] ? past[row] + brought[row] : 0);
+        }
+        tokens = task_tokens(l);
+        tasks = (most + tokens - 1) / tokens * batch * l.kv_heads;
+        lanes = std::min(kLanes, static_cast<size_t>(tasks));
+        Scratch scratch(base);
+        first = scratch.take_rooms(lanes, kernels.room(l, longest), distance);
+        candidates_distance = static_cast<size_t>(longest / l.block + 1);
+        candidates = scratch.take<uint64_t>(lanes * candidates_distance);
+        size = scratch.used();
+    }
+};
+
+// Of a token with `own` blocks before its own: those that are chosen, ascending, -1 behind them.
+void choose(Layer const& l, int64_t own, bool dense, float const* scores, uint64_t* candidates, int32_t* to)
+{
+    int32_t* const end = to + l.slots;
+    int64_t const open = dense ? 0 : l.open(own), taken = dense ? 0 : l.taken(own);
+    for (int64_t b = 0; b < (open ? l.first : own + 1); ++b)
+        *to++ = static_cast<int32_t>(b);
+    if (open)
+    {
+        // Weights are not negative, so that their bits are ordered as they are; of equal ones the lower index is the larger number.
+        for (int64_t i = 0; i < open; ++i)
+        {
+            uint32_t bits = 0;
+            if (scores)
+                std::memcpy(&bits, scores + l.first + i, sizeof bits);
+            candidates[i] = static_cast<uint64_t>(bits) << 32 | (0xffffffffu - static_cast<uint32_t>(l.first + i));
+        }
+        if (taken > 0 && taken < open)
+            std::nth_element(candidates, candidates + taken, candidates + open, std::greater<uint64_t>());
+        int32_t* const from = to;
+        for (int64_t i = 0; i < taken; ++i)
+            *to++ = static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(candidates[i]));
+        std::sort(from, to);
+        for (int64_t b = own - l.local; b <= own; ++b)
+            *to++ = static_cast<int32_t>(b);
+    }
+    std::fill(to, end, -1);
+}
+
+} // namespace
+
+size_t scratch_size(Layer const& layer, int batch, int64_t const* past, int64_t const* brought)
+{
+    return Rooms(layer, batch, past, brought, kernels_of(0, numbers(layer.half)), nullptr).size + 64;
+}
+
+void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
+    Host const& host, int instruction_set)
+{
+    Kernels const& kernels = kernels_of(instruction_set, numbers(layer.half));
+    Rooms const rooms(layer, batch, past, brought, kernels, scratch);
+    int64_t const of_row = static_cast<int64_t>(layer.kv_heads) * layer.slots;
+    std::fill(tensors.blocks, tensors.blocks + batch * tensors.tokens * of_row, -1);
+    size_t const heads = static_cast<size_t>(layer.kv_heads), all = static_cast<size_t>(batch) * heads;
+    auto const add = [&](size_t index, size_t)
+    {
+        int const row = static_cast<int>(index / heads), head = static_cast<int>(index % heads);
+        kernels.add({&layer, &tensors, row, head, 0, static_cast<int>(brought[row]), past[row], nullptr});
+    };
+    // A step's keys are too few for threads.
+    spread(host, tensors.tokens > 8 ? kMaxLanes : 1, all, add);
+    auto const run = [&](size_t index, size_t lane)
+    {
+        int const row = static_cast<int>(index % all / heads), head = static_cast<int>(index % heads);
+        // The last tokens have most to score: they come first.
+        int64_t const token = (rooms.tasks / static_cast<int64_t>(all) - 1 - static_cast<int64_t>(index / all)) * rooms.tokens;
+        int64_t const count = std::min(rooms.tokens, brought[row] - token);
+        if (count <= 0)
+            return;
+        Task const task{
+            &layer, &tensors, row, head, token, static_cast<int>(count), past[row] + token, rooms.first + lane * rooms.distance};
+        int64_t pitch = 0;
+        bool const scored = layer.scored(task.position + count - 1);
+        float const* const scores = scored ? kernels.score(task, pitch) : nullptr;
+        for (int64_t i = 0; i < count; ++i)
+        {
+            int64_t const position = task.position + i;
+            choose(layer, position / layer.block, position + 1 < layer.dense, scores ? scores + i * pitch : nullptr,
+                rooms.candidates + lane * rooms.candidates_distance,
+                tensors.blocks + (row * tensors.tokens + token + i) * of_row + static_cast<int64_t>(head) * layer.slots);
+        }
+    };
+    if (rooms.tasks)
+        spread(host, rooms.lanes, static_cast<size_t>(rooms.tasks), run);
+    clear(scratch, rooms.size);
+}
+
+} // namespace still_cpu::select

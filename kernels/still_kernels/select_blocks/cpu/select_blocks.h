@@ -1,0 +1,61 @@
+// One layer that chooses blocks of keys, on the CPU. Knows no host: a host gives tensors, scratch memory and a way to run tasks at once.
+//
+// First the sums of the new keys are written, in place. Then a few tokens of a key/value head at a time are multiplied with all sums that
+// are complete by one GEMM: the products with means of both kinds are sums of its rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/common/host.h"
+#include "cpu/common/instruction_sets.h"
+
+namespace still_cpu::select
+{
+
+struct Layer
+{
+    int heads;    // H
+    int kv_heads; // HK
+    int dim;      // D
+    int64_t rows; // N
+    bool half;    // query and key are float16
+    int block, stride, length, lse_stride, lse_length;
+    int top, first, local, dense, slots; // top_blocks, init_blocks, local_blocks, dense_length, block_slots
+
+    STILL_INLINE int group() const { return heads / kv_heads; }
+    // Blocks that a token with this many before its own may choose by their scores: `first` and on.
+    STILL_INLINE int64_t open(int64_t own) const { return own - local > first ? own - local - first : 0; }
+    // Of those, how many it takes.
+    STILL_INLINE int64_t taken(int64_t own) const
+    {
+        int64_t const most = top - (own + 1 - open(own));
+        return most < open(own) ? most : open(own);
+    }
+    // Whether scores decide what a token at `position` reads.
+    STILL_INLINE bool scored(int64_t position) const
+    {
+        int64_t const own = position / block;
+        return position + 1 >= dense && taken(own) > 0 && taken(own) < open(own);
+    }
+};
+
+// Data of a call; shapes as in the OpSpec, `void` points to float or to float16. The sums are read and written.
+struct Tensors
+{
+    void const* query;
+    void const* key;
+    int32_t* blocks;
+    float* sums;
+    int64_t tokens; // T
+};
+
+// Bytes of scratch for a call; no alignment needed.
+size_t scratch_size(Layer const& layer, int batch, int64_t const* past, int64_t const* brought);
+
+// Run the call. `past` and `brought` are the rows' lengths and new tokens; blocks and sums are complete afterwards.
+// The result depends on neither the host's threads nor the order of tasks, nor on how a sequence is cut into calls.
+void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
+    Host const& host, int instruction_set);
+
+} // namespace still_cpu::select

@@ -1,0 +1,77 @@
+"""still::SelectBlocks: which blocks of the past each token reads, by its queries and by means of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from still_graphs.spec import AttributeSpec, AttributeValue, Growth, OpSpec, StateSpec, TensorSpec
+
+SELECT_BLOCKS = OpSpec(
+    # All in float32, for the token at position p and each key/value head, whose G = H / HK query heads decide together:
+    #   k1_j = mean of the keys at mean_stride j .. mean_stride j + mean_length - 1, where the last of them is at most p; k2_i with
+    #          lse_stride and lse_length
+    #   a_j  = sum over the heads of exp(q k1_j / sqrt(D) - log sum over i of exp(q k2_i / sqrt(D)))
+    #   score of block b = the largest a_j of those k1_j that share a key with it, 0 where none does
+    # The first `init_blocks`, the token's own block and the `local_blocks` before it are chosen always, then those of the largest scores,
+    # `top_blocks` together, of equal ones the lower index. A token with fewer than `dense_length` tokens up to itself reads all blocks.
+    # Both k1 and k2 follow from sums of `mean_stride` keys, which is all that is kept.
+    name="SelectBlocks",
+    torch_name="select_blocks",
+    inputs=(
+        TensorSpec("query", ("B", "T", "H", "D"), "T", "activation"),
+        TensorSpec("key", ("B", "T", "HK", "D"), "T", "activation"),
+        TensorSpec("new_tokens", ("B",), "int64", "count"),
+        TensorSpec("past_length", ("B",), "int64", "count"),
+    ),
+    # In place: rows are gathered before they are written, and what is written is read from the writer's output.
+    states=(StateSpec("key_sum", ("B", "HK", "N", "D"), "float32", Growth("key_sums", 2, per="mean_stride")),),
+    # Ascending; -1 behind them, and at padding.
+    outputs=(TensorSpec("blocks", ("B", "T", "HK", "block_slots"), "int32", "activation"),),
+    attributes=(
+        AttributeSpec("block_size", 64),
+        AttributeSpec("mean_stride", 16),
+        AttributeSpec("mean_length", 32),
+        AttributeSpec("lse_stride", 64),
+        AttributeSpec("lse_length", 128),
+        AttributeSpec("top_blocks", 96),
+        AttributeSpec("init_blocks", 1),
+        AttributeSpec("local_blocks", 32),
+        AttributeSpec("dense_length", 8192),
+        AttributeSpec("block_slots", 128),  # as of `slots_of`
+    ),
+)
+
+
+def slots_of(top: int, dense_length: int, block: int) -> int:
+    """Blocks that a token may have at most."""
+    return max(top, -(-(dense_length - 1) // block))
+
+
+def fault_of(given: Mapping[str, AttributeValue]) -> str | None:
+    """What is wrong with the attributes of a node, by their names; None where nothing is."""
+    a = {name: int(value) for name, value in given.items()}
+    least = {
+        "mean_stride": 1,
+        "block_size": 1,
+        "mean_length": 1,
+        "lse_stride": 1,
+        "lse_length": 1,
+        "init_blocks": 0,
+        "local_blocks": 0,
+    }
+    for name, low in least.items():
+        if a[name] < low:
+            return f"{name}={a[name]} must be at least {low}"
+    for name in ("block_size", "mean_length", "lse_stride"):
+        if a[name] % a["mean_stride"]:
+            return f"{name}={a[name]} must be a multiple of mean_stride={a['mean_stride']}"
+    if a["lse_length"] % a["lse_stride"]:
+        return f"lse_length={a['lse_length']} must be a multiple of lse_stride={a['lse_stride']}"
+    if a["top_blocks"] < a["init_blocks"] + a["local_blocks"] + 1:
+        forced = f"init_blocks={a['init_blocks']} + local_blocks={a['local_blocks']} + 1"
+        return f"top_blocks={a['top_blocks']} must be at least {forced}, the blocks that are chosen always"
+    if a["dense_length"] < a["lse_length"]:
+        return f"dense_length={a['dense_length']} must be at least lse_length={a['lse_length']}"
+    if a["block_slots"] != (slots := slots_of(a["top_blocks"], a["dense_length"], a["block_size"])):
+        return f"block_slots={a['block_slots']} must be {slots}, as top_blocks, dense_length and block_size say"
+    return None

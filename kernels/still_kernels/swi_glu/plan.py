@@ -1,0 +1,73 @@
+"""still::SwiGlu: the gate of a feed-forward layer, one half of its numbers by its sigmoid and by the other half."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.op_kernels import HALVES
+from still_kernels.plan import Check, Launch, Plan
+from still_kernels.swi_glu.spec import SWI_GLU
+from still_kernels.tile import KernelTile, TileTable, one
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+
+PLAN = Plan(
+    SWI_GLU,
+    key=keyed(aligned="width % 8 == 0"),  # loads and stores of 16 bytes
+    constants=("column_block",),
+    checks=(Check("width > 0", "width={width}: expected numbers."),),
+    arguments={"N": "width"},
+    steps=(Launch("swi_glu", ("tokens", "ceil_div(width, column_block)", "1")),),
+)
+
+
+@dataclass(frozen=True)
+class Inputs(StatelessInputs, plan=PLAN):
+    """Numbers of tokens of one call.
+
+    input: [B, T, 2 * width], gate and up side by side.
+    width: Numbers of each.
+    """
+
+    input: Tensor
+    width: int
+
+
+@defined
+def naive_swi_glu(inputs: Inputs, wide: dtype) -> Tensor:
+    """silu(gate) * up [B, T, width]."""
+    from still_kernels.common.naive import naive_gate
+
+    return naive_gate(inputs.input.to(wide))
+
+
+@dataclass(frozen=True)
+class Variant(StatelessVariant):
+    """aligned: Whether a half is a multiple of 8, which may be read and stored at once."""
+
+    aligned: int = 1
+
+
+TILES = TileTable({"swi_glu": KernelTile({"BC": 1024}, 4)})
+"""One for every variant and architecture, as time is that of a launch, or of reading memory. A program has 16 bytes of each half a
+thread: SmolLM2's 1,536 numbers in two programs, Llama-3.1-8B's 14,336 in fourteen."""
+
+OP = stateless_op(
+    PLAN,
+    Variant,
+    [Variant(dtype) for dtype in HALVES],
+    lambda variant, arch: TILES,
+    naive_swi_glu,
+    Calls(
+        draw=lambda sizes, layer, draw: Inputs(draw.tokens(2 * sizes["width"]), sizes["width"]),
+        flop=lambda inputs: 2.0 * inputs.input.numel(),
+        moves={"swi_glu": [*one("BC", 256, 512, 1024, 2048, 4096), *one("num_warps", 1, 2, 4, 8)]},
+    ),
+    module="still_kernels.swi_glu.kernels",
+    covers="gates have",
+    blocks={"column_block": "swi_glu.BC"},
+)

@@ -1,0 +1,16 @@
+"""still::SwiGlu: the gate of a feed-forward layer, for runtimes that compile and launch what lies between two products apart."""
+
+from __future__ import annotations
+
+from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
+
+SWI_GLU = OpSpec(
+    # output = silu(gate) * up, gate and up the halves of input, `width` numbers of a token each.
+    name="SwiGlu",
+    torch_name="swi_glu",
+    inputs=(TensorSpec("input", ("B", "T", "2*width"), "T", "activation"),),
+    states=(),
+    outputs=(TensorSpec("output", ("B", "T", "width"), "T", "activation"),),
+    attributes=(AttributeSpec("width", 0),),
+    traced=False,
+)

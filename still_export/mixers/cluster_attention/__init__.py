@@ -1,1 +1,0 @@
-"""Routing Transformer, read causally; over still::Route, still::ClusterTokens and still::BlockAttention."""

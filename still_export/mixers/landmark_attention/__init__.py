@@ -1,1 +1,0 @@
-"""Landmark attention, over still::LandmarkAttention."""

@@ -1,0 +1,181 @@
+"""GGUF files as containers: keys and tensors, of one file or of all parts of a split one."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from still_export.errors import CheckpointError, UnsupportedModelError
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_LIBRARY_ERRORS = (ValueError, IndexError, KeyError, OSError, OverflowError, TypeError, MemoryError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Container:
+    """Keys of a model's first file and tensors of all of them, by name.
+
+    Args:
+        path: Of the file that was named.
+        parts: All files, in order.
+    """
+
+    path: Path
+    parts: tuple[Path, ...]
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+    def value(self, name: str, *default: Any) -> Any:
+        """The value of a key.
+
+        Raises:
+            CheckpointError: It is missing, and no default is given.
+        """
+        field = self.fields.get(name)
+        if field is None:
+            if default:
+                return default[0]
+            raise CheckpointError(f"{self.path} lacks the key {name}. It is incomplete; fetch it again.")
+        return field.contents()
+
+    @property
+    def architecture(self) -> str:
+        """Of the model, by llama.cpp's name."""
+        return str(self.value("general.architecture"))
+
+
+def open_gguf(path: Path) -> Container:
+    """The file at `path`, with all other parts where it is one of several.
+
+    Raises:
+        CheckpointError: A file is no intact GGUF, a part is missing, or the gguf package is.
+        UnsupportedModelError: It holds no language model.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"reading {path} needs the package gguf. Run: pip install 'still-export[gguf]'."
+        ) from error
+    stamps = tuple((part, *_stamp(part)) for part in _parts(path))
+    return _open(gguf.GGUFReader, path, stamps)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is missing: the model is split into parts, and all are needed. Fetch that part."
+        ) from error
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _parts(path: Path) -> list[Path]:
+    """All parts of the model that `path` is a file of, by its name."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    return [path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+
+
+@functools.lru_cache(maxsize=1)
+def _open(open_file: type, path: Path, stamps: tuple[tuple[Path, int, int], ...]) -> Container:
+    """The files as they are now, read once: tokenizer and weights ask for them one after the other, and a vocabulary takes seconds."""
+    paths = tuple(part for part, *_ in stamps)
+    readers = [_reader(open_file, part) for part in paths]
+    fields = dict(readers[0].fields)
+    count = fields["split.count"].contents() if "split.count" in fields else 1
+    if count > 1 and count != len(paths):
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a split model (split.count), and its name is not NAME-00001-of-{count:05d}.gguf, by which "
+            "the others are found. Give the parts the names that they had."
+        )
+    for number, (part, reader) in enumerate(zip(paths, readers, strict=True)):
+        field = reader.fields.get("split.no")
+        if len(paths) > 1 and field is not None and field.contents() != number:
+            raise CheckpointError(
+                f"{part} is part {field.contents() + 1} by its key split.no. The parts' names were exchanged; fetch the model again."
+            )
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    expected = fields["split.tensors.count"].contents() if "split.tensors.count" in fields else None
+    held = sum(len(reader.tensors) for reader in readers)
+    if held != len(tensors) or (expected is not None and count > 1 and expected != held):
+        raise CheckpointError(
+            f"{path} and its other parts hold {len(tensors)} tensors, not {expected or held} (split.tensors.count). A part is of another "
+            "model; fetch the model again."
+        )
+    if "general.architecture" not in fields:
+        raise CheckpointError(f"{path} lacks the key general.architecture. It is no model; fetch it again.")
+    kind = fields["general.type"].contents() if "general.type" in fields else "model"
+    if kind != "model":
+        raise UnsupportedModelError(
+            f"{path} holds no language model but {kind!r} (general.type). Give the model's own file; adapters are read as PEFT folders."
+        )
+    return Container(path, paths, fields, tensors)
+
+
+def _reader(open_file: type, path: Path) -> Any:
+    class Reader(open_file):  # type: ignore[misc, valid-type]
+        """Makes plain arrays of fields: a memory map of NumPy for each of half a million takes four times as long."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None) -> np.ndarray:
+            kind = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
+            return np.frombuffer(self.data, kind, int(count), int(offset))
+
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise ValueError(f"it starts with {magic!r}, not b'GGUF'")
+        return Reader(path)
+    except _LIBRARY_ERRORS as error:
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size:,} bytes) is no intact GGUF file: {error}. It is truncated or damaged; fetch it again."
+        ) from error
+
+
+class Keys:
+    """The keys of a model's architecture, which remembers those that were asked for: a key that nobody reads may change numbers."""
+
+    def __init__(self, file: Container, prefix: str) -> None:
+        self.file, self.prefix = file, f"{prefix}."
+        self._read: set[str] = set()
+
+    def __call__(self, name: str, *default: Any) -> Any:
+        """The value of a key; errors as of `Container.value`."""
+        self._read.add(name)
+        return self.file.value(self.prefix + name, *default)
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.file.fields
+
+    def whole(self, name: str, *default: int) -> int:
+        """A whole number, not one of each layer.
+
+        Raises:
+            UnsupportedModelError: It is a list.
+        """
+        value = self(name, *default)
+        if not isinstance(value, int):
+            raise UnsupportedModelError(
+                f"{self.prefix}{name} in {self.file.path} has a value for each layer; one for all is covered."
+            )
+        return value
+
+    def number(self, name: str, *default: float) -> float:
+        """A number that is stored as float32: the shortest decimal that gives it back is the value that was meant."""
+        return float(str(np.float32(self(name, *default))))
+
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Keys that were not asked for, without their prefix, and their values."""
+        for full, field in self.file.fields.items():
+            if full.startswith(self.prefix) and (name := full.removeprefix(self.prefix)) not in self._read:
+                yield name, field.contents()

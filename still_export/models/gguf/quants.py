@@ -1,0 +1,120 @@
+"""GGUF's types of tensors: values, and blocks as they are where kernels read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.errors import CheckpointError
+from still_export.models.read.blocks import BlockWeight, pack
+from still_export.models.read.super_blocks import FORMS
+
+BLOCK = 32
+K_BYTES = 144
+"""Of a Q4_K block: two numbers, 12 bytes of factors, 128 of codes."""
+BLOCKS = {
+    "Q4_0": (4, False, True),
+    "Q4_1": (4, True, True),
+    "Q4_K": (4, True, False),
+    "Q8_0": (8, False, True),
+    "Q5_0": (8, False, True),
+    "IQ4_NL": (8, False, True),
+    "IQ4_XS": (8, False, False),
+}
+"""Types whose blocks of 32 are scale and offset of codes, with the bits that hold these, whether they have offsets, whether scales are half
+precision. The blocks of 32 in one of 256 (Q4_K, IQ4_XS) have scales and offsets that are products of two numbers. Codes of Q5_0 and IQ4,
+whose 16 numbers are not evenly spread, are whole numbers of 8 bits."""
+_WHOLE_NUMBERS = ("Q5_0", "IQ4_NL", "IQ4_XS")
+
+
+def dequantized(data: np.ndarray, kind: Any, shape: torch.Size, origin: str) -> Tensor:
+    """Values of the type `kind` of the gguf package, float32.
+
+    Raises:
+        CheckpointError: The type cannot be undone.
+    """
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(data, kind)
+    except (NotImplementedError, ValueError) as error:
+        raise CheckpointError(
+            f"{origin} is stored as {kind.name}, which the gguf package cannot undo. "
+            "Use a file with Q4_0, Q4_1, Q5_*, Q8_0, K-quants, F16 or F32."
+        ) from error
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).reshape(shape)
+
+
+def read_blocks(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
+    """Rows of a type of BLOCKS, uint8 [N, bytes], their codes as they are.
+
+    Raises:
+        CheckpointError: A scale or an offset is no number.
+    """
+    outputs = len(raw)
+    if kind in _WHOLE_NUMBERS:
+        return _whole_numbers(raw, kind, origin)
+    bits, has_offsets, _ = BLOCKS[kind]
+    fields = 2 if has_offsets else 1
+    blocks = raw.reshape(outputs, -1, K_BYTES if kind == "Q4_K" else 2 * fields + BLOCK * bits // 8)
+    head = np.ascontiguousarray(blocks[..., : 2 * fields]).view("<f2").astype(np.float32)
+    if not np.isfinite(head).all():
+        raise _no_number(origin)
+    codes, scales = blocks[..., 2 * fields :], head[..., 0]
+    offsets = None
+    if kind == "Q8_0":
+        packed = (codes.view(np.int8).astype(np.int16) + 128).astype(np.uint8)
+    else:  # the low halves are the first 16 codes, the high ones the others
+        least = head[..., 1] if has_offsets else None
+        if kind == "Q4_K":
+            from gguf.quants import Q4_K
+
+            factors, minima = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
+            scales = (scales.reshape(-1, 1) * factors).reshape(outputs, -1)
+            least = -(head[..., 1].reshape(-1, 1) * minima).reshape(outputs, -1)
+            codes = blocks[..., 16:].reshape(outputs, -1, BLOCK)  # low halves are one block, high ones the next
+            packed = pack(np.stack([codes & 15, codes >> 4], axis=2).reshape(outputs, -1, BLOCK), 4)
+        else:
+            packed = pack(np.concatenate([codes & 15, codes >> 4], axis=-1), 4)
+        if least is not None:
+            offsets = least + 8 * scales  # MatMulNBits subtracts 8 of each code
+    return BlockWeight(packed, scales, None, bits, offsets)
+
+
+def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
+    """Blocks whose values are a scale times whole numbers, which dividing by it gives back."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind_of = GGMLQuantizationType[kind]
+    blocks = raw.reshape(len(raw), -1, GGML_QUANT_SIZES[kind_of][1])
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)[..., 0]
+    if not np.isfinite(scales).all():
+        raise _no_number(origin)
+    if kind == "IQ4_XS":
+        high = np.ascontiguousarray(blocks[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, np.uint16) & 3
+        low = (blocks[..., 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(*blocks.shape[:2], 8)
+        scales = (scales[..., None] * (low.astype(np.float32) + 16 * high - 32)).reshape(len(raw), -1)
+    values = dequantize(raw, kind_of).reshape(len(raw), -1, BLOCK)
+    codes = np.divide(values, scales[..., None], out=np.zeros_like(values), where=scales[..., None] != 0)
+    return BlockWeight((np.rint(codes) + 128).astype(np.uint8), scales, None, 8)
+
+
+def checked_rows(rows: np.ndarray, kind: str, origin: str) -> np.ndarray:
+    """Rows of a type of FORMS, uint8 [N, bytes], as they are.
+
+    Raises:
+        CheckpointError: A scale is no number.
+    """
+    bits, _, size = FORMS[kind]
+    numbers = rows.reshape(-1, size)[:, slice(0, 4) if bits == 4 else slice(size - 2, size)]
+    if not np.isfinite(np.ascontiguousarray(numbers).view("<f2")).all():
+        raise _no_number(origin)
+    return rows
+
+
+def _no_number(origin: str) -> CheckpointError:
+    return CheckpointError(f"{origin} has a scale that is no number. The checkpoint is damaged; use another.")

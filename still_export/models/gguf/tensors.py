@@ -1,0 +1,187 @@
+"""Tensors of GGUF files as weights: what llama.cpp's converter did is undone, and blocks stay where that moves whole ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.models.gguf.quants import BLOCK, BLOCKS, checked_rows, dequantized, read_blocks
+from still_export.models.read.blocks import BlockWeight
+from still_export.models.read.checkpoint import checked, in_range
+from still_export.models.read.super_blocks import FORMS, SUPER, SuperBlocks
+from still_export.models.read.weights import Deferred, SourceBlocks
+
+_HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the file, or one expert's part of it.
+
+    Args:
+        tensor: Of the gguf package's reader.
+        origin: Its file.
+        expert: Its number in the first dimension; None: all.
+    """
+
+    tensor: Any
+    origin: str
+    expert: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its type by GGUF's name."""
+        return str(self.tensor.tensor_type.name)
+
+    @property
+    def shape(self) -> torch.Size:
+        """In PyTorch's order."""
+        whole = torch.Size(int(size) for size in reversed(self.tensor.shape))
+        return whole if self.expert is None else whole[1:]
+
+    @property
+    def raw(self) -> np.ndarray:
+        """Its rows as the file has them, [N, ...]."""
+        return np.asarray(self.tensor.data if self.expert is None else self.tensor.data[self.expert])
+
+    def values(self) -> Tensor:
+        """float32; errors as of `dequantized`."""
+        return dequantized(self.raw, self.tensor.tensor_type, self.shape, f"{self.tensor.name} in {self.origin}")
+
+    def halves(self) -> Tensor:
+        """The same in the file's type of 16 bits."""
+        halves = torch.from_numpy(np.array(self.raw).view(np.int16)).view(_HALVES[self.kind])
+        return halves.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What makes a family's tensor of one that the converter wrote.
+
+    Args:
+        rows, columns: Numbers of the file's rows and columns [N], [K], in the family's order; None: the same.
+        value: After that, of the values; None: the same.
+        flat: The parts of a weight are joined number by number, not row by row.
+    """
+
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    value: Callable[[Tensor], Tensor] | None = None
+    flat: bool = False
+
+    def applied(self, tensor: Tensor) -> Tensor:
+        """The family's tensor."""
+        if self.rows is not None:
+            tensor = tensor[torch.from_numpy(self.rows)]
+        if self.columns is not None and tensor.dim() > 1:
+            tensor = tensor[:, torch.from_numpy(self.columns)]
+        return tensor if self.value is None else self.value(tensor)
+
+
+AS_IT_IS = Edit()
+
+
+def weight(name: str, parts: Sequence[Stored], dtype: torch.dtype, edit: Edit = AS_IT_IS) -> Deferred:
+    """The weight `name`: rows of `parts` one below the other, edited, as `dtype`."""
+    first = parts[0]
+    shape = torch.Size((sum(part.shape[0] for part in parts), *first.shape[1:]))
+    if edit.flat:
+        shape = torch.Size((sum(part.shape.numel() for part in parts),))
+    kinds = {part.kind for part in parts}
+    kind = first.kind if len(kinds) == 1 else ""
+    blocks = super_blocks = None
+    if edit.value is None and len(shape) == 2:
+        moved = _whole_blocks(edit.columns, BLOCK)
+        if kind in BLOCKS and moved is not None:
+            blocks = SourceBlocks(*BLOCKS[kind], partial(_blocks, name, parts, edit.rows, moved))
+        if kind in FORMS and _whole_blocks(edit.columns, SUPER) is not None and edit.columns is None:
+            super_blocks = SuperBlocks(FORMS[kind][0], partial(_rows, name, parts, edit.rows))
+    narrow = partial(_read, name, parts, edit, None) if kind in _HALVES and edit.value is None else None
+    shape = shape if edit.value is None else edit.value(torch.empty(shape, device="meta")).shape
+    return Deferred(
+        shape,
+        dtype,
+        partial(_read, name, parts, edit, dtype),
+        blocks,
+        max(bits_of(part.kind) for part in parts),
+        narrow=narrow if dtype == torch.float32 else None,
+        super_blocks=super_blocks,
+    )
+
+
+def stack(name: str, stored: Stored, dtype: torch.dtype) -> Deferred:
+    """A weight of all experts, which is read one expert at a time."""
+
+    def part(number: int) -> Tensor:
+        return _read(name, [Stored(stored.tensor, stored.origin, number)], AS_IT_IS, dtype)
+
+    return Deferred(
+        stored.shape, dtype, partial(_read, name, [stored], AS_IT_IS, dtype), None, bits_of(stored.kind), part=part
+    )
+
+
+def zeros(count: int, dtype: torch.dtype) -> Deferred:
+    """A bias that the file does not have and the family has."""
+    return Deferred(torch.Size((count,)), dtype, lambda: torch.zeros(count, dtype=dtype))
+
+
+def unpaired(rows: int, heads: int) -> np.ndarray:
+    """Rows [N] of a projection whose rotation pairs neighbours (2i, 2i+1) in the order of one that pairs halves (i, i + D/2)."""
+    return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).ravel()
+
+
+def grouped(heads: int, groups: int, size: int) -> np.ndarray:
+    """Channels [H * size] of heads that lie beside the others of their group, where the file has the first heads of all groups first."""
+    return np.arange(heads * size).reshape(heads // groups, groups, size).transpose(1, 0, 2).ravel()
+
+
+def bits_of(kind: str) -> int:
+    """Of the codes of one of GGUF's types; 0: it has none."""
+    digits = re.match(r"(?:I?Q|MXFP|NVFP|TQ)(\d)", kind)
+    return int(digits[1]) if digits else 0
+
+
+def _read(name: str, parts: Sequence[Stored], edit: Edit, dtype: torch.dtype | None) -> Tensor:
+    """The values as `dtype`; None: in the file's type of 16 bits."""
+    found = [part.values() if dtype is not None else part.halves() for part in parts]
+    if edit.flat:
+        found = [value.flatten() for value in found]
+    value = edit.applied(found[0] if len(found) == 1 else torch.cat(found))
+    if dtype is not None:
+        value = in_range(name, value, dtype, f" in {parts[0].origin}")
+    return checked(name, value.contiguous(), None, parts[0].origin)
+
+
+def _whole_blocks(columns: np.ndarray | None, size: int) -> np.ndarray | slice | None:
+    """Blocks of `size` columns in the order of `columns`; None: they tear blocks apart."""
+    if columns is None:
+        return slice(None)
+    if len(columns) % size:
+        return None
+    blocks = columns.reshape(-1, size)
+    begins = blocks[:, 0]
+    whole = (begins % size == 0).all() and (blocks == begins[:, None] + np.arange(size)).all()
+    return begins // size if whole else None
+
+
+def _raw(parts: Sequence[Stored], rows: np.ndarray | None) -> np.ndarray:
+    """uint8 [N, bytes]."""
+    held = [part.raw.view(np.uint8).reshape(part.shape[0], -1) for part in parts]
+    whole = held[0] if len(held) == 1 else np.concatenate(held)
+    return whole if rows is None else whole[rows]
+
+
+def _blocks(name: str, parts: Sequence[Stored], rows: np.ndarray | None, moved: np.ndarray | slice) -> BlockWeight:
+    origin = f"{name} in {parts[0].origin}"
+    return read_blocks(_raw(parts, rows), parts[0].kind, origin).columns(moved)
+
+
+def _rows(name: str, parts: Sequence[Stored], rows: np.ndarray | None) -> np.ndarray:
+    return checked_rows(_raw(parts, rows), parts[0].kind, f"{name} in {parts[0].origin}")

@@ -1,0 +1,198 @@
+"""What holds of any right package, whatever rounding does: finite numbers, logits that differ, likeliest tokens where they are clear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from still_export.package.calls import Arrays
+from still_export.proof.constants import USELESS
+from still_export.proof.verdict import Check
+
+LOGITS = "logits"
+SAME = "one logit for every token of the vocabulary"
+
+
+@dataclass
+class Logits:
+    """What is kept of the logits of one call, [B, T] each.
+
+    Args:
+        margin: The reference's largest logit less its second.
+        same: Both sides find the same token the likeliest.
+        spread: Standard deviation of the reference's logits.
+        real: Not padding.
+        constant: The runtime's logits are one number, the reference's are not.
+    """
+
+    margin: np.ndarray
+    same: np.ndarray
+    spread: np.ndarray
+    real: np.ndarray
+    constant: np.ndarray
+
+    @classmethod
+    def of(cls, expected: np.ndarray, actual: np.ndarray) -> Logits:
+        """Of two outputs [B, T, V]."""
+        wide = expected.astype(np.float32, copy=False)
+        two = np.partition(wide, -2, axis=-1)[..., -2:] if wide.shape[-1] > 1 else np.repeat(wide, 2, -1)
+        return cls(
+            two[..., 1] - two[..., 0],
+            expected.argmax(-1) == actual.argmax(-1),
+            np.where(np.isfinite(wide), wide, 0).std(-1),
+            np.any(expected != 0, axis=-1),
+            is_constant(actual) & ~is_constant(expected),
+        )
+
+
+def is_constant(logits: np.ndarray) -> np.ndarray:
+    """Whether all of a token's logits are one number, [..] of [.., V]."""
+    return np.asarray(logits.max(-1) == logits.min(-1))
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Where a run's numbers first are not finite, or its logits one number: a layer, or None: behind the last."""
+
+    layer: int | None
+    what: str = "numbers that are not finite"
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return "in the logits" if self.layer is None else f"in layer {self.layer}"
+
+    @property
+    def order(self) -> float:
+        """Smaller in earlier layers."""
+        return math.inf if self.layer is None else self.layer
+
+
+@dataclass
+class Findings:
+    """What was seen over the calls of a case: the first output that is not finite, by layer, with its call and its place."""
+
+    infinite: tuple[float, str, int, tuple[int, ...]] | None = None
+    logits: dict[int, Logits] = field(default_factory=dict)
+
+    def see(self, call: int, errors: Arrays, expected: Arrays, actual: Arrays) -> None:
+        """Look at the outputs of one call, by `errors_of` each: infinite where either side is no finite number and both differ."""
+        for name, found in errors.items():
+            bad = np.isinf(found[0])
+            if bad.any():
+                place = tuple(int(i) for i in np.argwhere(bad)[0])
+                entry = (layer_of(name), name, call + 1, place)
+                self.infinite = min(filter(None, (self.infinite, entry)))
+        if LOGITS in expected:
+            self.logits[call] = Logits.of(expected[LOGITS], actual[LOGITS])
+
+
+def layer_of(name: str) -> float:
+    """Of a state "present_key.3"; infinity of what no layer keeps."""
+    end = name.rpartition(".")[2]
+    return int(end) if end.isdigit() else math.inf
+
+
+def overflow_checks(
+    overflows: Mapping[str, Overflow | None], right: Mapping[str, Overflow | None], dtype: str
+) -> list[Check]:
+    """Whether PyTorch's own runs in the package's type stay finite, and the reference in a wider one; by case."""
+    checks = []
+    found = _first(right)
+    if found is not None:
+        case, overflow = found
+        what = f"PyTorch has {overflow.what} {overflow.where} in a wider type than the package's, so the model's weights are damaged"
+        checks.append(Check("the reference is finite", False, what, f"{case}, {overflow.where}"))
+    found = _first(overflows)
+    if found is not None:
+        case, overflow = found
+        advice = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or beyond this type"
+        what = f"this model overflows in {dtype} {overflow.where}; {advice}"
+        checks.append(Check(f"the model can be computed in {dtype}", False, what, f"{case}, {overflow.where}"))
+    return checks
+
+
+def _first(overflows: Mapping[str, Overflow | None]) -> tuple[str, Overflow] | None:
+    found = [(case, overflow) for case, overflow in overflows.items() if overflow is not None]
+    return min(found, key=lambda each: each[1].order, default=None)
+
+
+def overflow_of_logits(calls: Sequence[np.ndarray]) -> Overflow | None:
+    """What is wrong of PyTorch's logits [B, T, V] of some calls, padding 0; None: nothing."""
+    if not all(np.isfinite(each).all() for each in calls):
+        return Overflow(None)
+    return Overflow(None, SAME) if any(is_constant(each).all() for each in calls if each.size) else None
+
+
+def finite_check(findings: Mapping[str, Findings]) -> Check:
+    """Whether every number of the package is finite."""
+    found = [(f.infinite[0], case, *f.infinite[1:]) for case, f in findings.items() if f.infinite is not None]
+    name = "every output is finite"
+    if not found:
+        return Check(name, True)
+    layer, case, output, call, place = min(found)
+    where = (
+        f"{output}, " + (f"layer {layer:.0f}, " if layer < math.inf else "") + f"{case}, call {call}, row {list(place)}"
+    )
+    return Check(name, False, "not a finite number, or one where the reference has none", where)
+
+
+def constant_check(findings: Mapping[str, Findings]) -> Check:
+    """Whether a token's logits differ from each other."""
+    name = "logits differ from token to token"
+    for case, each in findings.items():
+        for call, logits in each.logits.items():
+            if logits.constant.any():
+                place = [int(i) for i in np.argwhere(logits.constant)[0]]
+                count = f"{int(logits.constant.sum())} of {logits.constant.size} rows"
+                return Check(
+                    name,
+                    False,
+                    f"{count} have one number for every token",
+                    f"logits, {case}, call {call + 1}, row {place}",
+                )
+    return Check(name, True)
+
+
+def rounding_check(rows: Sequence[tuple[np.ndarray, np.ndarray]], dtype: str) -> Check:
+    """Whether PyTorch's own run still says something.
+
+    Args:
+        rows: Of each call the largest errors of its logits, and their spread, [N] each.
+    """
+    shares = np.concatenate([error / np.maximum(spread, 1e-30) for error, spread in rows] or [np.zeros(0)])
+    share = float(np.median(shares[np.isfinite(shares)])) if np.isfinite(shares).any() else 0.0
+    what = f"in {dtype} PyTorch's own logits are off by their spread, so they bound nothing"
+    return Check(
+        f"rounding in {dtype} leaves the logits", share < USELESS, what, "logits, median token", share, USELESS
+    )
+
+
+def likeliest_check(rows: Sequence[tuple[str, int, Logits, np.ndarray]]) -> Check:
+    """Whether both sides find the same token the likeliest wherever the reference's margin exceeds twice what a logit may err.
+
+    Args:
+        rows: Case, call, its logits, and the bounds [B, T] of their errors; NaN where nothing is held.
+    """
+    clear = agree = 0
+    first, wrong = "", 0
+    worst = (0.0, 0.0)
+    for case, call, logits, bounds in rows:
+        with np.errstate(invalid="ignore"):
+            sure = logits.real & (logits.margin > 2 * bounds)
+        clear, agree = clear + int(sure.sum()), agree + int((sure & logits.same).sum())
+        other = sure & ~logits.same
+        if other.any() and not first:
+            place = tuple(int(i) for i in np.argwhere(other)[0])
+            first, worst = (
+                f"logits, {case}, call {call + 1}, row {list(place)}",
+                (float(logits.margin[place]), 2 * float(bounds[place])),
+            )
+        wrong += int(other.sum())
+    name = f"{agree} of {clear} clear tokens are the likeliest on both sides"
+    if not wrong:
+        return Check(name, True)
+    return Check(name, False, f"{wrong} differ where the reference's margin is clear", first, *worst)

@@ -1,0 +1,114 @@
+"""What a subject is asked in one case, and what it answers. Knows no reference; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from still_export.package.calls import Arrays, given_of
+from still_export.proof.codes import as_numbers
+from still_export.proof.constants import LAYER_CASES, SOME
+from still_export.proof.sessions import Session
+from still_export.proof.shelf import Shelf
+from still_kernels.ties import Ties
+
+
+@dataclass(frozen=True)
+class Question:
+    """Calls one after the other, then single-token steps; the state goes on from call to call.
+
+    Args:
+        feeds: Of the calls; the first has the states that all start from.
+        steps: Tokens [B, 1] that follow the last call.
+        places: Numbers of the steps whose outputs are compared one by one; steps between them are compared together.
+    """
+
+    feeds: Sequence[Arrays]
+    steps: tuple[np.ndarray, ...] = ()
+    places: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> list[tuple[np.ndarray, ...]]:
+        """Steps that are compared together."""
+        found, done = [], 0
+        for place in self.places:
+            found += (
+                [self.steps[done:place], self.steps[place : place + 1]]
+                if place > done
+                else [self.steps[place : place + 1]]
+            )
+            done = place + 1
+        return found
+
+
+def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
+    """By number, those that are asked again for their layers: of one sequence, without steps or images, the longest of SOME tokens."""
+    sizes = {}
+    for number, each in enumerate(questions):
+        tokens = sum(feed["input_ids"].shape[1] for feed in each.feeds)
+        single = each.feeds[0]["input_ids"].shape[0] == 1
+        if single and not each.steps and SOME[0] <= tokens <= SOME[1] and not any(map(given_of, each.feeds)):
+            sizes[number] = tokens
+    return {number: questions[number] for number in sorted(sorted(sizes, key=lambda n: -sizes[n])[:LAYER_CASES])}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a runtime chose, which the reference follows.
+
+    Args:
+        seen: Choices of routers by place [B, N, k], of each layer that routes.
+        kept: By layer, what it selected, as of `OpTies.kept`.
+    """
+
+    seen: Sequence[np.ndarray] = ()
+    kept: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+    def is_like(self, other: Told | None) -> bool:
+        """Whether both are the same choices."""
+        if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
+            return False
+        pairs = [*zip(self.seen, other.seen, strict=True), *((x, other.kept[layer]) for layer, x in self.kept.items())]
+        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
+
+
+Progress = Callable[[str, int, int], None]
+"""Told a phase of the work, and how much of it is done, of how much."""
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Say nothing."""
+
+
+Follow = Mapping[int, Told]
+"""By number of a case."""
+EMPTY: Follow = {}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outputs of each call of a question, then of each group of its steps; and what was chosen on the way."""
+
+    outputs: list[Arrays]
+    told: Told
+
+
+def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> Answer:
+    """What a runtime answers to one question.
+
+    Args:
+        ties: Of the package; they read from states what was selected.
+        keep: Outputs are wanted; they wait in a file until they are read.
+    """
+    session.seen()
+    outputs = session.carry(question.feeds)
+    outputs += [session.step(group) for group in question.groups]
+    told = Told(session.seen(), ties.kept([as_numbers(call) for call in outputs]))
+    if not keep:
+        return Answer([], told)
+    shelf = Shelf()
+    shelf.take(outputs, "")
+    shelf.put_back()
+    return Answer(outputs, told)

@@ -1,0 +1,51 @@
+"""Every number by which a proof judges, with its reason. What two right runtimes may choose otherwise stands in `still_kernels.ties`."""
+
+from __future__ import annotations
+
+PROOF_VERSION = 5
+"""Of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
+
+# --- absolute ---
+USELESS = 1.0
+"""PyTorch's own run says nothing about rounding where the largest error of its median token reaches so many standard deviations of that
+token's logits: they are those of another token. Own runs that round activations to 8 bits reach 0.2."""
+ALIKE = 0.9
+"""Cosine of what a layer gives in PyTorch and in the graph, at least, where the right tensors of the graph were found: a fault that moves
+it by more moves the logits, too."""
+
+# --- which cases are judged by layer ---
+SOME = (16, 330)
+"""Tokens of a case that is asked a second time, for its layers."""
+LAYER_CASES = 2
+"""Cases that are asked so: the longest prompt, and prompts in pieces."""
+
+# --- multiples of the error of PyTorch's own run ---
+ROW = {"float32": 48.0, "float16": 12.0}
+"""Times the error of PyTorch's own run, in that row or over all rows of the output (root of the mean square), that any row may err, by the
+package's type. Clean float16 packages on a CPU reach 9, and 5.6 in the median of a part (`python -m tests.faults`). In float32 a trained
+model (`tools/demo.sh`) reaches 17, in rows behind a token of huge activations; 48 times its rounding are still less than 1e-4 of the spread
+of the logits, of which nothing may be missed."""
+TAIL, TAIL_MEDIAN = 8.0, 4.0
+"""Times the largest error of PyTorch's rows of a state that any row of it may err in half precision, and of their largest median that of a
+part: a near tie turns whole rows, of a trained model every long prompt has hundreds, and which rows they turn is another in each run. Of
+six float16 and int4 packages on an H100, where bounds are 1.5 times these, the furthest of their rows reaches 7.2."""
+MEDIAN = 8.0
+"""Times the error of PyTorch's rows, of the part's median or of what `_above` says of the output's, that the median of a part's rows may
+be."""
+LOGITS_MEDIAN = 2.0
+"""The same of logits, of a float16 package on a CPU, which sums in float32 as PyTorch does: clean packages reach 1.3."""
+CHANCE = 1e-3
+"""That the median of n rows lies above what `_above` says of n when each row is a draw of PyTorch's own; multiples of that are allowed."""
+SHARP_ROW, SHARP_MEDIAN = 6.0, 2.5
+"""The same where layers read the runtime's own input."""
+SHARP_MEAN = 1.5
+"""Times the mean error of PyTorch's own run, over all numbers of an output, that it may be there. Hundreds of numbers are averaged."""
+FEWEST = 8
+"""Rows of a part at least, that its median says something."""
+ROUNDINGS = 64
+"""Half units of float32's last place by which a sum may differ: as many as a chunk has terms. Half precision's unit is 8,192 of these."""
+EVEN = 3.0
+"""Times the root of the mean square of a row's errors that its largest is, where no number errs more than others: of 64 to 256 of a normal
+distribution 2.5 to 3."""
+UNIT = 2.0**-9
+"""Of itself that a sum of features (`StateSpec.features`) may err in float16 on a GPU, beside what PyTorch's own run says: bfloat16's."""

@@ -1,0 +1,357 @@
+"""Weights of a package held to the model's, every one of them, before anything runs.
+
+A float weight equals the source's in the package's type to the last bit. Codes of a method that rounds to nearest stand for numbers within
+half a step of the source's. Codes of the source's own, taken over as they are, stand for the same numbers. Methods that move weights on
+purpose (gptq, k_quant, hqq) lose at most so many times what plain rounding loses, block by block, row by row, and in what a layer gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, ROWS
+from still_export.graph.quantization.policy import DEFAULT_METHOD
+from still_export.graph.quantization.read import held_rows
+from still_export.models.ahead import weight_name
+from still_export.models.read.weights import TOGETHER, Deferred, Weight, is_coded, value_of
+from still_export.package.files import HEAD, MODEL, VISION
+from still_export.proof.verdict import Check, Verdict
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from still_export.models.load import Source
+
+NAME = "every weight is the model's"
+SLAB = 1 << 22
+"""Numbers that are compared at once."""
+SIDE_BY_SIDE = "+"
+"""Between the names of float weights that lie in one, along the outputs (graph/merge.py)."""
+HALF_STEP = 0.5
+"""Steps that rounding to nearest may be off."""
+LAST_CODE = 1.0
+"""Steps that a number beyond the last code of 8 bits may be off: the other extreme of a block has the code -128."""
+COARSER = 1.1
+"""Times plain rounding's step that a step may have."""
+LOST = 3.0
+"""Times what plain rounding loses in a block of inputs, or in a row, that a method which searches may lose. Codes one step off lose 3.5
+times as much, a block of zeros 9 times."""
+NO_MORE = 2.0
+"""The same of what a layer gives."""
+SHOWN = 4
+"""Further weights that a verdict names."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight as a package has it.
+
+    Args:
+        rows: Reads rows of it as the model has it, [n, K] or of its own shape.
+        kind: "float", "codes", "e4m3" or "k_quant".
+        step: Reads the steps [n, blocks] of the rows' codes.
+        bits: Of its codes.
+        unit: Relative rounding of what the step is stored in.
+        place: Where its bytes lie, None: in the graph itself.
+    """
+
+    rows: Callable[[slice], Tensor]
+    kind: str
+    step: Callable[[slice], np.ndarray] | None = None
+    bits: int = 0
+    unit: float = 0.0
+    place: tuple[object, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The worst number of a weight that is not the model's."""
+
+    graph: str
+    name: str
+    place: tuple[int, ...]
+    found: float
+    right: float
+    bound: float
+    count: int
+
+    def __str__(self) -> str:
+        if not self.place:
+            return f"{self.name} in {self.graph}: {self.found:.3g} times what plain rounding loses, at most {self.bound:.3g}"
+        return (
+            f"{self.name}{list(self.place)} in {self.graph} is {self.found:.6g}, the model's {self.right:.6g}, which may differ by "
+            f"{self.bound:.2g}; {self.count:,} numbers of it are off"
+        )
+
+
+def check_weights(
+    folder: Path, manifest: Mapping[str, Any], source: Source, say: Callable[[str, int, int], None] = lambda *_: None
+) -> Verdict:
+    """Hold every weight of every graph of a package to the model's.
+
+    Args:
+        folder, manifest: The package.
+        source: What was exported, in float32.
+        say: Told the step, how many weights are done, and how many there are.
+
+    Returns:
+        One check, with the worst number of the worst weight; and the weights that are no part of a graph under their own names.
+
+    Raises:
+        CheckpointError: A weight of the model is damaged.
+    """
+    verdict, findings, seen = Verdict(), list[Finding](), dict[tuple[str, object], None]()
+    graphs = [MODEL, *(n for n in manifest["files"] if n.endswith(".onnx") and n not in (MODEL, VISION))]
+    judge = _Judge(manifest)
+    missing: dict[str, None] = {}
+    for graph in graphs:
+        model = source.ahead() if graph == HEAD and source.ahead is not None else source
+        weights = {weight_name(name, graph == HEAD): weight for name, weight in model.weights.items()}
+        stored = stored_weights(folder / graph, manifest, weights)
+        if graph == MODEL:
+            missing = dict.fromkeys(name for name in weights if name not in stored)
+        for number, (name, held) in enumerate(stored.items()):
+            say("holding weights to the model's", number, len(stored))
+            if held.place is not None and (name, held.place) in seen:
+                continue
+            seen[name, held.place] = None
+            if (found := judge.compare(graph, name, held, weights[name])) is not None:
+                findings.append(found)
+    findings.sort(key=lambda each: each.count, reverse=True)
+    first = findings[0] if findings else None
+    verdict.checks.append(
+        Check(
+            NAME,
+            not findings,
+            "" if first is None else f"{first}" + ("" if len(findings) == 1 else f"; {len(findings)} weights are not"),
+            "" if first is None else first.name,
+            notes=tuple(map(str, findings[1 : 1 + SHOWN])),
+        )
+    )
+    if missing:
+        some = ", ".join(list(missing)[:3])
+        verdict.not_asked.append(
+            f"{len(missing)} weights by themselves ({some}{', ...' if len(missing) > 3 else ''}): {MODEL} has them in another form; "
+            "its outputs were compared"
+        )
+    if VISION in manifest["files"]:
+        verdict.not_asked.append(f"the weights of {VISION} by themselves: its outputs were compared")
+    return verdict
+
+
+def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Mapping[str, Weight]) -> dict[str, Stored]:
+    """The weights of a graph by the model's names, of those that `weights` has."""
+    import onnx_ir as ir
+
+    values = ir.load(path).graph.initializers
+    parts = {str(name): value.const_value for name, value in values.items() if value.const_value is not None}
+    found: dict[str, Stored] = {}
+    for name, tensor in parts.items():
+        start = 0
+        for part in name.split(SIDE_BY_SIDE):
+            if part in weights:
+                turned = SIDE_BY_SIDE in name or _multiplies(values[name])
+                found[part] = _float(tensor, tuple(weights[part].shape), start, turned)
+                start += int(weights[part].shape[0])
+    quantization = manifest.get("quantization")
+    if quantization is None:
+        return found
+    sizes = {name: int(weight.shape[0]) for name, weight in weights.items() if weight.shape}
+    for name, rows in held_rows(path, quantization["block_size"], sizes).items():
+        if name in weights:
+            found[name] = _coded(name, rows, parts, weights[name], sizes)
+    return found
+
+
+def _place(tensor: ir.TensorProtocol, *more: object) -> tuple[object, ...] | None:
+    """Where the bytes of a tensor in a file lie."""
+    where = tuple(getattr(tensor, name, None) for name in ("location", "offset", "length"))
+    return None if where[0] is None else (*where, *more)
+
+
+def _multiplies(value: ir.Value) -> bool:
+    """Whether a product reads it as [in, out]."""
+    return any(node.op_type in ("MatMul", "FusedMatMul") and index == 1 for node, index in value.uses())
+
+
+def _float(tensor: ir.TensorProtocol, shape: tuple[int, ...], start: int, turned: bool) -> Stored:
+    """A float weight of `shape`; `turned` where it lies as [in, out], maybe beside others."""
+    held = tuple(np.asarray(tensor.shape, np.int64).tolist())
+    size = shape[0] if shape else 1
+    turned = len(shape) == len(held) == 2 and held[0] == shape[1] and (turned or held != shape)
+
+    def rows(asked: slice) -> Tensor:
+        values = np.asarray(tensor.numpy())
+        if turned:
+            values = values.T
+        elif values.shape != shape:
+            values = values.reshape(-1)[: math.prod(shape)].reshape(shape)  # filled up, or an axis of 1 more
+        first, last, _ = asked.indices(size)
+        part = np.array(values[start + first : start + last] if shape else values)
+        return torch.from_numpy(part) if part.dtype.kind == "f" else _bfloat16(part)
+
+    return Stored(rows, "float", place=_place(tensor, start))
+
+
+def _bfloat16(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+
+
+def _coded(
+    name: str,
+    rows: Callable[[slice], Tensor],
+    parts: Mapping[str, ir.TensorProtocol],
+    weight: Weight,
+    sizes: Mapping[str, int],
+) -> Stored:
+    """A weight in fewer bits, whose numbers `rows` reads."""
+    ending = ("half", "scales", "outer", *K_QUANT.values())
+    full = next(n for n in parts if n.rpartition(".")[2] in ending and name in n.rpartition(".")[0].split(TOGETHER))
+    names = full.rpartition(".")[0]
+    together = names.split(TOGETHER)
+    start = sum(sizes[other] for other in together[: together.index(name)])
+    kinds = {
+        part: parts[f"{names}.{part}"] for part in (CODES, FLOAT8_CODES, "blocks", ROWS) if f"{names}.{part}" in parts
+    }
+    place = _place(next(iter(kinds.values()), parts[full]), start, name)
+    if full.endswith(".half"):
+        return Stored(lambda asked: rows(asked).half(), "float", place=place)
+    if any(f"{names}.{part}" in parts for part in K_QUANT.values()):
+        return Stored(rows, "k_quant", unit=2.0**-11, place=place)
+    if not kinds:
+        return Stored(rows, "codes", unit=2.0**-10, place=place)  # pairs alone
+    part, codes = next(iter(kinds.items()))
+    scales = parts[f"{names}.scales"]
+    outputs = sum(sizes[other] for other in together)
+    inputs = int(weight.shape[-1])
+    count = math.prod(weight.shape[1:-1], start=outputs)
+    bits = codes.nbytes * 8 // (count * inputs)
+
+    def step(asked: slice) -> np.ndarray:
+        values = np.abs(np.asarray(scales.numpy()).astype(np.float32))
+        if part in (CODES, FLOAT8_CODES):
+            values = values.reshape(-1, outputs).T
+        first, last, _ = asked.indices(sizes[name])
+        return values[start + first : start + last]
+
+    unit = 2.0**-10 if np.asarray(scales.numpy()).dtype == np.float16 else 2.0**-20
+    return Stored(rows, "e4m3" if part == FLOAT8_CODES else "codes", step, bits, unit, place)
+
+
+class _Judge:
+    """What a stored weight may differ by."""
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        config = manifest["config"]
+        self.method = config.get("quantize_method") or DEFAULT_METHOD
+        self.again = (manifest.get("source_codes") or {}).get("rounded", {})
+        self.half = manifest["model"]["dtype"] != "float32"
+
+    def searched(self, name: str, held: Stored, weight: Weight) -> bool:
+        """Whether its method moves weights on purpose."""
+        exact = is_coded(weight) and name not in self.again
+        return held.kind == "codes" and 0 < held.bits < 8 and self.method != DEFAULT_METHOD and not exact
+
+    def compare(self, graph: str, name: str, held: Stored, weight: Weight) -> Finding | None:
+        """The worst number of a weight; None: it is the model's."""
+        if self.searched(name, held, weight):
+            return self._lost(graph, name, held, weight)
+        worst, place, count = (0.0, 0.0, 0.0, 0.0), (), 0
+        for rows, right in _slabs(weight):
+            found = held.rows(rows)
+            allowed = self._allowed(name, held, weight, right, found, rows)
+            if isinstance(allowed, float):
+                right = right.to(found.dtype)
+                same = (found == right) | (found.isnan() & right.isnan())
+                if bool(same.all()):
+                    continue
+            else:
+                same = (found - right).abs() <= allowed  # of NaN nothing is
+                if bool(same.all()):
+                    continue
+            found, right = found.float(), right.float()
+            error = (found - right).abs().nan_to_num(nan=math.inf).masked_fill(same, -1)
+            count += int((~same).sum())
+            at = np.unravel_index(int(error.argmax()), error.shape)
+            if float(error[at]) > worst[0] or not place:
+                bound = allowed if isinstance(allowed, float) else float(allowed.expand_as(error)[at])
+                worst = float(error[at]), float(found[at]), float(right[at]), bound
+                first = (rows.start + int(at[0]), *map(int, at[1:])) if at else ()
+                place = first or (0,)
+        return Finding(graph, name, place, *worst[1:], count) if count else None
+
+    def _allowed(
+        self, name: str, held: Stored, weight: Weight, right: Tensor, found: Tensor, rows: slice
+    ) -> float | Tensor:
+        """What each number may differ by; 0.0: by no bit."""
+        pairs = isinstance(weight, Deferred) and weight.adapted is not None
+        largest = right.abs().amax(-1, keepdim=True)
+        if held.kind == "float":
+            return 0.0 if not pairs else largest * _unit(found.dtype)  # sums of an adapter have another order
+        coarse = 2.0**-9 if self.half else 2.0**-18
+        if held.kind == "k_quant" or held.step is None or (is_coded(weight) and name not in self.again):
+            return largest * max(coarse, held.unit if held.step is None and held.kind != "k_quant" else 0.0)
+        step = torch.from_numpy(held.step(rows))
+        wide = step.repeat_interleave(right.shape[-1] // step.shape[-1], -1).reshape(right.shape)
+        if held.kind == "e4m3":
+            return right.abs() * 2.0**-4 * 1.01 + wide * 2.0**-10
+        size = right.abs().unflatten(-1, (step.shape[-1], -1)).amax(-1).reshape(step.shape)
+        most = COARSER * 2 * size / (2**held.bits - 2) + 2.0**-23
+        off = torch.where(found.abs() >= wide * (2 ** (held.bits - 1) - 1.5), LAST_CODE, HALF_STEP)
+        if held.bits < 8:
+            off = torch.full_like(off, HALF_STEP)
+        allowed = wide * off * (1 + 2.0**-10) + found.abs() * held.unit + largest * (coarse if pairs else 2.0**-20)
+        coarser = (step > most).repeat_interleave(right.shape[-1] // step.shape[-1], -1).reshape(right.shape)
+        return allowed.masked_fill(coarser, -1.0)
+
+    def _lost(self, graph: str, name: str, held: Stored, weight: Weight) -> Finding | None:
+        """Of a method that searches: what its codes lose beside plain rounding's, of each block of inputs and each row."""
+        columns: Tensor | float = 0.0
+        plain: Tensor | float = 0.0
+        worst = 0.0
+        for rows, right in _slabs(weight):
+            assert held.step is not None
+            blocks = held.step(rows).shape[-1]
+            lost = (held.rows(rows) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
+            least = (_rounded(right, blocks, held.bits) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
+            columns, plain = columns + lost.flatten(0, -2).sum(0), plain + least.flatten(0, -2).sum(0)
+            worst = max(worst, _ratio(lost.sum(-1), least.sum(-1)))
+        assert isinstance(columns, Tensor) and isinstance(plain, Tensor)
+        worst = max(worst, _ratio(columns, plain))
+        return None if worst <= LOST else Finding(graph, name, (), worst, 0.0, LOST, 1)
+
+
+def _ratio(lost: Tensor, plain: Tensor) -> float:
+    tiny = torch.finfo(torch.float32).tiny
+    return float((lost / plain.clamp_min(tiny)).sqrt().nan_to_num(nan=math.inf).max())
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}.get(dtype, 2.0**-18)
+
+
+def _rounded(values: Tensor, blocks: int, bits: int) -> Tensor:
+    """`values` to nearest, between the least and the largest of each block."""
+    parts = values.unflatten(-1, (blocks, -1))
+    low, high = parts.amin(-1, keepdim=True).clamp_max(0), parts.amax(-1, keepdim=True).clamp_min(0)
+    step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
+    zero = (-low / step).round()
+    return ((((parts / step).round() + zero).clamp(0, 2**bits - 1) - zero) * step).flatten(-2)
+
+
+def _slabs(weight: Weight) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of a weight in float32, whole blocks of 8 of them at a time."""
+    outputs = int(weight.shape[0]) if weight.dim() else 1
+    each = max(8, SLAB // max(1, math.prod(weight.shape[1:])) // 8 * 8)
+    whole = value_of(weight).detach()
+    for start in range(0, outputs, each):
+        rows = slice(start, min(start + each, outputs))
+        yield rows, (whole[rows] if weight.dim() else whole).float()

@@ -1,0 +1,205 @@
+"""What a subject may err: multiples of the error of PyTorch's own run in the package's type, row by row and in the median. Pure functions
+of arrays; the multiples are in `constants`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from still_export.proof.absolute import LOGITS
+from still_export.proof.cases import TINY, Case
+from still_export.proof.constants import (
+    CHANCE,
+    EVEN,
+    FEWEST,
+    LOGITS_MEDIAN,
+    MEDIAN,
+    ROUNDINGS,
+    ROW,
+    SHARP_MEAN,
+    SHARP_MEDIAN,
+    SHARP_ROW,
+    TAIL,
+    TAIL_MEDIAN,
+)
+
+DIGITS = 3
+
+
+@dataclass(frozen=True)
+class Worst:
+    """On one output of a case. `worst` is the error that is nearest to its `bound` or furthest beyond: of a row in the call `call`, counted
+    from 1, or with `median` the median of a head's rows. `place` are the indices of the row, or the head."""
+
+    worst: float
+    bound: float
+    call: int = 1
+    place: tuple[int, ...] = ()
+    median: bool = False
+
+    @property
+    def share(self) -> float:
+        """The error in parts of its bound."""
+        return self.worst / max(self.bound, TINY)
+
+
+class Bounds:
+    """What PyTorch's own run of the same calls says about rounding.
+
+    Args:
+        cases: All that the package is asked.
+        coarse: Times PyTorch's own errors that the runtime's are by its kind.
+        dtype: Of the package.
+        sharp: Layers read the runtime's own input, and PyTorch follows its choices: no error but one layer's rounding.
+    """
+
+    def __init__(self, cases: Sequence[Case], coarse: float = 1.0, dtype: str = "float16", sharp: bool = False) -> None:
+        self.coarse, self.row, self.half = coarse, SHARP_ROW if sharp else ROW[dtype], dtype == "float16"
+        self.sharp = sharp
+        self.median = SHARP_MEDIAN if sharp else MEDIAN
+        self.logits = LOGITS_MEDIAN if self.half and coarse == 1 else MEDIAN * coarse
+        rows: dict[str, list[np.ndarray]] = {}
+        parts: dict[str, list[np.ndarray]] = {}
+        largest: dict[str, float] = {}
+        for case in cases:
+            for call in case.own:
+                for name, errors in call.items():
+                    errors = self._own(name, errors)
+                    rows.setdefault(name, []).append(errors[:, np.isfinite(errors).all(0)].astype(np.float64))
+                    if self.half and not sharp and name != LOGITS:
+                        parts.setdefault(name, []).append(_part_medians(_by_head(errors)))
+            for name, size in case.largest.items():
+                largest[name] = max(largest.get(name, 0.0), size)
+        self.sums = {name: ROUNDINGS * float(np.finfo(np.float32).eps) / 2 * size for name, size in largest.items()}
+        found = {name: np.concatenate([*each, np.zeros((2, 1))], axis=1) for name, each in rows.items()}
+        self.usual = {name: np.sqrt(np.square(each).mean(1)) for name, each in found.items()}
+        # Where PyTorch's own run began anew at the reference's state, behind a tie, it has no error: that says nothing.
+        self.ordered = {name: np.sort(each[:, each.any(0)].astype(np.float32)) for name, each in found.items()}
+        self.tail = {name: TAIL * found[name].max(1) for name in parts}
+        self.tail_median = {name: TAIL_MEDIAN * np.concatenate(each, axis=1).max(1) for name, each in parts.items()}
+        self.absolute = {
+            name: _rounded_up(max(self.row * coarse * float(each[0].max()), self._sums(name)))
+            for name, each in found.items()
+        }
+        """The largest bound of any number, by output."""
+
+    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> Worst:
+        """Hold one output to its bounds, by `row_errors` of all calls of a case: every row, and the median of every head's rows."""
+        usual = self._usual(output, case)
+        found = [Worst(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        for number, errors in enumerate(calls):
+            own = self._own(output, case.own[number][output])
+            if errors.size:
+                bounds = self._row_bounds(output, own, usual)
+                # What is no finite number is beyond any bound.
+                with np.errstate(over="ignore"):
+                    shares = np.where(np.isinf(errors), np.inf, np.nan_to_num(errors) / bounds)
+                at = np.unravel_index(int(shares.argmax()), errors.shape)
+                place = tuple(int(i) for i in at[1:])
+                found.append(
+                    Worst(float(np.nan_to_num(errors[at], posinf=np.inf)), float(bounds[at]), number + 1, place)
+                )
+                parts.append((_by_head(errors), _by_head(own)))
+        worst = max(found, key=lambda verdict: verdict.share)
+        if parts and worst.share <= 1:  # a row says where
+            errors, own = (np.concatenate(side, axis=2) for side in zip(*parts, strict=True))
+            times = self.logits if output == LOGITS else self.median * self.coarse
+            # Rows that are heads, or channels, of a sequence read the same tokens: what one errs in, all do.
+            together = calls[0].shape[2] if output != LOGITS and calls[0].ndim == 3 else 1
+            usual = np.fmax(_medians(own), self._usual_medians(output, errors, together))
+            bounds = np.maximum(times * usual, self._sums(output))
+            bounds = np.maximum(bounds, self.tail_median.get(output, np.zeros(2))[:, None])
+            medians = _part_medians(errors)
+            at = np.unravel_index(int((medians / np.maximum(bounds, TINY)).argmax()), medians.shape)
+            median = Worst(float(medians[at]), float(bounds[at]), place=(int(at[1]),), median=True)
+            worst = max(worst, median, key=lambda verdict: verdict.share)
+        return worst
+
+    def mean(self, case: Case, output: str) -> float:
+        """What the mean error of an output of a case may be; infinite where whole runs are judged, whose choices may turn."""
+        return max(SHARP_MEAN * self.coarse * case.own_mean[output], self._sums(output)) if self.sharp else math.inf
+
+    def row_bounds(self, case: Case, number: int, output: str) -> np.ndarray:
+        """What rows of a call's output may err, [2, ...] as `row_errors`."""
+        return self._row_bounds(output, self._own(output, case.own[number][output]), self._usual(output, case))
+
+    def arguments(self, half: bool) -> list[str]:
+        """Polygraphy's flags: a median in half precision, where a tie may turn whole rows, else every number."""
+        bounds = [f"{name}:{bound}" for name, bound in self.absolute.items()]
+        flags = ["--atol", "0.0", *bounds, "--rtol", "0.0", "--check-error-stat", "median" if half else "elemwise"]
+        return [*flags, "--infinities-compare-equal"]
+
+    def _own(self, output: str, errors: np.ndarray) -> np.ndarray:
+        """PyTorch's errors of rows [2, ...]. Along a row of a state in half precision at least what its largest error is where all are by
+        chance: features that PyTorch norms in float32 sum to a constant, so along a sum of them it hardly errs; kernels round each."""
+        if not self.half or output == LOGITS:
+            return errors
+        return np.stack([errors[0], np.maximum(errors[1], errors[0] / EVEN)])
+
+    def _usual(self, output: str, case: Case) -> np.ndarray:
+        """The root of the mean square of PyTorch's errors over all rows; in float32 that of a state's rows in this case where it is larger,
+        for sums over many tokens err by more than those over few. In half precision `tail` says so."""
+        if output == LOGITS or output in self.tail:
+            return self.usual[output]
+        own = [call[output].reshape(2, -1) for call in case.own if output in call]
+        rows = np.concatenate([*own, np.zeros((2, 1))], axis=1).astype(np.float64)
+        rows = rows[:, np.isfinite(rows).all(0)]
+        return np.fmax(self.usual[output], np.sqrt(np.square(rows).mean(1)))
+
+    def _row_bounds(self, output: str, own: np.ndarray, usual: np.ndarray) -> np.ndarray:
+        """Of errors [2, ...]."""
+        own = np.where(np.isfinite(own), own, 0.0)  # where PyTorch's own run overflows it allows nothing
+        across = (2, *[1] * (own.ndim - 1))
+        usual, tail = (side.reshape(across) for side in (usual, self.tail.get(output, np.zeros(2))))
+        bounds = np.maximum(self.row * np.fmax(own, usual), tail)
+        return np.asarray(np.maximum(self.coarse * bounds, max(self._sums(output), TINY)))
+
+    def _usual_medians(self, output: str, errors: np.ndarray, together: int) -> np.ndarray:
+        """Of as many of PyTorch's rows as parts [2, heads, n] have, [2, heads]: the medians' upper limits. `together` rows are one draw."""
+        ordered, rows = self.ordered[output], (~np.isnan(errors)).sum(2)
+        size = ordered.shape[1]
+        at = np.ceil(size * _above(np.maximum(rows // together, 1))).astype(int) - 1
+        return np.take_along_axis(ordered, at, axis=1) if size else np.zeros(rows.shape)
+
+    def _sums(self, output: str) -> float:
+        return self.sums.get(output, 0.0)
+
+
+def _by_head(errors: np.ndarray) -> np.ndarray:
+    """Rows [2, heads, n] of a state's [2, B, H, ..]; all as one of logits [2, B, T] and of what has no heads."""
+    heads = errors.shape[2] if errors.ndim > 3 else 1
+    return errors.swapaxes(1, 2).reshape(2, heads, -1) if heads > 1 else errors.reshape(2, 1, -1)
+
+
+def _part_medians(rows: np.ndarray) -> np.ndarray:
+    """Of [2, heads, n]; 0 of a head with too few rows."""
+    few = np.isfinite(rows).sum(2) < FEWEST
+    return np.where(few, 0.0, np.nan_to_num(_medians(rows), posinf=np.inf))
+
+
+def _above(count: np.ndarray) -> np.ndarray:
+    """The part of a distribution below which the median of `count` draws lies but for CHANCE. Where q of it lie above, at least half of n
+    draws do by a chance of (4 q (1 - q))^(n / 2) at most (Chernoff, "A Measure of Asymptotic Efficiency", 1952)."""
+    return np.asarray((1 + np.sqrt(1 - CHANCE ** (2 / count))) / 2)
+
+
+def _medians(rows: np.ndarray) -> np.ndarray:
+    """Of what is no NaN; NumPy's own takes one row after the other."""
+    ordered = np.sort(rows, axis=2)  # NaN last
+    count = (~np.isnan(rows)).sum(2, keepdims=True)
+    if not rows.shape[2]:
+        return np.full(rows.shape[:2], np.nan)
+    middle = np.maximum(np.concatenate([(count - 1) // 2, count // 2], axis=2), 0)
+    return np.asarray(np.take_along_axis(ordered, middle, axis=2).mean(2))
+
+
+def _rounded_up(value: float) -> float:
+    """`value` with three digits, never less; so that flags stay short."""
+    if value == 0:
+        return 0.0
+    digits = DIGITS - 1 - math.floor(math.log10(value))
+    return round(math.ceil(value * 10**digits) / 10**digits, digits)

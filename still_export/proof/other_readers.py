@@ -1,0 +1,106 @@
+"""Other programs that read a model's files: transformers with PEFT, the gguf package, safetensors alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from still_export.discovery import recognised
+from still_export.proof.other_gguf import read_gguf_tensors
+from still_export.proof.theirs import Theirs, logits_of, too_large
+
+if TYPE_CHECKING:
+    from still_export.models.load import Source
+
+
+def read_theirs(path: Path, overlays: Sequence[Path], source: Source) -> Theirs:
+    """The model as another program reads it: transformers with PEFT, the gguf package, or safetensors alone."""
+    if path.is_file():
+        return read_gguf_tensors(path, overlays)
+    reason = _not_transformers(path, source)
+    adapters = [overlay for overlay in overlays if (overlay / "adapter_config.json").is_file()]
+    others = [overlay for overlay in overlays if overlay not in adapters]
+    if not reason and not others and not any(_is_ours(overlay) for overlay in adapters):
+        return _read_transformers(path, adapters)
+    if overlays:
+        reason = reason or "an overlay has feature maps of this project"
+        return Theirs(
+            "safetensors", {}, why=[f"the files by another reader: {reason}, and its merge is this project's own"]
+        )
+    why = [f"logits by another program: {reason}"]
+    if (path / "config.json").is_file() and "quantization_config" in (path / "config.json").read_text(encoding="utf-8"):
+        return Theirs("safetensors", {}, why=[*why, "the file's codes by another reader: no library here undoes them"])
+    return Theirs("safetensors", _read_safetensors(path), why=why)
+
+
+def _is_ours(overlay: Path) -> bool:
+    return "still_config" in (overlay / "adapter_config.json").read_text(encoding="utf-8")
+
+
+def _not_transformers(path: Path, source: Source) -> str:
+    """Why transformers cannot be asked; "": it can."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        kind = kind[0] if isinstance(kind, tuple) else kind
+    except Exception as error:  # what it cannot read it refuses in many ways
+        return f"transformers has no class for it ({type(error).__name__})"
+    said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if (ours := recognised(said)) != said.get("model_type"):
+        return f"its config.json says {config.model_type}, and it is a {ours} model"
+    if not kind.__module__.startswith("transformers."):
+        return f"transformers has no class of its own for {config.model_type}"
+    if getattr(config, "quantization_config", None) is not None:
+        return "transformers needs the library of its quantization"
+    return too_large(sum(math.prod(weight.shape) for weight in source.weights.values()))
+
+
+def _read_transformers(path: Path, adapters: Sequence[Path]) -> Theirs:
+    from transformers import AutoModelForCausalLM
+
+    by = "transformers"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+        )
+        model, info = loaded
+        if lacks := sorted(info["missing_keys"]):
+            return Theirs(
+                by, _read_safetensors(path), why=[f"logits by another program: transformers finds no {lacks[0]}"]
+            )
+        for adapter in adapters:
+            from peft import PeftModel
+
+            by = "PEFT"
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except Exception as error:  # of whole libraries
+        reason = " ".join(str(error).split())[:200]
+        return Theirs(by, {}, why=[f"the files by another reader: {by} cannot read them ({reason})"])
+    return Theirs(by, dict(model.state_dict()), logits_of(model.float().eval()), merged=bool(adapters))
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a folder by the rule of the format's own library: model.safetensors, or the shards that its index names."""
+    from safetensors import safe_open
+
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = [path / name for name in sorted(set(named.values()))]
+    else:
+        files = sorted(path.glob("*.safetensors"))[:1]
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}
+    return found

@@ -1,0 +1,42 @@
+"""Does a model overflow in the type that it is exported in? One short text through PyTorch, a layer at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from still_export.errors import StillExportError
+from still_export.graph.options import ExportOptions
+from still_export.models.load import load_tokenizer
+from still_export.models.read.source import find_source
+from still_export.proof.absolute import Overflow, overflow_of_logits
+from still_export.proof.chains import Chain, nothing
+from still_export.proof.layerwise import LayerwiseModel
+
+TEXT = "The quick brown fox jumps over 13 lazy dogs. def f(x): return x + 1"
+MOST = 32
+"""Tokens that are asked."""
+
+
+def overflow_of(options: ExportOptions) -> Overflow | None:
+    """The first layer whose output of a short text is not finite in `options.dtype`, or logits that are one number; None: there is none.
+
+    Raises:
+        StillExportError: The model cannot be read.
+    """
+    source = find_source(options)
+    layers = LayerwiseModel({"model": {"all_logits": False}}, source)
+    vocabulary = int(source.config.vocab_size)
+    try:
+        ids = load_tokenizer(options.model, options.revision)(TEXT)["input_ids"]
+    except StillExportError:
+        ids = np.random.default_rng(0).integers(0, vocabulary, MOST).tolist()
+    tokens = np.clip(np.array([ids[:MOST] or [0]], np.int64), 0, vocabulary - 1)
+    feed = layers.empty_feed(1, tokens.shape[1]) | {"input_ids": tokens, "new_tokens": np.array([tokens.shape[1]])}
+    passage = layers.begin([Chain.of(feed, nothing)])
+    for index in range(layers.layers):
+        passage.through(index)
+        if passage.overflows[0] is not None:
+            return Overflow(index)
+    passage.answer()
+    logits = passage.outputs[0][0]["logits"]
+    return overflow_of_logits([logits])

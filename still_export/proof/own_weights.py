@@ -1,0 +1,96 @@
+"""What can be said of a package whose model is gone: its own graphs against each other, and its programs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from still_export.graph.quantization.policy import rounds_activations
+from still_export.package.files import MODEL, PORTABLE
+from still_export.package.folder import Package, open_package
+from still_export.proof.answers import Progress, silent
+from still_export.proof.chains import empty_feed
+from still_export.proof.other_graphs import STEPS, other_lengths
+from still_export.proof.prompts import Prompts
+from still_export.proof.sessions import Target
+from still_export.proof.texts_asked import asked_tokens
+from still_export.proof.verdict import Check, Verdict
+from still_export.proof.whole_package import check_programs
+from still_export.runtime.sampling import RunError
+from still_graphs.states import StateTable
+
+AGAINST = "against the package's own weights"
+OFF = {"float32": 1e-3, "float16": 3e-2}
+"""Of the spread of the logits that two graphs over the same weights may differ by on the whole; nothing else says how much is rounding."""
+OFF_ROUNDED = 0.2
+"""The same where products round what they read to 8 bits: ONNX Runtime's own and those of this project round other blocks."""
+
+
+def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Progress = silent) -> Verdict:
+    """Compare the graphs of a package with each other, and run its programs.
+
+    Args:
+        path: Its folder, whose files are compared with their hashes.
+        provider: Of ONNX Runtime.
+        seed: Of the prompts.
+        reason: Why the model cannot be read.
+        progress: Told each step.
+
+    Raises:
+        PackageError: The package is damaged.
+    """
+    package = open_package(path)
+    verdict = Verdict(not_asked=[f"the model, its weights, its tokenizer and PyTorch: {reason}"])
+    progress("running the package's programs", 0, 0)
+    verdict.add(check_programs(package, provider))
+    manifest = package.manifest
+    if manifest["target"] != "onnx" or manifest.get("speculate"):
+        verdict.not_asked.append(
+            "the package's graphs against each other: verify a package --to onnx, without --speculate"
+        )
+        return verdict
+    progress("comparing the package's graphs", 0, 0)
+    users = Target(package, "ort", provider)
+    right = _logits(package, users, seed)
+    finite = all(np.isfinite(each).all() for each in right)
+    varied = all(np.ptp(each, axis=-1).min() > 0 for each in right)
+    wrong = "" if finite and varied else "they are not finite" if not finite else "they are one number"
+    verdict.checks.append(
+        Check("logits are finite and differ from token to token", not wrong, wrong, MODEL * bool(wrong))
+    )
+    ways = [(f"{MODEL} without the native kernels", MODEL)] * users.native
+    ways += [(PORTABLE, PORTABLE)] * (PORTABLE in manifest["files"])
+    for name, graph in ways:
+        verdict.checks.append(_compare(name, package, Target(package, "ort", bodies=True, graph=graph), seed, right))
+    return verdict
+
+
+def _compare(name: str, package: Package, target: Target, seed: int, right: list[np.ndarray]) -> Check:
+    bound = OFF_ROUNDED if rounds_activations(package.manifest) else OFF[package.manifest["model"]["dtype"]]
+    what = f"{name} computes what {MODEL} does"
+    try:
+        found = _logits(package, target, seed)
+    except RunError as error:
+        return Check(what, False, str(error), target.graph)
+    off = max(float(np.abs(a - b).mean() / max(float(b.std()), 1e-30)) for a, b in zip(found, right, strict=True))
+    passed = off <= bound
+    return Check(what, passed, "" if passed else "logits differ, of their spread", target.graph, off, bound)
+
+
+def _logits(package: Package, target: Target, seed: int) -> list[np.ndarray]:
+    """Of every prompt and every step, float64."""
+    manifest = package.manifest
+    table = StateTable.of(manifest)
+    words = asked_tokens(package.path, manifest)
+    prompts = Prompts(manifest, partial(empty_feed, table), other_lengths(table.period), STEPS, seed, words)
+    found = []
+    with target.open() as session:
+        for number in range(prompts.count):
+            asked = prompts.begin(number)
+            outputs = session.carry(asked.feeds)
+            found += [each["logits"].astype(np.float64) for each in outputs]
+            if asked.steps:
+                found.append(session.step(asked.steps)["logits"].astype(np.float64))
+    return found

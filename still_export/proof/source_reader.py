@@ -1,0 +1,224 @@
+"""The user's own files, read by somebody else: transformers, PEFT, the gguf package, or safetensors itself.
+
+What this project's loader makes of them is compared tensor by tensor, and where another program has the model, logit by logit. So a fault
+of the loader is seen, which reads the files for the package and for the reference alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from still_export.mixers.cache import state_table
+from still_export.mixers.layers import FULL, HYBRID, WINDOWED
+from still_export.mixers.projections import ProjectedAttention
+from still_export.models.read.weights import Deferred, value_of
+from still_export.proof.chains import Chain, nothing
+from still_export.proof.layerwise import LayerwiseModel
+from still_export.proof.other_readers import read_theirs
+from still_export.proof.theirs import Theirs
+from still_export.proof.verdict import Check, Verdict
+
+if TYPE_CHECKING:
+    from still_export.graph.options import ExportOptions
+    from still_export.models.load import Source
+
+PROMPTS = (1, 7, 48)
+"""Tokens of the prompts that both models answer."""
+OFF = 1e-3
+"""Of the largest logit that two float32 runs of a model may differ by: sums in another order gave up to 3e-5 in models of 40 layers."""
+SUMMED = 2.0**-16
+"""Of the largest number of a row that a merged adapter may differ by: its product is summed in another order."""
+SHOWN = 4
+_LAYER = re.compile(r"\.(?:layers|h|blocks|blk)\.(\d+)\.")
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "backbone.", "transformer.", "")
+_NO_WEIGHTS = ("rotary_emb.inv_freq", ".rope.freqs")
+
+
+def check_source(source: Source, options: ExportOptions, path: Path, overlays: Sequence[Path]) -> Verdict:
+    """Compare what this project's loader reads with what others read.
+
+    Args:
+        source: As the loader has it, in float32.
+        options: Of the export.
+        path: The model's folder or GGUF file.
+        overlays: Folders of adapters.
+    """
+    verdict = Verdict()
+    with _quiet():
+        theirs = read_theirs(path, overlays, source)
+        verdict.not_asked += theirs.why
+        verdict.add(_check_tensors(source, theirs, _fresh(source) if options.attach_untrained else frozenset()))
+        prompts = _prompts(source, options)
+        if theirs.logits is not None and not prompts:
+            verdict.not_asked.append(
+                "logits by another program: it has softmax where this model has layers that are linear"
+            )
+        right = [] if theirs.logits is None else [theirs.logits(ids) for ids in prompts]
+        by = theirs.by
+        del theirs  # one model at a time
+    if right:
+        verdict.checks.append(_check_logits(source, by, prompts, right))
+    return verdict
+
+
+def _check_logits(source: Source, by: str, prompts: Sequence[Tensor], right: Sequence[Tensor]) -> Check:
+    layers = LayerwiseModel({"model": {"all_logits": True}}, source)
+    chains = []
+    for ids in prompts:
+        feed = layers.empty_feed(1, ids.shape[1])
+        feed |= {"input_ids": ids.numpy(), "new_tokens": np.array([ids.shape[1]])}
+        chains.append(Chain.of(feed, nothing))
+    worst, where = 0.0, ""
+    for ids, expected, calls in zip(prompts, right, layers.run(chains), strict=True):
+        found = torch.from_numpy(calls[0]["logits"][0])
+        error = (found - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-30)
+        error = error.nan_to_num(nan=math.inf)
+        if float(error.max()) > worst:
+            worst, where = float(error.max()), f"token {int(error.argmax())} of {ids.shape[1]}"
+    name = f"the model that was read answers as {by} does"
+    what = "its logits differ, of the largest one" if worst > OFF else ""
+    return Check(name, worst <= OFF, what, where if worst > OFF else "", worst, OFF)
+
+
+def _fresh(source: Source) -> frozenset[str]:
+    """Tensors that no file has: untrained attention starts with them."""
+    modules = [(n, m) for n, m in source.outline().named_modules() if isinstance(m, ProjectedAttention)]
+    return frozenset(f"{prefix}.{name}" for prefix, module in modules for name in module.fresh_names())
+
+
+def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Verdict:
+    """Every tensor that has a counterpart by name, and those that have one by what they hold; `fresh` are in no file."""
+    wrong: list[tuple[str, str]] = []
+    unknown: list[str] = []
+    computes = theirs.logits is None and source.family.published.tensors is not None
+    used: set[str] = set()
+    by_layer: dict[str | None, list[str]] = {}
+    for name in theirs.tensors:
+        by_layer.setdefault(_layer_of(name), []).append(name)
+    for name, weight in source.weights.items():
+        value = value_of(weight).detach().float()
+        adapted = theirs.merged or (isinstance(weight, Deferred) and weight.adapted is not None)
+        other = _counterpart(name, theirs.tensors)
+        if other is not None and theirs.tensors[other].numel() == value.numel():
+            used.add(other)
+            right = theirs.tensors[other].float().reshape(value.shape)
+            if (found := _difference(value, right, adapted)) is None:
+                continue
+            if computes:
+                unknown.append(name)
+            else:
+                wrong.append((name, f"{name}{found}, by {theirs.by} in {other}" * bool(found)))
+            continue
+        held = next((n for n in by_layer.get(_layer_of(name), ()) if _holds(theirs.tensors[n], value, adapted)), None)
+        if held is not None:
+            used.add(held)
+        elif name not in fresh:
+            unknown.append(name)
+    lost = [name for name in theirs.tensors if name not in used and not name.endswith(_NO_WEIGHTS)]
+    tied = source.config.tie_word_embeddings
+    lost = [name for name in lost if not (tied and name.endswith("lm_head.weight"))]
+    if (
+        not unknown and not source.others and not computes
+    ):  # else they may be parts of what this project computes of several
+        wrong += [(name, f"{name} is in the file and no part of the model that was read") for name in lost]
+    known = len(source.weights) - len(unknown) - len(fresh.intersection(source.weights))
+    name = f"{known} tensors are what {theirs.by} reads"
+    first = wrong[0] if wrong else ("", "")
+    what = first[1] + (f"; {len(wrong)} tensors are not" if len(wrong) > 1 else "")
+    check = Check(name, not wrong, what, first[0], notes=tuple(text for _, text in wrong[1 : 1 + SHOWN]))
+    verdict = Verdict.of([check] if theirs.tensors else [])
+    if unknown and theirs.tensors:
+        some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        verdict.not_asked.append(
+            f"{len(unknown)} tensors by another reader ({some}): it has none of these names, so they are computed of several"
+        )
+    return verdict
+
+
+def _layer_of(name: str) -> str | None:
+    match = _LAYER.search(f".{name}")
+    return match[1] if match else None
+
+
+def _counterpart(name: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """The name that a tensor of a model has in `tensors`: its own, or with another beginning."""
+    if name in tensors:
+        return name
+    bare = name.removeprefix("model.")
+    return next((found for prefix in _PREFIXES if (found := f"{prefix}{bare}") in tensors), None)
+
+
+def _difference(value: Tensor, right: Tensor, adapted: bool) -> str | None:
+    """Where two tensors differ most; None: nowhere."""
+    allowed: Tensor | float = 0.0
+    if adapted:
+        allowed = (right.abs().amax(-1, keepdim=True) if right.dim() else right.abs()) * SUMMED
+    same = (value - right).abs() <= allowed
+    if bool(same.all()):
+        return None
+    error = (value - right).abs().nan_to_num(nan=math.inf).masked_fill(same, -1)
+    at = tuple(int(x) for x in np.unravel_index(int(error.argmax()), error.shape))
+    return f"{list(at)} is {float(value[at]):.6g}, {float(right[at]):.6g}; {int((~same).sum()):,} numbers differ"
+
+
+def _holds(whole: Tensor, part: Tensor, adapted: bool) -> bool:
+    """Whether `part`, as it is or transposed, is rows of `whole` or all of it."""
+    for value in (part, part.transpose(-1, -2)) if part.dim() > 1 else (part,):
+        if whole.numel() == value.numel():
+            if _difference(value.reshape(-1), whole.float().reshape(-1), adapted) is None:
+                return True
+            continue
+        if value.dim() == 0 or whole.dim() == 0 or whole.shape[-1] != value.shape[-1] or whole.numel() < value.numel():
+            continue
+        rows, wanted = whole.float().reshape(-1, whole.shape[-1]), value.reshape(-1, value.shape[-1])
+        tiny = wanted[:1].abs().amax() * SUMMED if adapted else 0.0
+        for start in ((rows - wanted[:1]).abs().amax(-1) <= tiny).nonzero()[:, 0].tolist():
+            piece = rows[start : start + len(wanted)]
+            if piece.shape == wanted.shape and _difference(wanted, piece, adapted) is None:
+                return True
+    return False
+
+
+def _prompts(source: Source, options: ExportOptions) -> list[Tensor]:
+    """Tokens that both models answer: where STILL attention is attached untrained, no more than it answers as the model does."""
+    most = max(PROMPTS)
+    if options.attach_untrained:
+        still = source.config.still
+        kinds = {still.layer_type(number) for number in range(source.config.num_hidden_layers)}
+        if not kinds <= {HYBRID, FULL, WINDOWED}:
+            return []
+        growths = [state.growth for state in state_table(source.config, torch.float32) if state.growth]
+        most = min([most, *(2 * int(growth["per"]) for growth in growths if growth["lag"])])
+    generator = torch.Generator().manual_seed(0)
+    sizes = sorted({min(size, most) for size in PROMPTS})
+    return [torch.randint(int(source.config.vocab_size), (1, size), generator=generator) for size in sizes]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the reports of loading of other libraries."""
+    from transformers.utils import logging as reports
+
+    level, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
+    reports.set_verbosity_error()
+    reports.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the gguf reader's bar asks nobody
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        reports.set_verbosity(level)
+        if bars:
+            reports.enable_progress_bar()

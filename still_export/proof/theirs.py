@@ -1,0 +1,68 @@
+"""A model as another program reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOM = 0.5
+"""Of the free memory that another program's model may take."""
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A model as another program reads it.
+
+    Args:
+        by: Which one.
+        tensors: By its names, float.
+        logits: Answers prompts of tokens [1, T] with [T, V]; None: it cannot.
+        merged: Adapters were added.
+        why: Why it cannot, or what it left out.
+    """
+
+    by: str
+    tensors: Mapping[str, Tensor]
+    logits: Callable[[Tensor], Tensor] | None = None
+    merged: bool = False
+    why: list[str] = field(default_factory=list)
+
+
+def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """What a model of transformers answers to tokens [1, T]: logits [T, V]."""
+    if hasattr(model.config, "_experts_implementation"):
+        model.config._experts_implementation = "eager"  # the others want sizes that are multiples
+    for module in model.modules():
+        if hasattr(module, "time_step_limit") and hasattr(model.config, "time_step_limit"):
+            module.time_step_limit = tuple(
+                model.config.time_step_limit
+            )  # Nemotron-H's is another in transformers (#48989)
+
+    def logits(ids: Tensor) -> Tensor:
+        with torch.inference_mode():
+            found: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+            return found
+
+    return logits
+
+
+def too_large(parameters: int) -> str:
+    """Why a float32 model of so many parameters is not read; "": there is room."""
+    size, free = 4 * parameters, _free_memory()
+    if size <= ROOM * free:
+        return ""
+    return f"transformers' model takes {size / 2**30:.1f} GB, more than half of the {free / 2**30:.1f} that are free"
+
+
+def _free_memory() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return math.inf

@@ -1,0 +1,64 @@
+"""What a proof found: checks that passed or failed, and what it did not ask. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold, beside the comparison of outputs.
+
+    Args:
+        name: What must hold, in words: "scales equal the file's".
+        passed: Whether it does.
+        what: What was found, in one sentence.
+        where: The tensor, layer, file or token of the worst finding.
+        value, bound: The worst finding and what it may be, where both are numbers.
+        notes: Further findings, one line each.
+    """
+
+    name: str
+    passed: bool
+    what: str = ""
+    where: str = ""
+    value: float | None = None
+    bound: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for the console."""
+        numbers = "" if self.value is None else f"{self.value:.3g}"
+        numbers += "" if self.value is None or self.bound is None else f", bound {self.bound:.3g}"
+        found = "; ".join(filter(None, (self.where, self.what, numbers)))
+        said = "yes" if self.passed else "NO"
+        return f"{self.name}: {said}" + (f", {found}" if found and not self.passed else "")
+
+
+@dataclass
+class Verdict:
+    """Checks, and what was not asked: one line each, printed beside PASSED."""
+
+    checks: list[Check] = field(default_factory=list)
+    not_asked: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    def add(self, other: Verdict) -> None:
+        """Add what another part of the proof found."""
+        self.checks += other.checks
+        self.not_asked += [line for line in other.not_asked if line not in self.not_asked]
+
+    @classmethod
+    def of(cls, checks: Iterable[Check]) -> Verdict:
+        """Of checks alone."""
+        return cls(list(checks))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can hold."""
+        return {"checks": [vars(check) for check in self.checks], "not_asked": self.not_asked}

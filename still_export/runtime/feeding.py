@@ -1,0 +1,61 @@
+"""How a model's tokens are fed, where that is not one after the other as they are given. No torch, no runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """What a model asks of its runner.
+
+    Args:
+        every: Tokens of a text behind which the runner inserts one; 0: nowhere.
+        token: The id that is inserted.
+        whole_prompts: The model decides by all of a prompt, which is one call and continues no other.
+    """
+
+    every: int = 0
+    token: int = 0
+    whole_prompts: bool = False
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> Feeding:
+        """What a package's manifest says."""
+        found = manifest.get("feeding") or {}
+        inserted = found.get("inserted") or {}
+        return cls(inserted.get("every", 0), inserted.get("id", 0), bool(found.get("whole_prompts")))
+
+    def given(self, length: int) -> int:
+        """Tokens of the text in a sequence of `length` tokens."""
+        return length - length // (self.every + 1) if self.every else length
+
+    def length(self, given: int) -> int:
+        """Tokens of a sequence whose text has `given`."""
+        return given + given // self.every if self.every else given
+
+    def fed(self, tokens: np.ndarray, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """What is fed for `tokens` [.., T] of a text to sequences of `length` tokens, and for each of the T the place of the logits that
+        follow it: those of an inserted token where one does."""
+        places = np.arange(tokens.shape[-1])
+        if not self.every:
+            return tokens, places
+        known = self.given(length)
+        places = places + (known + places) // self.every - known // self.every
+        found = np.full((*tokens.shape[:-1], self.length(known + tokens.shape[-1]) - length), self.token, tokens.dtype)
+        found[..., places] = tokens
+        return found, np.append(places[1:], found.shape[-1]) - 1
+
+    def step(self, token: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is fed for one token [B] of each text: ids [B, 1 or 2], and how many of them are a sequence's own, [B]."""
+        full = (
+            np.zeros_like(length)
+            if not self.every
+            else (length % (self.every + 1) == self.every - 1).astype(length.dtype)
+        )
+        ids = np.stack([token, np.full_like(token, self.token)], axis=1)[:, : 1 + int(full.max(initial=0))]
+        return ids, 1 + full

@@ -1,0 +1,56 @@
+"""An answer's reasoning and its content, told apart as they come.
+
+Exports copy this file into packages.
+"""
+
+from __future__ import annotations
+
+
+class Reasoning:
+    """Splits an answer in pieces at the marks around its reasoning, which belong to neither; nor does the blank beside them.
+
+    Args:
+        marks: Before and behind reasoning, as of `ChatFormat.thoughts`; None: there is none.
+        opened: The prompt ends with the first mark.
+    """
+
+    def __init__(self, marks: tuple[str, str] | None, opened: bool) -> None:
+        self._marks, self._opened = marks or ("", ""), opened
+        self._state = "begin" if marks else "content"
+        self._held = ""  # what may be part of a mark, or blank before one
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """(reasoning, content) that are certain with this piece."""
+        self._held += piece
+        before, behind = self._marks
+        thought = ""
+        if self._state == "begin":
+            text = self._held.lstrip()
+            if len(text) < len(before) and before.startswith(text):
+                return "", ""
+            self._state = "blank" if self._opened or text.startswith(before) else "content"
+            if self._state == "blank":
+                self._held = text.removeprefix(before)
+        if self._state == "blank" and (text := self._held.lstrip()):
+            self._state, self._held = "thought", text
+        if self._state == "thought":
+            thought, found, rest = self._held.partition(behind)
+            if found:
+                thought, self._state, self._held = thought.rstrip(), "rest", rest
+            else:
+                part = max((n for n in range(1, len(behind)) if thought.endswith(behind[:n])), default=0)
+                sure = thought[: len(thought) - part].rstrip()
+                thought, self._held = sure, thought[len(sure) :]
+        if self._state == "rest" and (text := self._held.lstrip()):
+            self._state, self._held = "content", text
+        if self._state != "content":
+            return thought, ""
+        content, self._held = self._held, ""
+        return thought, content
+
+    def end(self) -> tuple[str, str]:
+        """What was held back."""
+        held, self._held = self._held, ""
+        if self._state in ("thought", "blank"):
+            return held.rstrip(), ""
+        return "", held if self._state == "begin" else ""

@@ -1,0 +1,1 @@
+"""Flux Attention (arXiv:2604.07394)."""

@@ -1,0 +1,5 @@
+"""Published folders of Flux Attention, which say "qwen3"."""
+
+from still_export.discovery import Folder
+
+FOLDERS = (Folder("flux_qwen3", lambda config: config.get("model_type") == "qwen3" and "toggle_type" in config),)

@@ -1,0 +1,1 @@
+"""Landmark attention (arXiv:2305.16300)."""

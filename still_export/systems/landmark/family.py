@@ -1,0 +1,74 @@
+"""Llama with landmark attention: every so many tokens there is a landmark, which whoever runs the model puts there (`feeding`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.mixers.config import LayersConfig
+from still_export.models.families.linear_mixins import LinearConfigMixin, LlamaModelMixin, Place
+from still_export.models.families.softmax_families import make_family
+
+
+class LandmarkConfigMixin(LinearConfigMixin):
+    """Its blocks, and what does not fit."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Of a block, its landmark among them."""
+        config: Any = self
+        return config.mem_freq + 1
+
+    @property
+    def feeding(self) -> dict[str, Any]:
+        """As of the manifest."""
+        config: Any = self
+        return {"inserted": {"every": config.mem_freq, "id": config.mem_id}}
+
+    def read_still(self) -> LayersConfig:
+        config: Any = self
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        return super().read_still()
+
+    def check(self, still: LayersConfig) -> None:
+        super().check(still)
+        config: Any = self
+        if config.cache_top_k is not None:
+            raise UnsupportedModelError(
+                f"cache_top_k={config.cache_top_k} in config.json of a llama_with_landmark model: blocks that are fetched get other "
+                "positions than they were read at. All blocks are read here; leave it out."
+            )
+        if not config.include_landmark_in_loss:
+            raise UnsupportedModelError(
+                "include_landmark_in_loss=false in config.json of a llama_with_landmark model; covered: true, with which a landmark's "
+                "logits are those of the token behind it."
+            )
+        if config.mem_freq < 1 or not 0 <= config.mem_id < config.vocab_size:
+            raise ConfigError(
+                f"mem_freq={config.mem_freq} and mem_id={config.mem_id} in config.json; a landmark stands behind at least 1 token, and is "
+                f"one of the {config.vocab_size} of the vocabulary. Fix them."
+            )
+
+
+FAMILIES = (
+    make_family(
+        __name__,
+        LlamaConfig,
+        LlamaForCausalLM,
+        (LandmarkConfigMixin, LlamaModelMixin),
+        title="LlamaLandmark",
+        name="llama_with_landmark",
+        linear=True,
+        fields={
+            "layer_types": (list[str] | None, None),
+            "mem_id": (int, 32001),
+            "mem_freq": (int, 50),
+            "train_context_length": (int, 512),
+            "include_landmark_in_loss": (bool, True),
+            "cache_top_k": (int | None, None),
+        },
+        places={"full_attention": Place("landmark_attention", ("self_attn",))},
+    ),
+)

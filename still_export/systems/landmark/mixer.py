@@ -1,0 +1,52 @@
+"""Landmark attention's layers: tokens of other blocks are found by their blocks' landmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
+from still_export.mixers.attention.mixer import KeysMixer, sizes
+from still_export.mixers.base import LayerOp
+from still_export.mixers.layers import head_size
+from still_kernels.landmark_attention.meaning import Inputs
+from still_kernels.landmark_attention.meaning import landmark_attention as kernel
+from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
+
+landmark_attention = op_of_keys(LANDMARK_ATTENTION, Inputs, kernel)
+"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
+
+
+class Landmark(KeyedAttention):
+    """Landmark attention (arXiv:2305.16300), with the projections of the module that it replaces.
+
+    block_tokens: Of a block, its landmark among them.
+    """
+
+    block_tokens: int
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        heads = self.project_heads(hidden, position_embeddings)
+        sizes = {"block_tokens": self.block_tokens}
+        output = self.attended(landmark_attention, Inputs, heads, past_key_values, **sizes)
+        return self.project_out(output, hidden)
+
+
+class LandmarkAttentionMixer(KeysMixer):
+    """Layers of type "landmark_attention"; a family's configuration has `block_tokens`."""
+
+    name = "landmark_attention"
+    of_families = True
+    as_numbers = "finds blocks by the keys of landmarks, which are kept as numbers"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        return (LayerOp(LANDMARK_ATTENTION, {"block_tokens": config.block_tokens}, sizes(config)),)
+
+    def made(self, base: nn.Module, config: Any, index: int) -> Landmark:
+        module = Landmark(base, head_size(config))
+        module.block_tokens = config.block_tokens
+        return module
+
+
+MIXERS = (LandmarkAttentionMixer(),)

@@ -1,0 +1,128 @@
+"""Liger-GLA: the mean of softmax over the latest tokens and of GLA whose gate is the key's projection.
+
+Source: Liger, arXiv:2503.01496. Its pooling of the key's projection to the size that it has leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from transformers.utils.generic import maybe_autocast
+
+from still_export.mixers.base import LayerOp, Mixer, PagedProjection, PagedTokens, heads_of_rank
+from still_export.mixers.fixed import BesideFixedStates
+from still_export.mixers.gated_linear_attention.mixer import LOGIT_NORMALIZER
+from still_export.mixers.hybrid_attention.cache import HybridLayer
+from still_export.mixers.hybrid_attention.window import WindowModule, window_of
+from still_export.mixers.layers import head_size
+from still_export.mixers.linear_attention.paged import PagedLinearAttention
+from still_export.mixers.linear_attention.recurrent import recurrent
+from still_export.mixers.trainable import Trainable, TrainableModule
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from still_kernels.linear_attention.meaning import Inputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+
+
+class WindowAndFixedStates(BesideFixedStates[HybridAttentionState], HybridLayer):
+    """The window's keys and values, and beside them the state of GLA."""
+
+
+class LigerGLA(WindowModule):
+    """The projections of the module that it replaces, and nothing else; the heads of a group share their state.
+
+    Args:
+        base: The family's attention module; its submodules are taken over, not copied.
+        window: The layer's softmax part.
+        ops: Of the layer's other part.
+    """
+
+    def __init__(self, base: Any, window: HybridAttentionConfig, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, window)
+        self.ops = tuple(ops)
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        query, key, value = self.heads(hidden)
+        gated = self.gated(query, key, value, past_key_values)
+        query, key = (x.to(value.dtype) for x in self.turned(query, key, position_embeddings))
+        window = self.windowed(query, key, value, past_key_values)
+        return self.o_proj((0.5 * window + 0.5 * gated).flatten(2))
+
+    def gated(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
+        """GLA [B, T, H, D] of heads before RoPE; queries and keys are distributions over their channels."""
+        given = op_inputs(query, key, value)
+        with maybe_autocast(value.device.type, enabled=False):  # the kernel chooses its own precision
+            inputs = Inputs(**given, update_rule="gated", scale=1.0)  # type: ignore[arg-type]
+            return recurrent(inputs, past_key_values, self.layer_idx, self.ops).flatten(2, 3)
+
+
+def op_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """Tensors of GLA's op of heads [.., h, D] before RoPE."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    decay = -softplus(-key.to(wide)) / LOGIT_NORMALIZER
+    query, key = (x.to(wide).softmax(-1).to(value.dtype) for x in (query, key))
+    grouped = query.unflatten(-2, (value.shape[-2], -1))
+    return {"query": grouped, "key": key, "value": value, "decay": decay}
+
+
+class TrainableLigerGLA(TrainableModule, LigerGLA):
+    """LigerGLA as teacher and student."""
+
+
+class PagedLigerGLA(PagedLinearAttention):
+    """One rank's heads of a layer: `heads` query heads, `kv_heads` states, of `dim` channels."""
+
+    projections: Mapping[str, PagedProjection] = {}
+    head_weights: Mapping[str, tuple[int, ...]] = {}
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, window: int) -> None:
+        super().__init__("gated", 1.0, kv_heads, heads // kv_heads, dim, per_key=True)
+        self.window = window
+
+    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
+        return op_inputs(*given.heads)
+
+    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
+        assert window is not None
+        return 0.5 * window + 0.5 * output
+
+
+WINDOW = 64
+"""Tokens of softmax, as Liger has it."""
+
+
+class LigerGLAMixer(Mixer):
+    """Layers of type "liger_gla"."""
+
+    name = "liger_gla"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        window = window_of(config, WINDOW)
+        return LayerOp(HYBRID_ATTENTION, window.attributes(), window.symbols()), *self._beside(config)
+
+    def cache_layer(self, config: Any, index: int) -> WindowAndFixedStates:
+        return WindowAndFixedStates(self._beside(config), window_of(config, WINDOW))
+
+    def module(self, base: nn.Module, config: Any, index: int) -> LigerGLA:
+        return LigerGLA(base, window_of(config, WINDOW), self._beside(config))
+
+    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
+        module.__class__ = TrainableLigerGLA  # wrapping would rename the parameters
+        return module
+
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLigerGLA:
+        heads = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, ranks)
+        return PagedLigerGLA(*heads, head_size(config), WINDOW)
+
+    def _beside(self, config: Any) -> tuple[LayerOp, ...]:
+        dim = head_size(config)
+        sizes = {"H": config.num_key_value_heads, "D": dim, "V": dim}
+        return (LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, sizes),)
+
+
+MIXERS = (LigerGLAMixer(),)

@@ -1,0 +1,5 @@
+"""What a recipe calls Liger-GLA."""
+
+from still_export.mixers.layers import Linearizer
+
+LINEARIZERS = (Linearizer("liger-gla", "liger_gla", trained=False),)

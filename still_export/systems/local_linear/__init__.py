@@ -1,0 +1,1 @@
+"""Local linear attention (arXiv:2510.01450) and Parallax (arXiv:2605.29157)."""

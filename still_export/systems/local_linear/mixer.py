@@ -1,0 +1,78 @@
+"""Layers of Parallax and local linear attention."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
+from still_export.mixers.attention.mixer import KeysMixer, sizes
+from still_export.mixers.base import LayerOp
+from still_export.mixers.fixed import class_for
+from still_export.mixers.layers import head_size
+from still_export.mixers.projections import rotate
+from still_export.mixers.roles import PROJECTION
+from still_kernels.local_linear_attention.meaning import Inputs
+from still_kernels.local_linear_attention.meaning import local_linear_attention as kernel
+from still_kernels.local_linear_attention.spec import LOCAL_LINEAR_ATTENTION
+
+local_linear_attention = op_of_keys(LOCAL_LINEAR_ATTENTION, Inputs, kernel)
+"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
+
+
+class LocalLinearAttention(KeyedAttention):
+    """Local linear attention (arXiv:2510.01450): a correction by ridge regression, with one ridge for all heads."""
+
+    def __init__(self, base: Any, head_dim: int) -> None:
+        super().__init__(base, head_dim)
+        self.ridge = base.ridge
+
+    def beside(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
+        """What the op has beside query [B, T, H, D], keys and values."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return {"ridge": torch.full((query.shape[2],), self.ridge, dtype=wide, device=query.device)}
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        heads = self.project_heads(hidden, position_embeddings)
+        beside = self.beside(hidden, position_embeddings, heads[0])
+        output = self.attended(local_linear_attention, Inputs, heads, past_key_values, **beside)
+        return self.o_proj(output.flatten(2))
+
+
+class Parallax(LocalLinearAttention):
+    """Parallax (arXiv:2605.29157): the correction is a projection, normed and turned as queries are."""
+
+    weight_roles: ClassVar[dict[str, str]] = {**KeyedAttention.weight_roles, "r_proj.weight": PROJECTION}
+
+    def __init__(self, base: Any, head_dim: int) -> None:
+        super().__init__(base, head_dim)
+        self.r_proj, self.r_norm = base.r_proj, getattr(base, "r_norm", None)
+
+    def beside(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
+        assert turn is not None
+        correction = self.r_proj(hidden).view(query.shape)
+        correction = correction if self.r_norm is None else self.r_norm(correction)
+        return {"correction": rotate(correction, *(x[:, :, None] for x in turn))}
+
+
+MODULES: dict[str, type[LocalLinearAttention]] = {"FlaParallax": Parallax, "FlaLocalLinear": LocalLinearAttention}
+"""By the class that each takes the place of."""
+
+
+class LocalLinearAttentionMixer(KeysMixer):
+    """Layers of type "local_linear_attention"."""
+
+    name = "local_linear_attention"
+    of_families = True
+    as_numbers = "corrects values by keys, which are kept as numbers"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        return (LayerOp(LOCAL_LINEAR_ATTENTION, {}, sizes(config)),)
+
+    def made(self, base: nn.Module, config: Any, index: int) -> LocalLinearAttention:
+        return class_for(base, MODULES, "local linear attention")(base, head_size(config))
+
+
+MIXERS = (LocalLinearAttentionMixer(),)

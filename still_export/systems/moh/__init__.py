@@ -1,0 +1,1 @@
+"""MoH, mixture-of-head attention (arXiv:2410.11842)."""

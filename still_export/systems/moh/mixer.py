@@ -1,0 +1,58 @@
+"""MoH's layers: softmax attention of which each token takes the heads of its longest queries, over still::Route and still::Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from still_export.mixers.attention.mixer import AttentionMixer
+from still_export.mixers.attention.module import SoftmaxAttention
+from still_export.mixers.base import Mixer
+from still_export.mixers.experts.op import route
+from still_export.mixers.layers import head_size
+from still_kernels.route.meaning import Inputs, margins, naive_route
+from still_kernels.route.spec import ROUTE
+
+
+class ChosenHeads(SoftmaxAttention):
+    """The first `shared` heads, and of the others the `routed` ones whose queries are longest before positions; the rest give nothing."""
+
+    specs = (ROUTE,)
+
+    def __init__(self, base: Any, head_dim: int, shared: int, routed: int) -> None:
+        super().__init__(base, head_dim)
+        self.shared, self.routed = shared, routed
+        self.watch: Callable[[Tensor], Tensor | None] | None = None
+        """Told of a call's choices, and may replace them, as a router's."""
+
+    def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
+        query, key, value = self.heads(hidden)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        lengths = query[:, :, self.shared :].detach().to(wide).square().sum(-1).sqrt()  # [B, T, other heads]
+        lengths = lengths / (lengths - lengths.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+        router = torch.eye(lengths.shape[-1], dtype=wide, device=query.device)
+        inputs = Inputs(lengths, router, k=self.routed)
+        told = route(inputs) if self.watch is None else naive_route(inputs, self.watch(margins(inputs)))
+        taken = (told[0][..., None] == torch.arange(lengths.shape[-1], device=query.device)).any(-2)
+        output = self.attend(*self.turned(query, key, position_embeddings), value, past_key_values)
+        first, others = output[:, :, : self.shared], output[:, :, self.shared :] * taken[..., None].to(output.dtype)
+        return self.o_proj(torch.cat((first, others), dim=2).flatten(2))
+
+
+class ChosenHeadsMixer(AttentionMixer):
+    """Layers of type "chosen_heads"; a family's configuration has `shared_heads` and `routed_heads`."""
+
+    name = "chosen_heads"
+    of_families = True
+
+    def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
+        Mixer.paged(self, config, index, ranks, rank)  # refuses: an engine's own attention takes all heads
+
+    def made(self, base: nn.Module, config: Any, index: int) -> ChosenHeads:
+        return ChosenHeads(base, head_size(config), config.shared_heads, config.routed_heads)
+
+
+MIXERS = (ChosenHeadsMixer(),)

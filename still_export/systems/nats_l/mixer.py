@@ -1,0 +1,194 @@
+"""NAtS-L's layers: chunks go to softmax attention or to a gated delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from still_export.mixers.attention.keyed import Keyed
+from still_export.mixers.attention.mixer import KeysMixer, sizes
+from still_export.mixers.base import LayerOp, part_of
+from still_export.mixers.block_attention.cache import RowsLayer
+from still_export.mixers.block_attention.op import read_blocks
+from still_export.mixers.experts.op import route
+from still_export.mixers.fixed import BesideFixedStates, class_for
+from still_export.mixers.gated_delta_net.mixer import FlaGatedDeltaNet
+from still_export.mixers.layers import head_size
+from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.projections import unit_length
+from still_export.mixers.roles import GATE, ROUTER
+from still_export.systems.nats_l.op import routed_attention
+from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.meaning import Inputs
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.linear_attention.meaning import Inputs as RuleInputs
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.route.meaning import Inputs as RouteInputs
+from still_kernels.route.meaning import margins, naive_route
+from still_kernels.route.spec import ROUTE
+from still_kernels.routed_attention.meaning import Inputs as RoutedInputs
+from still_kernels.routed_attention.meaning import RoutedState
+from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
+
+
+@dataclass(frozen=True)
+class RoutedKeys(AttentionState):
+    """As of attention, and `chunk_routes` [B, R, ceil(N / 64)], in at least float32."""
+
+    chunk_routes: Tensor | None = None
+
+
+class RoutedLayer(BesideFixedStates[Any], RowsLayer):
+    """Beside them the states that do not grow.
+
+    Args:
+        ops: Whose these are.
+        routes: R.
+    """
+
+    of, kept = RoutedKeys, "chunk_routes"
+
+    def __init__(self, ops: Sequence[LayerOp], heads: int, dim: int, cache: str | None, routes: int) -> None:
+        super().__init__(ops, heads, dim, cache, ROUTED_CHUNK, (routes,))
+
+
+class NatsAttention(FlaGatedDeltaNet, Keyed):
+    """NAtS-L (arXiv:2602.03681): of each chunk of 64 tokens its mean hidden state says whether later tokens find it by softmax attention or
+    in the state of a gated delta rule; both have the same queries, keys and values. Inside a chunk both see it.
+
+    Args:
+        base: The family's module; its submodules and parameters are taken over, not copied.
+        ops: Those with states that do not grow.
+        config: Of the model.
+    """
+
+    specs = (ROUTE,)
+    weight_roles: ClassVar[dict[str, str]] = {
+        **FlaGatedDeltaNet.weight_roles,
+        "nats_layer.weight": ROUTER,
+        "nats_out_weights_layer.weight": GATE,
+    }
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
+        super().__init__(base, ops)
+        self.routes, self.keep_decay = config.routes, int(config.keep_decay)
+        self.softmax_heads, self.softmax_dim = config.num_attention_heads, head_size(config)
+        self.watch: Callable[[Tensor], Tensor | None] | None = None
+        """Told of a call's choices, and may replace them, as a router's."""
+
+    def layer(self, key: Tensor) -> RoutedLayer:
+        return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache, self.routes)
+
+    def chosen(self, hidden: Tensor, before: Tensor, past: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether a chunk whose last token each is goes to softmax, int32 [B, T, R]; and what open chunks are told so far."""
+        first, second = self.nats_layer(hidden).detach().unflatten(-1, (self.routes, 2)).unbind(-1)
+        begins = (past[:, None] + torch.arange(hidden.shape[1], device=hidden.device)) % ROUTED_CHUNK == 0
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        kept = torch.zeros_like(first, dtype=wide).masked_fill(begins[..., None], -torch.inf)[..., None]
+        value = (first - second)[..., None]
+        one = torch.ones_like(value[:, :, :1])
+        told, after = linear_attention(
+            RuleInputs(one[..., None], one, value, kept, new_tokens=new_tokens, update_rule="gated", scale=1.0), before
+        )
+        mean = told[:, :, :, 0, 0].to(wide) / ROUTED_CHUNK
+        # One of each pair is positive: these are the best ones, of equal ones softmax.
+        scores = torch.cat((mean, -mean), -1)
+        router = torch.eye(2 * self.routes, dtype=wide, device=mean.device)
+        asked = RouteInputs(scores, router, k=self.routes, score="sigmoid")
+        went = route(asked) if self.watch is None else naive_route(asked, self.watch(margins(asked)))
+        softmax = (went[0][..., None] == torch.arange(self.routes, device=mean.device)).any(-2)
+        return softmax.to(torch.int32), after
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The call of a decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
+        states, new_tokens, fixed = self.begin(hidden_states, cache_params)
+        kept = part_of(cache_params, self.layer_idx, RoutedLayer)
+        past = torch.zeros_like(new_tokens) if kept is None or kept.length is None else kept.length
+        mixed, gate, b, a = self.project(hidden_states)
+        (query, key, value), columns = self.convolved(mixed, states["conv_state"], new_tokens)
+        softmax, told = self.chosen(hidden_states, states["recurrent_state"], past, new_tokens)
+        shares = self.nats_out_weights_layer(query).unflatten(-1, (self.softmax_heads, 2)).softmax(-1)
+
+        wide, linear = torch.promote_types(b.dtype, torch.float32), dict[str, Tensor]()
+        rows = [x.unflatten(-1, (self.heads, -1)) for x in (query, key, value)]
+        assert a is not None and gate is not None
+        rule = RoutedInputs(
+            *(unit_length(x) for x in rows[:2]),
+            rows[2],
+            self.decay(a)[..., 0],
+            self.step_size(b).to(wide),
+            softmax,
+            new_tokens,
+            past,
+            self.keep_decay,
+        )
+
+        def attend(inputs: Inputs, state: Any, in_place: bool) -> tuple[Tensor, AttentionState]:
+            before = RoutedState(states["routed_state"], states["chunk_state"], state.chunk_routes)
+            linear["output"], blocks, after = routed_attention(rule, before)
+            if fixed is not None:
+                fixed.store({"conv_state": columns, "recurrent_state": told, **_matrices(after)})
+            group = self.softmax_heads // self.routes
+            blocks = blocks[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
+            held = AttentionState(state.key, state.value, state.length)
+            output, present = read_blocks(replace(inputs, blocks=blocks), held, in_place)
+            return output, RoutedKeys(**{**vars(present), "chunk_routes": after.chunk_routes})
+
+        heads = tuple(x.unflatten(-1, (self.softmax_heads, -1)) for x in (query, key, value))
+        output = self.attended(attend, Inputs, self.padded(*heads), cache_params, block_size=ROUTED_CHUNK)
+        size = heads[2].shape[-1]
+        found = linear["output"].flatten(2).unflatten(-1, (self.softmax_heads, size)), output[..., :size]
+        normed = self.o_norm(*found, shares, gate.unflatten(-1, (self.softmax_heads, size)))
+        return self.o_proj(normed.flatten(2))
+
+    def padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed, and as long as the longer of keys and values; the scale stays that of keys."""
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = query * (self.softmax_dim / query.shape[-1]) ** 0.5
+        query, key, value = (pad(x, (0, self.softmax_dim - x.shape[-1])) for x in (query, key, value))
+        return query, key, value
+
+
+def _matrices(after: RoutedState) -> dict[str, Tensor]:
+    return {name: x for name, x in after._asdict().items() if name != "chunk_routes"}
+
+
+class RoutedAttentionMixer(KeysMixer):
+    """Layers of type "routed_attention"; a family's configuration has `routes` and `keep_decay`."""
+
+    name = "routed_attention"
+    of_families = True
+    as_numbers = "reads chosen chunks, whose keys and values are kept as numbers"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        heads, dim, size = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+        rule = {"H": heads, "D": dim, "V": size, "R": config.routes}
+        channels = {"C": heads * (2 * dim + size), "P": config.linear_conv_kernel_dim - 1}
+        # What an open chunk is told so far is the state of a gated rule of one number for each route.
+        told = LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": config.routes, "D": 1, "V": 1})
+        return (
+            LayerOp(CAUSAL_CONV, {"activation": "silu"}, channels),
+            told,
+            LayerOp(ROUTED_ATTENTION, {"keep_decay": int(config.keep_decay)}, rule),
+            LayerOp(BLOCK_ATTENTION, {"block_size": ROUTED_CHUNK}, sizes(config)),
+        )
+
+    def cache_layer(self, config: Any, index: int) -> RoutedLayer:
+        kept = config.num_attention_heads, head_size(config), config.still.deployment.cache
+        return RoutedLayer(self.ops(config, index)[:3], *kept, config.routes)
+
+    def made(self, base: nn.Module, config: Any, index: int) -> Any:
+        kind = class_for(base, {"FlaRouted": NatsAttention}, "routed attention")
+        return kind(base, self.ops(config, index)[:3], config)
+
+
+MIXERS = (RoutedAttentionMixer(),)

@@ -1,0 +1,151 @@
+"""RAT: configuration, modules that hold the weights, family. Its published code writes no folder; the config.json is ours, with the names
+of that code's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn, zeros
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from still_export.errors import ConfigError
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.families.softmax_families import Published, make_family
+from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+
+NAMES = (
+    ("embedding.wte.", "model.embed_tokens."),
+    ("backbone.layers.", "model.layers."),
+    ("backbone.ln.", "model.norm."),
+    ("head.lm_head.", "lm_head."),
+)
+"""Of its code's tensors, and ours."""
+
+
+@strict
+class RatConfig(StackConfig):
+    """What its layers have, under transformers' names where it has the like.
+
+    Args:
+        row_tokens: Of a chunk.
+        groups: Of heads; all heads of one share queries and keys.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    head_dim: int = 128
+    row_tokens: int = 16
+    groups: int = 2
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] | None = None
+
+
+def values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a RatConfig from a config.json with the names of the published settings; errors as of `language_model`."""
+    covered = {"interleave_step": (None, 0), "ln": ("rmsnorm",), "act_fn": ("gelu",), "bias": (False,)}
+    demand_covered("a rat", config, covered)
+    width, layers, dim = (int(config[name]) for name in ("d_model", "num_layers", "d_head"))
+    groups, chunk = int(config.get("ngroups", 2)), int(config.get("chunk_size", 16))
+    if width % dim or (width // dim) % groups:
+        raise ConfigError(
+            f"d_model={width} in config.json must be a multiple of d_head={dim}, and their quotient of ngroups={groups}. Fix one of them."
+        )
+    return {
+        **kept(config),
+        "model_type": "rat",
+        "hidden_size": width,
+        "intermediate_size": int(config.get("d_ffn") or 4 * width),
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // dim,
+        "num_key_value_heads": width // dim,
+        "head_dim": dim,
+        "row_tokens": chunk,
+        "groups": groups,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(config.get("base", 1e4))},
+        "layer_types": ["full_attention"] * layers,
+    }
+
+
+class RatMixer(nn.Module):
+    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.heads, self.head_dim, self.groups = (
+            layer_idx,
+            config.num_attention_heads,
+            config.head_dim,
+            config.groups,
+        )
+        width = config.hidden_size
+        self.in_proj = nn.Linear(width, 3 * width + 2 * self.groups * self.head_dim, bias=False)
+        self.gate_bias = nn.Parameter(zeros(width))
+        self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.out_proj = nn.Linear(width, width, bias=False)
+
+
+class RatFeedForward(nn.Module):
+    """Norm, two linear layers and what goes in."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.ln = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.fc2(nn.functional.gelu(self.fc1(self.ln(hidden))))
+
+
+class RatBlock(nn.Module):
+    """A layer: norm and mixer, added to what goes in, then the feed-forward."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.seq_layer: nn.Module = RatMixer(config, index)
+        self.hidden_layer = RatFeedForward(config)
+
+    def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+        """[B, T, channels] to the same; `cache` is a StillCache or None."""
+        mixed, _ = self.seq_layer(self.seq_layer.input_norm(hidden), past_key_values=cache, **kwargs)  # type: ignore[operator]
+        return self.hidden_layer(hidden + mixed)
+
+
+class ChunkPositions(LlamaRotaryEmbedding):
+    """Cosines and sines of the chunks that tokens are in, [B, T, D] each, and whether a token is its chunk's first one, [B, T, 1]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.row_tokens = config.row_tokens
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        cos, sin = super().forward(x, position_ids // self.row_tokens)
+        return cos, sin, (position_ids % self.row_tokens == 0)[..., None]
+
+
+class RatModelMixin(LinearModelMixin):
+    """Its stack."""
+
+    def stack(self, config: Any) -> Stack:
+        return Stack(config, RatBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config))
+
+
+FAMILIES = (
+    make_family(
+        __name__,
+        RatConfig,
+        StackForCausalLM,
+        (LinearConfigMixin, RatModelMixin),
+        title="Rat",
+        name="rat",
+        linear=True,
+        published=Published(values, NAMES),
+        places={"full_attention": Place("strided_attention", ("seq_layer",))},
+    ),
+)

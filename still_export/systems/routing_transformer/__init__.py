@@ -1,0 +1,1 @@
+"""Routing Transformer (arXiv:2003.05997), read causally."""

@@ -1,0 +1,97 @@
+"""Routing Transformer in a language model: our causal reading, in Llama's layers. No folder is published; the format is ours.
+
+Left out are what follows from the whole sequence (each cluster takes its nearest tokens, and a token may be in several), heads of local
+attention, keys and values that are no token's, and values' positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from torch import nn, zeros
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from still_export.errors import ConfigError
+from still_export.mixers.config import LayersConfig
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.families.softmax_families import make_family
+from still_export.models.families.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
+
+
+@strict
+class RoutingConfig(StackConfig):
+    """What the layers have, under transformers' names where it has the like.
+
+    Args:
+        num_clusters: Of each head.
+        window_size: Tokens of its cluster that a token attends to.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    num_clusters: int = 32
+    window_size: int = 256
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.layer_types = ["full_attention"] * self.num_hidden_layers
+        self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+class RoutingMixer(nn.Module):
+    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        heads, width = config.num_attention_heads, config.hidden_size
+        self.layer_idx, self.head_dim = layer_idx, width // heads
+        self.q_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.means = nn.Parameter(zeros(heads, config.num_clusters, self.head_dim))
+
+
+def _layer(config: Any, index: int) -> LlamaBlock:
+    return LlamaBlock(config, RoutingMixer(config, index))
+
+
+class RoutingConfigMixin(LinearConfigMixin):
+    """What does not fit."""
+
+    def check(self, still: LayersConfig) -> None:
+        super().check(still)
+        config: Any = self
+        if config.num_clusters < 2 or config.window_size < 1:
+            raise ConfigError(
+                f"num_clusters={config.num_clusters} and window_size={config.window_size} in config.json; they must be at least 2 and 1. "
+                "Fix them."
+            )
+
+
+class RoutingModelMixin(LinearModelMixin):
+    """Its stack."""
+
+    def stack(self, config: Any) -> Stack:
+        norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        return Stack(config, _layer, norm, LlamaRotaryEmbedding(config))
+
+
+FAMILIES = (
+    make_family(
+        __name__,
+        RoutingConfig,
+        StackForCausalLM,
+        (RoutingConfigMixin, RoutingModelMixin),
+        title="RoutingTransformer",
+        name="routing_transformer",
+        linear=True,
+        places={"full_attention": Place("cluster_attention", ("attn",))},
+    ),
+)

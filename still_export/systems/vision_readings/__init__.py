@@ -1,0 +1,1 @@
+"""PolaFormer, InLine and MirrorLA, read causally."""

@@ -1,0 +1,166 @@
+"""Vision models' linear attention in a language model: our causal reading, in Llama's layers. No folder is published; the format is ours.
+
+Of PolaFormer the positions of patches are left out, of InLine the residual, whose weights follow from the whole sequence, of MirrorLA the
+modulation, which follows from it, too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from still_export.errors import ConfigError
+from still_export.mixers.config import LayersConfig
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.families.softmax_families import Family, Published, make_family
+from still_export.models.families.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
+from still_export.models.families.transnormer import Places
+from still_export.models.read.weights import Deferred, Weight, value_of
+
+
+@strict
+class VisionConfig(StackConfig):
+    """What the layers have, under transformers' names where it has the like.
+
+    Args:
+        kernel_size: Taps of PolaFormer's convolution; 0: InLine, which has none.
+        alpha: PolaFormer's powers are between 1 and 1 + alpha.
+        feature_map: Of InLine's queries and keys, "identity" or "relu".
+        mirrors: MirrorLA's reflections of queries and keys, `attn.mirrors` [mirrors, channels], which fold into the projections.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    kernel_size: int = 0
+    alpha: float = 4.0
+    feature_map: str = "identity"
+    mirrors: int = 0
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+
+class InLineMixer(nn.Module):
+    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.heads, self.alpha = layer_idx, config.num_attention_heads, config.alpha
+        self.rectified = config.feature_map == "relu"
+        width = config.hidden_size
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
+        self.o_proj = nn.Linear(width, width)
+
+
+class PolarMixer(InLineMixer):
+    """The same of PolaFormer."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, size = config.hidden_size, config.hidden_size // self.heads
+        self.g_proj = nn.Linear(width, width, bias=config.qkv_bias)
+        self.power, self.scale = nn.Parameter(torch.zeros(self.heads, size)), nn.Parameter(torch.zeros(width))
+        self.dwc = nn.Conv1d(size, size, config.kernel_size, groups=size)
+
+
+class MirrorMixer(InLineMixer):
+    """The same of MirrorLA, behind `folded`."""
+
+
+_MIXERS = {"polaformer": PolarMixer, "inline": InLineMixer, "mirrorla": MirrorMixer}
+
+
+def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
+    """With MirrorLA's reflections in the projections of queries and keys; those of blocks of channels are 0 outside them."""
+    for name in [n for n in tensors if n.endswith(".attn.mirrors")]:
+        mirrors = tensors.pop(name)
+        for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
+            if (held := tensors.get(own := name.removesuffix("mirrors") + part)) is not None:
+                tensors[own] = Deferred(torch.Size(held.shape), held.dtype, partial(_reflected, held, mirrors))
+    return tensors
+
+
+def _reflected(weight: Weight, mirrors: Weight) -> Tensor:
+    """`weight` [C] or [C, inputs], its channels reflected by each of `mirrors` [R, C] in their order."""
+    held = value_of(weight)
+    rows = held.double()
+    for mirror in value_of(mirrors).double():
+        along = torch.tensordot(mirror, rows, 1) * (2 / mirror.square().sum())
+        rows = rows - (mirror[:, None] * along if rows.dim() == 2 else mirror * along)
+    return rows.to(held.dtype)
+
+
+def _layer(config: Any, index: int) -> LlamaBlock:
+    return LlamaBlock(config, _MIXERS[config.model_type.removeprefix("still_")](config, index))
+
+
+class VisionConfigMixin(LinearConfigMixin):
+    """What does not fit."""
+
+    def check(self, still: LayersConfig) -> None:
+        super().check(still)
+        config: Any = self
+        polar, mirrored = (config.model_type.endswith(name) for name in ("polaformer", "mirrorla"))
+        if (config.mirrors < 1) if mirrored else config.mirrors:
+            raise ConfigError(
+                f"mirrors={config.mirrors} in config.json; it must be {'1 and more' if mirrored else '0'} for "
+                f"{config.model_type.removeprefix('still_')}."
+            )
+        parts = config.num_attention_heads * (2 if polar else 1)
+        if config.hidden_size % parts:
+            raise ConfigError(
+                f"hidden_size={config.hidden_size} in config.json is no multiple of {parts}, the heads' parts. Fix it."
+            )
+        if not (2 <= config.kernel_size <= 64 if polar else config.kernel_size == 0):
+            raise ConfigError(
+                f"kernel_size={config.kernel_size} in config.json; it must be {'2 to 64, taps' if polar else '0'} for "
+                f"{config.model_type.removeprefix('still_')}."
+            )
+        if config.feature_map not in ("identity", "relu") or ((polar or mirrored) and config.feature_map != "identity"):
+            raise ConfigError(
+                f"feature_map={config.feature_map!r} in config.json; covered: identity, and relu of InLine."
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Of what the rule has as keys: PolaFormer's have two signs, InLine's a 1."""
+        config: Any = self
+        size: int = config.hidden_size // config.num_attention_heads
+        return {"polaformer": 2 * size, "inline": size + 1}.get(config.model_type.removeprefix("still_"), size)
+
+
+class VisionModelMixin(LinearModelMixin):
+    """Its stack."""
+
+    def stack(self, config: Any) -> Stack:
+        return Stack(config, _layer, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
+
+
+FAMILIES: tuple[Family, ...] = tuple(
+    make_family(
+        __name__,
+        VisionConfig,
+        StackForCausalLM,
+        (VisionConfigMixin, VisionModelMixin),
+        title=title,
+        name=title.lower(),
+        linear=True,
+        published=Published(tensors=folded),
+        places={"linear_attention": Place("mean_attention", ("attn",))},
+    )
+    for title in ("PolaFormer", "InLine", "MirrorLA")
+)

@@ -1,0 +1,186 @@
+"""Folders with more files than a model has: transformers' choice, adapters by what they set, settings that it reads with a warning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.models.load import load_model, load_tokenizer, open_source
+from still_export.models.read.adapter_config import lora_scale, read_adapter_config
+from still_export.models.read.checkpoint import weight_files
+from still_export.models.read.generation import read_generation
+from tests.still_export.tiny import plain_model
+from tests.still_export.training import byte_tokenizer
+
+Tensors = dict[str, Tensor]
+SINGLE = "model.safetensors"
+
+
+def shards(folder: Path, tensors: Tensors, index: bool = True, extra: Tensors | None = None) -> None:
+    """Two files, with an index."""
+    names, places = sorted(tensors), {}
+    for part in range(2):
+        file = f"model-0000{part + 1}-of-00002.safetensors"
+        save_file(
+            {**{n: tensors[n] for n in names[part::2]}, **(extra or {})}, folder / file, metadata={"format": "pt"}
+        )
+        places.update({n: file for n in names[part::2]})
+    if index:
+        content = json.dumps({"metadata": {}, "weight_map": places})
+        (folder / "model.safetensors.index.json").write_text(content)
+
+
+def halved(tensors: Tensors) -> Tensors:
+    return {name: tensor / 2 for name, tensor in tensors.items()}
+
+
+READ: dict[str, Callable[[Path, Tensors], Any]] = {
+    "an index of other shards beside one file": lambda d, t: shards(d, halved(t)),
+    "shards beside one file": lambda d, t: shards(d, halved(t), index=False),
+    "another name beside one file": lambda d, t: save_file(halved(t), d / "a_model.safetensors"),
+    "Mistral's own names": lambda d, t: save_file(
+        {"layers.0.attention.wq.weight": torch.ones(2)}, d / "consolidated.safetensors"
+    ),
+    "an optimizer": lambda d, t: save_file({"state.0.exp_avg": torch.ones(2)}, d / "optimizer.safetensors"),
+    "an adapter without its configuration": lambda d, t: save_file(
+        {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 24)}, d / "adapter_model.safetensors"
+    ),
+    "shards and others": lambda d, t: (
+        shards(d, t),
+        (d / SINGLE).unlink(),
+        save_file(halved(t), d / "zz.safetensors"),
+    ),
+}
+REFUSED: dict[str, tuple[Callable[[Path, Tensors], Any], str]] = {
+    "shards without an index": (
+        lambda d, t: (shards(d, t, index=False), (d / SINGLE).unlink()),
+        "neither model.safetensors nor",
+    ),
+    "a tensor in two shards": (
+        lambda d, t: (shards(d, t, extra={"model.norm.weight": torch.ones(24)}), (d / SINGLE).unlink()),
+        r"model\.norm\.weight is in model-00001.* and in model-00002",
+    ),
+    "a tensor that the index does not name": (
+        lambda d, t: (shards(d, t, extra={"model.x": torch.ones(1)}), (d / SINGLE).unlink()),
+        r"model\.x is in",
+    ),
+    "a byte order mark": (
+        lambda d, t: (d / "config.json").write_bytes(b"\xef\xbb\xbf" + (d / "config.json").read_bytes()),
+        r"config\.json begins with a byte order mark",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    folder = tmp_path_factory.mktemp("base")
+    plain_model("llama", torch.float32).save_pretrained(folder)
+    return folder, load_file(folder / SINGLE)
+
+
+def copied(base: Path, folder: Path) -> Path:
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_files_are_those_that_transformers_reads(base: tuple[Path, Tensors], tmp_path: Path, name: str) -> None:
+    READ[name](copied(base[0], tmp_path), base[1])
+    found = open_source(tmp_path, attach_untrained=True).weights["model.layers.1.mlp.up_proj.weight"].read()
+    torch.testing.assert_close(found, base[1]["model.layers.1.mlp.up_proj.weight"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_contradict_each_other(base: tuple[Path, Tensors], tmp_path: Path, name: str) -> None:
+    REFUSED[name][0](copied(base[0], tmp_path), base[1])
+    with pytest.raises(CheckpointError, match=REFUSED[name][1]):
+        load_model(tmp_path, attach_untrained=True)
+
+
+def test_one_file_of_any_name_is_the_models(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "maps.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "maps.safetensors"]
+
+
+def test_faults_of_a_configuration_are_not_the_tokenizers(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": "many"}))
+    with pytest.raises(Exception, match=r"config\.json") as caught:
+        load_tokenizer(tmp_path)
+    assert "tokenizer" not in str(caught.value)
+
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"of_next_year": 0.5}, "of_next_year"),
+        ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16"),
+        ({"init_lora_weights": "loftq"}, "loftq"),
+        ({"init_lora_weights": "corda"}, "corda"),
+        ({"peft_type": "VERA", "r": 0}, "VERA"),
+    ],
+)
+def test_an_adapter_of_what_is_not_understood(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**LORA, **more}))
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_adapter_config(path)
+
+
+def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    off = {
+        "use_dora": False,
+        "lora_bias": False,
+        "loftq_config": {},
+        "of_next_year": None,
+        "init_lora_weights": "gaussian",
+    }
+    path.write_text(json.dumps({**LORA, **off, "alpha_pattern": {"q_proj": 32}, "rank_pattern": {"q_proj": 2}}))
+    adapter = read_adapter_config(path)
+    assert lora_scale(adapter, "model.layers.0.self_attn.q_proj", 2) == 16
+    assert lora_scale(adapter, "model.layers.0.self_attn.v_proj", 4) == 4
+    assert lora_scale({**adapter, "use_rslora": True}, "model.layers.0.self_attn.v_proj", 4) == 8
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.6, "top_p": 0.95},
+        {"do_sample": False, "temperature": 0.0, "top_k": 20},
+        {"num_beams": 1, "early_stopping": True, "length_penalty": 0.8},
+        {"bos_token_id": [1], "pad_token_id": [2, 3], "eos_token_id": [2, 3]},
+    ],
+    ids=str,
+)
+def test_settings_with_a_warning_are_kept(tmp_path: Path, settings: dict[str, Any]) -> None:
+    read_generation(settings).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    single = {n: v[0] for n, v in settings.items() if isinstance(v, list) and n != "eos_token_id"}
+    assert {**settings, **single}.items() <= saved.items()
+
+
+def test_settings_that_are_wrong() -> None:
+    for wrong in ({"max_new_tokens": -1}, {"early_stopping": "perhaps"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            read_generation(wrong)

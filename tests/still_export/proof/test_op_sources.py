@@ -1,0 +1,79 @@
+"""Which code computes an op: words change nothing, a kernel its own op, a shared kernel the ops that launch it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from still_export.proof import op_sources
+from still_export.proof.op_sources import op_digest
+from still_graphs.ops import OPS
+
+CODE = (".py", ".cpp", ".cu", ".h")
+Edit = Callable[[str, str, str], set[str]]
+
+
+@pytest.fixture(scope="module")
+def edit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edit]:
+    """Replaces a pattern in the first file below a folder of still_kernels, or of C++, that has it; returns the ops whose code changed."""
+    tmp_path = tmp_path_factory.mktemp("sources")
+    kernels, native = tmp_path / "still_kernels", tmp_path / "plugins"
+    real = op_sources._modules.__wrapped__
+    places = {"still_kernels": kernels, "plugins": native}
+    skipped = shutil.ignore_patterns("__pycache__")
+    place = real("still_kernels")["still_kernels"].parent
+    shutil.copytree(place, kernels, ignore=skipped)
+    shutil.copytree(op_sources.SOURCE, native, ignore=skipped)
+
+    others = {"still_graphs": real("still_graphs")}
+    copied = {name: kernels.parent / path.relative_to(place.parent) for name, path in real("still_kernels").items()}
+
+    def modules(package: str) -> dict[str, Path]:
+        if package != "still_kernels":
+            return others[package]
+        return copied
+
+    def digests() -> dict[str, tuple[str | None, ...]]:
+        return {name: (op_digest(name, "cpu"), op_digest(name, "cuda")) for name in OPS}
+
+    def replace(folder: str, pattern: str, by: str) -> set[str]:
+        place, _, inner = folder.partition("/")
+        found = places[place] / inner
+        files = [found] if found.is_file() else [p for p in sorted(found.rglob("*.*")) if p.suffix in CODE]
+        path, text = next((p, t) for p in files if re.search(pattern, t := p.read_text(encoding="utf-8")))
+        path.write_text(re.sub(pattern, by, text, count=1), encoding="utf-8")
+        after = digests()
+        path.write_text(text, encoding="utf-8")
+        return {name for name in OPS if after[name] != before[name]}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op_sources, "SOURCE", native)
+        patch.setattr(op_sources, "_modules", modules)
+        before = digests()
+        yield replace
+
+
+@pytest.mark.slow
+def test_words_change_nothing_and_a_kernel_its_own_op(edit: Edit) -> None:
+    in_kernel = r"(@triton\.jit\n(?:.*\n)*?    )(\w+ = )"
+    assert edit("still_kernels/causal_conv", r'\A"""', '"""More words. ') == set()
+    assert edit("still_kernels/causal_conv", r"\n\n\n", "\n\n\n# A comment.\n") == set()
+    assert edit("still_kernels/causal_conv", in_kernel, r"\1\2 1 + ") == {"CausalConv"}
+    assert "Attention" in edit("still_kernels/attention", in_kernel, r"\1\2 1 + ") - {"CausalConv", "HybridAttention"}
+    assert len(edit("still_kernels/common", in_kernel, r"\1\2 1 + ")) > 1
+
+
+@pytest.mark.slow
+def test_code_of_cpus_counts_by_what_it_includes(edit: Edit) -> None:
+    folder = "still_kernels/causal_conv/cpu"
+    assert edit(folder, r"(?m)^namespace", "// a comment\nnamespace") == set()
+    assert edit(folder, r"(?m)^(namespace \w+)", r"\1_more") == {"CausalConv"}
+    assert len(edit("plugins/cpu/common/elements.h", r"(?m)^namespace", "int more;\nnamespace")) > 1
+
+
+def test_an_op_that_is_gone_has_no_code() -> None:
+    assert op_digest("NoSuchOp", "cpu") is None

@@ -1,0 +1,165 @@
+"""The model's files by another reader: families of every kind are read alike, and what a loader does wrong is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from still_export.graph.options import ExportOptions
+from still_export.models import load
+from still_export.models.read.source import find_source
+from still_export.models.read.weights import value_of
+from still_export.proof.source_reader import check_source
+from still_export.proof.verdict import Verdict
+from tests.still_export.linear_models import linear_model
+from tests.still_export.models.gguf_files import write_gguf
+from tests.still_export.tiny import CHUNK, plain_model, still_model
+
+STILL = {"chunk_size": CHUNK, "salient_per_chunk": 3}
+SIZES: dict[str, Any] = dict(hidden_size=64, head_dim=16, num_attention_heads=4)
+"""Heads as transformers takes them of GGUF files."""
+
+
+def asked(path: Path, *overlays: Path, attach: bool = True) -> Verdict:
+    options = ExportOptions(
+        str(path),
+        attach_untrained=attach,
+        dtype="float32",
+        overlays=tuple(map(str, overlays)),
+        still=STILL if attach else {},
+    )
+    return check_source(find_source(options), options, path, overlays)
+
+
+def wrong(verdict: Verdict) -> str:
+    assert not verdict.passed, verdict
+    return " ".join(map(str, verdict.checks))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "qwen3_moe", "gemma3_text"])
+def test_softmax_families_are_read_alike(family: str, tmp_path: Path) -> None:
+    """Fused and stacked weights among them; logits as transformers has them."""
+    plain_model(family, torch.float32).save_pretrained(tmp_path)
+    verdict = asked(tmp_path)
+    assert verdict.passed and len(verdict.checks) == 2, verdict
+    assert verdict.checks[1].value is not None and verdict.checks[1].value < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "kimi_linear"])
+def test_linear_families_are_read_alike(family: str, tmp_path: Path) -> None:
+    linear_model(family).save_pretrained(tmp_path)
+    verdict = asked(tmp_path, attach=False)
+    assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
+
+
+@pytest.mark.parametrize("family", ["gla", "flux_qwen3", "mirrorla", "rwkv7"])
+def test_families_without_a_class_say_so(family: str, tmp_path: Path) -> None:
+    linear_model(family).save_pretrained(tmp_path)
+    verdict = asked(tmp_path, attach=False)
+    assert verdict.passed and any("logits by another program" in line for line in verdict.not_asked), verdict
+
+
+def test_a_folder_of_this_project_is_read_by_safetensors(tmp_path: Path) -> None:
+    still_model("llama", torch.float32).save_pretrained(tmp_path)
+    verdict = asked(tmp_path, attach=False)
+    assert verdict.passed and len(verdict.checks) == 1 and len(verdict.not_asked) == 1, verdict
+
+
+def test_weights_of_another_file_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_model("llama", torch.float32).save_pretrained(tmp_path)
+    other = {name: tensor + 1 for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(other, tmp_path / "older.safetensors")
+    monkeypatch.setattr(load, "weight_files", lambda folder: [folder / "older.safetensors"])
+    assert "transformers" in wrong(asked(tmp_path))
+
+
+@pytest.mark.parametrize("part", ["bias", "scale"])
+def test_what_is_lost_of_an_adapter_is_seen(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained biases, and the scale of rank-stabilized LoRA."""
+    import peft
+
+    plain_model("qwen2", torch.float32).save_pretrained(tmp_path / "base")
+    form = {"bias": "lora_only"} if part == "bias" else {"use_rslora": True}
+    config = peft.LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"], **form)  # type: ignore[arg-type]
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    right = asked(tmp_path / "base", tmp_path / "adapter")
+    assert right.passed and "PEFT" in right.checks[0].name, right
+    if part == "bias":
+        read: Callable[..., Any] = load.open_tensors
+
+        def without(files: list[Path], *more: Any) -> dict[str, Any]:
+            found = read(files, *more)
+            lost = [n for n in found if n.endswith(".bias") and "adapter" in files[0].name]
+            return {name: tensor for name, tensor in found.items() if name not in lost}
+
+        monkeypatch.setattr(load, "open_tensors", without)
+    else:
+        merge = load.convert.merge_lora
+
+        def plain(tensors: Any, adapter: Mapping[str, Any] | None, source: str) -> Any:
+            return merge(tensors, None if adapter is None else {**adapter, "use_rslora": False}, source)
+
+        monkeypatch.setattr(load.convert, "merge_lora", plain)
+    assert "PEFT" in wrong(asked(tmp_path / "base", tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("fault", ["", "positions", "heads"])
+def test_faults_of_reading_gguf_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that are not scaled, and rows of heads that stay in the file's order."""
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32, **SIZES))
+    if not fault:
+        verdict = asked(tmp_path / "m.gguf")
+        assert verdict.passed and len(verdict.checks) == 2, verdict
+        return
+    read: Callable[..., Any] = load.read_gguf
+
+    def other(*given: Any, **more: Any) -> Any:
+        kind, config, tensors = read(*given, **more)
+        if fault == "positions":
+            return kind, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, tensors
+        name = "model.layers.1.self_attn.q_proj.weight"
+        moved = replace(tensors[name], read=lambda: value_of(tensors[name]).roll(1, 0))
+        return kind, config, {**tensors, name: moved}
+
+    monkeypatch.setattr(load, "read_gguf", other)
+    said = wrong(asked(tmp_path / "m.gguf"))
+    assert ("q_proj" in said) if fault == "heads" else ("logits" in said), said
+
+
+def test_a_scaled_gguf_file_is_read_by_its_own_keys(tmp_path: Path) -> None:
+    """transformers leaves the scaling out; another architecture than those that are read alike says so."""
+    add = lambda writer: writer.add_float32("llama.rope.scaling.factor", 4.0)  # noqa: E731
+    write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32, **SIZES), extra=add)
+    verdict = asked(tmp_path / "m.gguf")
+    assert verdict.passed and len(verdict.checks) == 2, verdict
+    write_gguf(tmp_path / "g.gguf", plain_model("gemma3_text", torch.float32))
+    verdict = asked(tmp_path / "g.gguf")
+    assert verdict.passed and not verdict.checks and "gemma3" in verdict.not_asked[0], verdict
+
+
+def test_exchanged_layers_of_a_family_without_a_class_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear_model("gla").save_pretrained(tmp_path)
+    read: Callable[..., Any] = load.open_tensors
+
+    def exchanged(*given: Any) -> dict[str, Any]:
+        found = read(*given)
+        first, second = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.gate_proj.weight"
+        found[first], found[second] = found[second], found[first]
+        return found
+
+    monkeypatch.setattr(load, "open_tensors", exchanged)
+    assert "gate_proj" in wrong(asked(tmp_path, attach=False))

@@ -1,0 +1,227 @@
+"""All that a user runs beside the graph: a right package passes, and whatever is changed in one fails with its file named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from still_export.cli.main import main
+from still_export.graph.options import ExportOptions
+from still_export.package.folder import Package, open_package
+from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
+from still_export.proof.package import VerifyOptions, _torch_cases, verify
+from still_export.proof.verdict import Verdict
+from still_export.proof.whole_package import check_files, check_programs
+from still_export.targets.export import export
+from still_export.targets.ort.options import OrtOptions
+from still_graphs.states import StateTable
+from tests.still_export.conftest import Exporter
+from tests.still_export.proof.plants import planted
+from tests.still_export.training import byte_tokenizer, make_base
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+Change = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def package(exports_once: None, tmp_path_factory: pytest.TempPathFactory) -> Package:
+    folder = tmp_path_factory.mktemp("whole")
+    make_base(folder / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    settings = {"eos_token_id": [256], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (folder / "model" / "generation_config.json").write_text(json.dumps(settings))
+    options = ExportOptions(str(folder / "model"), attach_untrained=True, still={"capacity_tokens": 256})
+    return export(options, folder / "package", options=OrtOptions(native=False))
+
+
+def model_of(package: Package) -> Path:
+    return Path(package.manifest["config"]["model"])
+
+
+def edited(name: str, change: Callable[[Any], None]) -> Change:
+    """A change of a JSON file."""
+
+    def edit(folder: Path) -> None:
+        said = json.loads((folder / name).read_text(encoding="utf-8"))
+        change(said)
+        (folder / name).write_text(json.dumps(said), encoding="utf-8")
+
+    return edit
+
+
+def words_exchanged(said: Any) -> None:
+    words = said["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+
+
+def cut(said: Any) -> None:
+    said["truncation"] = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
+
+
+def filled_up(said: Any) -> None:
+    said["padding"] = {
+        "strategy": {"Fixed": 16},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "!",
+    }
+
+
+def special_lost(said: Any) -> None:
+    said["added_tokens"] = [token for token in said["added_tokens"] if token["content"] != "<tool>"]
+
+
+def lower_case(said: Any) -> None:
+    said["normalizer"] = {"type": "Lowercase"}
+
+
+def other_chat(said: Any) -> None:
+    templates = said["chat"]["templates"]
+    templates["default"] = templates["default"].replace("<assistant>", "<assistant> ")
+
+
+FILES: dict[str, tuple[Change, str]] = {
+    "two words exchanged": (edited("tokenizer.json", words_exchanged), "tokenizer.json"),
+    "inputs cut to 512 tokens": (edited("tokenizer.json", cut), "tokenizer.json"),
+    "inputs filled up": (edited("tokenizer.json", filled_up), "tokenizer.json"),
+    "a special token lost": (edited("tokenizer.json", special_lost), "tokenizer.json"),
+    "texts in lower case": (edited("tokenizer.json", lower_case), "tokenizer.json"),
+    "another end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[255])), "eos_token_ids"),
+    "no end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[])), "eos_token_ids"),
+    "another chat format": (edited("manifest.json", other_chat), "chat"),
+    "no chat format": (edited("manifest.json", lambda said: said.update(chat=None)), "chat"),
+    "another temperature": (
+        edited("generation_config.json", lambda said: said.update(temperature=1.5)),
+        "generation_config.json",
+    ),
+    "no sampling": (edited("generation_config.json", lambda said: said.pop("do_sample")), "generation_config.json"),
+}
+
+
+def test_every_fault_of_files_is_seen(package: Package, tmp_path: Path) -> None:
+    right = check_files(package, model_of(package))
+    assert right.passed and not right.not_asked, (right.checks, right.not_asked)
+    assert len(right.checks) == 4
+    for number, (fault, (change, where)) in enumerate(FILES.items()):
+        with planted(package, tmp_path / str(number)) as folder:
+            change(folder)
+        wrong = [c for c in check_files(open_package(folder), model_of(package)).checks if not c.passed]
+        assert any(where in check.where for check in wrong), (fault, wrong)
+
+
+def test_what_was_not_asked_is_said(export_tiny: Exporter) -> None:
+    package = export_tiny()
+    verdict = check_files(package, model_of(package))
+    assert verdict.passed and any("token ids" in line for line in verdict.not_asked)
+
+
+@pytest.mark.slow
+def test_every_fault_of_programs_is_seen(package: Package, tmp_path: Path) -> None:
+    """The program itself, a module that it imports at its start, and one that no command needs at once."""
+    right = check_programs(package)
+    assert right.passed and not right.not_asked, right.checks
+    stop = "raise SystemExit\n"
+    names = ["run_ort.py", "runtime/runners/text.py", "runtime/runners/snapshot.py"]
+    names = [name for name in names if (package.path / name).is_file()]
+    for number, name in enumerate([*names, "runtime/runners/sampling.py"]):
+        with planted(package, tmp_path / str(number)) as folder:
+            text = (folder / name).read_text(encoding="utf-8")
+            likeliest = name.endswith("sampling.py")
+            (folder / name).write_text(text.replace("argmax", "argmin") if likeliest else stop, encoding="utf-8")
+        assert not check_programs(open_package(folder)).passed, name
+
+
+def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """With those of branches."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            yield from every_node(attribute.g.node)
+
+
+def other_op(op: str, other: str) -> Callable[[onnx.ModelProto], bool]:
+    """A function body with another op in the place of the first of its kind."""
+
+    def change(model: onnx.ModelProto) -> bool:
+        for function in model.functions:
+            if (node := next((n for n in every_node(function.node) if n.op_type == op), None)) is not None:
+                node.op_type = other
+                del node.attribute[:]
+                return True
+        return False
+
+    return change
+
+
+def compared(package: Package) -> Verdict:
+    lengths = other_lengths(StateTable.of(package.manifest).period)
+    return check_other_graphs(package, True, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"))
+
+
+@pytest.mark.slow
+def test_every_fault_of_bodies_is_seen(export_tiny: Exporter, tmp_path: Path) -> None:
+    """In the graph that runs where the native kernels do not, and in the portable one."""
+    package = export_tiny(options={"native": False})
+    right = compared(package)
+    assert right.passed and len(right.checks) == 2, right.checks
+    for number, name in enumerate(("model.onnx", "portable.onnx")):
+        for change in (other_op("Exp", "Neg"), other_op("Softmax", "Identity")):
+            graph = onnx.load(package.path / name, load_external_data=False)
+            assert change(graph)
+            with planted(package, tmp_path / f"{number}{len(list(tmp_path.iterdir()))}") as folder:
+                onnx.save(graph, folder / name)
+            wrong = [check for check in compared(open_package(folder)).checks if not check.passed]
+            assert [check.where for check in wrong] == [name], wrong
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_verify_asks_all_of_it(package: Package, tmp_path: Path) -> None:
+    """One call, one verdict: a package that is right but for a word of its tokenizer fails."""
+    with planted(package, tmp_path / "other") as folder:
+        edited("tokenizer.json", words_exchanged)(folder)
+    report = verify(folder, VerifyOptions(lengths=(3,), decode_steps=1), tmp_path).report
+    names = {check.name.partition(" ")[0] for check in report.checks}
+    assert {"every", "the", "generation", "end", "portable.onnx"} <= names
+    wrong = [check.where for check in report.checks if not check.passed]
+    assert not report.passed and wrong == ["tokenizer.json", "manifest.json: chat"]
+
+
+@pytest.mark.slow
+def test_a_package_whose_model_is_gone(
+    export_tiny: Exporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its graphs are compared with each other, and the verdict says against what."""
+
+    def lost(said: Any) -> None:
+        said["config"]["model"] = str(tmp_path / "gone")
+
+    verdicts = []
+    for broken in (False, True):
+        with planted(export_tiny(options={"native": False}), tmp_path / str(broken)) as folder:
+            edited("manifest.json", lost)(folder)
+            if broken:
+                graph = onnx.load(folder / "portable.onnx", load_external_data=False)
+                assert other_op("Exp", "Neg")(graph)
+                onnx.save(graph, folder / "portable.onnx")
+        with pytest.raises(SystemExit) as end:
+            main(["verify", str(folder), "--quiet"])
+        verdicts.append((end.value.code, capsys.readouterr().out.strip().splitlines()[-1]))
+    assert verdicts == [
+        (0, "PASSED against the package's own weights"),
+        (1, "FAILED against the package's own weights"),
+    ]
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(folder), "--quiet", "--model", str(tmp_path / "gone")])
+    assert end.value.code == 2

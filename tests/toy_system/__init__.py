@@ -1,0 +1,1 @@
+"""A system of the tests' own: layers whose tokens get the mean of all values up to themselves."""
