@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from still_graphs.ops import OpSpec
 from still_graphs.spec import CACHE
 from still_kernels import aot, launcher
 from still_kernels.common import cuda_function
+from still_kernels.common.cubin import DESCRIPTOR
 from still_kernels.common.cuda_function import CudaFunction
 from still_kernels.hybrid_attention import plan as variants
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -28,11 +29,16 @@ from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.plan import Variant
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.plan import ELEMENTS
+from tests.cubins import cubin, info
 from tests.plugins.core_abi import Core, Recorder, Tensor
 
 launch = pytest.importorskip("still_kernels.hybrid_attention.launch")
 
 TYPES = {"ptr": "p", "i32": "i", "f32": "f", "descriptor": "diill"}
+TRITON_SIZES = {"*": (8,), "i32": (4,), "fp32": (4,), "tensordesc": DESCRIPTOR}
+SCRATCH = (8, 8)
+"""Pointers to the memory of a launch and of profiles, which Triton gives every kernel behind its arguments."""
+C_SIZES = {"int": 4, "float": 4}
 ELEMENT_CODES = {"fp16": 6, "bf16": 9, "fp8e4nv": 0}  # of the driver
 NAMES = {torch.float16: "float16", torch.float32: "float32", torch.int32: "int32", torch.bfloat16: "bfloat16"}
 CASES = [
@@ -64,10 +70,14 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def fake_compiler() -> Any:
-    """Compilers that return a text in the place of a cubin: the index is real, the code is not."""
+    """Compilers whose cubins say their arguments, as Triton's and NVRTC's do: the index is real, the code is not."""
     import triton
 
     counter = itertools.count()
+
+    def fake(symbol: str, sizes: Iterable[int], cluster: int = 1) -> bytes:
+        blocks = (cluster, 1, 1) if cluster > 1 else None
+        return cubin(info([*sizes], blocks), symbol, f"code {next(counter):06}".encode())
 
     def compile_nothing(source: Any, target: Any, options: dict[str, Any]) -> Any:
         metadata = types.SimpleNamespace(
@@ -82,11 +92,17 @@ def fake_compiler() -> Any:
                 for element, rows, columns in re.findall(r"^tensordesc<(\w+)\[(\d+), (\d+)\]", kind)
             ],
         )
-        return types.SimpleNamespace(metadata=metadata, asm={"cubin": f"cubin {next(counter):06} ".ljust(64).encode()})
+        kinds = [kind for kind in source.signature.values() if kind != "constexpr"]
+        sizes = [size for kind in kinds for size in TRITON_SIZES[re.match(r"\*|\w+", kind)[0]]]
+        code = fake(metadata.name, [*sizes, *SCRATCH])
+        return types.SimpleNamespace(metadata=metadata, asm={"cubin": code})
 
     def no_cuda(function: Any, arch: int, macros: tuple[tuple[str, int], ...], absent: tuple[str, ...]) -> Any:
         shared = function.shared_bytes(dict(macros))
-        return cuda_function.Compiled(f"cubin {next(counter):06} ".ljust(64).encode(), function.symbol, shared)
+        taken = (kind for name, kind in function.arguments.items() if name not in absent)
+        sizes = (8 if kind.endswith("*") else C_SIZES[kind] for kind in taken)
+        code = fake(function.symbol, sizes, dict(macros).get(function.cluster, 1))
+        return cuda_function.Compiled(code, function.symbol, shared)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "compile", compile_nothing)

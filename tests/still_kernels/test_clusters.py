@@ -20,6 +20,7 @@ from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.plan import KERNELS, Variant, table_of
 from still_kernels.hybrid_attention.plan.launches import PLAN
 from still_kernels.hybrid_attention.sm90.cuda_decode import decode_cluster_kernel
+from tests.cubins import cubin, info
 
 LAYERS = [
     ("q_head", 128, 1, 8, 2),
@@ -111,9 +112,11 @@ def test_what_an_archive_says_of_them(fields: dict, tmp_path: Path, monkeypatch:
 
     def keep(function: object, arch: int, macros: tuple, absent: tuple) -> cuda_function.Compiled:
         made.append((dict(macros), absent))
-        return cuda_function.Compiled(
-            b"cubin", "decode_cluster_kernel", decode_cluster_kernel.shared_bytes(made[-1][0])
-        )
+        kinds = (kind for name, kind in decode_cluster_kernel.arguments.items() if name not in absent)
+        blocks = made[-1][0]["CL"]
+        said = info([8 if kind.endswith("*") else 4 for kind in kinds], (blocks, 1, 1) if blocks > 1 else None)
+        symbol = decode_cluster_kernel.symbol
+        return cuda_function.Compiled(cubin(said, symbol), symbol, decode_cluster_kernel.shared_bytes(made[-1][0]))
 
     monkeypatch.setattr(cuda_function, "_compiled", keep)
     monkeypatch.setattr(variants, "can_compile", lambda: True)
