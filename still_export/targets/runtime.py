@@ -43,6 +43,7 @@ class Runtime:
         modules: Python modules without which it cannot start.
         providers: That `--provider` may name beside cpu.
         engines: It runs what `still-export build` makes, with counts in int32 and prompts of at most a profile's tokens.
+        tensors: It gives any tensors of its graph as further outputs, as `Opening` asks.
     """
 
     name: str
@@ -53,3 +54,4 @@ class Runtime:
     modules: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
     engines: bool = False
+    tensors: bool = False
