@@ -43,6 +43,7 @@ class Runtime:
         modules: Python modules without which it cannot start.
         providers: That `--provider` may name beside cpu.
         engines: It runs what `still-export build` makes, with counts in int32 and prompts of at most a profile's tokens.
+        graphs: It reads ONNX graphs themselves: function bodies, the package's other graphs, and a graph with further outputs.
     """
 
     name: str
@@ -53,3 +54,4 @@ class Runtime:
     modules: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
     engines: bool = False
+    graphs: bool = False

@@ -35,4 +35,6 @@ def repeat(asked: Opening) -> list[str]:
     return ["polygraphy", "run", str(asked.folder / MODEL), "--onnxrt", *providers]
 
 
-ORT = Runtime("ort", "ONNX Runtime", open_ort, repeat, "onnxrt", modules=("onnxruntime",), providers=("cuda",))
+ORT = Runtime(
+    "ort", "ONNX Runtime", open_ort, repeat, "onnxrt", modules=("onnxruntime",), providers=("cuda",), graphs=True
+)
