@@ -326,7 +326,8 @@ class Recipe:
 def presets() -> dict[str, Path]:
     """Recipes that come with this package, by name."""
     folders = [files("still_export.linearization").joinpath("recipes"), *map(files, systems())]
-    return {path.stem: path for folder in folders for path in sorted(Path(str(folder)).glob("*.yaml"))}
+    found = {path.stem: path for folder in folders for path in Path(str(folder)).glob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def preset(name: str) -> Path:
