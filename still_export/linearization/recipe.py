@@ -340,7 +340,7 @@ def preset(name: str) -> Path:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"the recipe {name!r} is unknown; known: {', '.join(known)}.{hint}")
+        raise ConfigError(f"the recipe {name!r} is unknown; known: {', '.join(sorted(known))}.{hint}")
     return known[name]
 
 
