@@ -9,7 +9,7 @@ EXTRAS = {
     "gguf": ("gguf",),
     "gpu": ("triton",),
     "train": ("accelerate", "peft", "yaml"),
-    "report": ("altair", "vl_convert", "jinja2"),
+    "report": ("altair", "vl_convert"),
     "serve": ("starlette", "anyio", "uvicorn", "prometheus_client"),
     "vllm": ("vllm",),
     "ray": ("ray",),

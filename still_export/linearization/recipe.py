@@ -326,7 +326,8 @@ class Recipe:
 def presets() -> dict[str, Path]:
     """Recipes that come with this package, by name."""
     folders = [files("still_export.linearization").joinpath("recipes"), *map(files, systems())]
-    return {path.stem: path for folder in folders for path in sorted(Path(str(folder)).glob("*.yaml"))}
+    found = {path.stem: path for folder in folders for path in Path(str(folder)).glob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def preset(name: str) -> Path:
@@ -339,7 +340,7 @@ def preset(name: str) -> Path:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"the recipe {name!r} is unknown; known: {', '.join(known)}.{hint}")
+        raise ConfigError(f"the recipe {name!r} is unknown; known: {', '.join(sorted(known))}.{hint}")
     return known[name]
 
 

@@ -20,11 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from still_export.errors import ConfigError
 from still_export.package.files import DATA, MODEL
+from still_export.proof.constants import PROOF_VERSION
 from still_export.proof.op_sources import Device, op_digest
 from still_export.runtime.cuda_driver import CudaError, Driver
-
-PROOF_VERSION = 1
-"""Of the judge: a verdict of another version is old, because today's judge might decide otherwise."""
 
 DISTRIBUTIONS = (
     *("still-export", "torch", "transformers", "triton", "numpy", "onnx", "onnxruntime", "onnxruntime-gpu"),

@@ -316,8 +316,9 @@ class Verifier:
         return self.judge(judged, bounds, answers, line, sharp)
 
     def _by_layer(self, questions: Sequence[Question], progress: Progress) -> list[Judged]:
-        """In half precision on a runtime that gives further outputs: calls once more, where PyTorch's layers read what its read."""
-        if not self.sharp or not self.cases.follows or not self.target.record.tensors:
+        """In half precision, where the graph can have further outputs: calls once more, where PyTorch's layers read what the runtime's
+        read."""
+        if not self.sharp or not self.cases.follows or not self.target.record.graphs:
             return []
         names = layer_inputs(self.package.path / self.target.graph, self.package.manifest["model"]["layers"])
         if not names:

@@ -43,7 +43,7 @@ class Runtime:
         modules: Python modules without which it cannot start.
         providers: That `--provider` may name beside cpu.
         engines: It runs what `still-export build` makes, with counts in int32 and prompts of at most a profile's tokens.
-        tensors: It gives any tensors of its graph as further outputs, as `Opening` asks.
+        graphs: It reads ONNX graphs themselves: function bodies, the package's other graphs, and a graph with further outputs.
     """
 
     name: str
@@ -54,4 +54,4 @@ class Runtime:
     modules: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
     engines: bool = False
-    tensors: bool = False
+    graphs: bool = False

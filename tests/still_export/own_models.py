@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -363,7 +364,7 @@ class Rwkv7Model(OwnModel):
                 inner = activation(y @ own[f"{n}_lora.lora.0.weight"].T)
                 return inner @ own[f"{n}_lora.lora.2.weight"].T + own.get(f"{n}_lora.lora.2.bias", 0.0)
 
-            kept = (-(torch.tensor(-0.5).double().exp()) * low(d, "w", torch.tanh).sigmoid()).exp()
+            kept = (-math.exp(-0.5) * low(d, "w", torch.tanh).sigmoid()).exp()
             rate, gate = low(a, "a", lambda y: y).sigmoid(), low(g, "g", torch.sigmoid)
             r, k = r @ own["r_proj.weight"].T, k @ own["k_proj.weight"].T
             share = low(v, "v", lambda y: y).sigmoid() if first is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from still_export.errors import CheckpointError, ModelNotFoundError
-from still_export.sources import SOFTMAX, local, look
+from still_export.sources import GGUF_VERBS, SOFTMAX, demand_package, local, look
 
 FIRST_LOOKS = """
 import contextlib, io, json, sys, time
@@ -69,7 +70,7 @@ PAIRS = [
     *((verb, kind, f"still-export {verb} {kind}-package") for verb in PACKAGE_VERBS for kind in ("softmax", "linear", "still")),
     *((verb, "adapter", "still-export maker/base") for verb in PACKAGE_VERBS),
     *((verb, "adapter", "--overlay {here}/adapter") for verb in PACKAGE_VERBS),
-    *((verb, "model.gguf", f"still-export {verb} model-package") for verb in PACKAGE_VERBS),
+    *((verb, "model.gguf", f"still-export {verb} model-package") for verb in PACKAGE_VERBS if verb not in GGUF_VERBS),
     *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
     *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
     *((verb, "pipe", "a named pipe") for verb in ("run", "serve", *MODEL_VERBS)),
@@ -110,6 +111,11 @@ def test_what_is_refused_is_refused_at_once(given: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("verb", GGUF_VERBS)
+def test_verbs_that_take_a_gguf_file(verb: str, given: Path) -> None:
+    demand_package(given / "model.gguf", verb)
+
+
 def test_a_linearized_model_of_others_is_no_plain_one(given: Path, tmp_path: Path) -> None:
     """Weights of the released code and of LoLCATs have model_type llama: their names tell."""
     from still_export.sources import demand_model
@@ -132,8 +138,8 @@ def test_softmax_families_are_those_of_the_models() -> None:
 
 
 def sock(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(os.path.relpath(path))
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):  # a socket's path is short
+        made.bind(path.name)
 
 
 @pytest.mark.parametrize("make, what", [

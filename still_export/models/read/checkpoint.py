@@ -212,7 +212,7 @@ def _dequantizing(
     raw: Mapping[str, Tensor], dtype: torch.dtype | None, quantized: Mapping[str, Any], folder: Path
 ) -> dict[str, Deferred]:
     """Those of a quantized checkpoint, with the codes of their weights."""
-    from still_export.models.read.quantized import dequantizing
+    from still_export.models.quantized import dequantizing
 
     def read(name: str, weight: Tensor | Deferred) -> Tensor:
         value = weight.read() if isinstance(weight, Deferred) else weight

@@ -36,5 +36,5 @@ def repeat(asked: Opening) -> list[str]:
 
 
 ORT = Runtime(
-    "ort", "ONNX Runtime", open_ort, repeat, "onnxrt", modules=("onnxruntime",), providers=("cuda",), tensors=True
+    "ort", "ONNX Runtime", open_ort, repeat, "onnxrt", modules=("onnxruntime",), providers=("cuda",), graphs=True
 )

@@ -19,8 +19,8 @@ from torch import Tensor
 from still_export.errors import CheckpointError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.models.load import load_model, open_source
+from still_export.models.quantized import AWQ_ORDER, Grouped, _grouped, _UnreadError, dequantizing
 from still_export.models.read.blocks import BlockWeight
-from still_export.models.read.quantized import AWQ_ORDER, Grouped, _grouped, _UnreadError, dequantizing
 from still_export.models.read.weights import Deferred, value_of
 from still_export.proof.package import VerifyOptions, verify
 from still_export.targets.export import export

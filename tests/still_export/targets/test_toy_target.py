@@ -85,9 +85,9 @@ def test_its_flags_are_in_a_group_of_their_own(
         assert re.search(
             r"With --to toy ─+╮\n│ --toy-note +<str> +What the note of the package says\.", capsys.readouterr().out
         )
-    assert call("org/model", "--toy-note", "x", "-o", tmp_path / "x") == 2
+    assert call("maker/model", "--toy-note", "x", "-o", tmp_path / "x") == 2
     assert "--toy-note: for --to toy, not for --to onnx." in capsys.readouterr().err
-    assert call("org/model", "--to", "toy", "--batch", "2", "-o", tmp_path / "x") == 2
+    assert call("maker/model", "--to", "toy", "--batch", "2", "-o", tmp_path / "x") == 2
     assert "--batch: for --to trt and trt-rtx, not for --to toy." in capsys.readouterr().err
 
 

@@ -1,0 +1,58 @@
+"""Trained models whose task is exact, one a state rule: a package answers every query, and does not with a state that is spoilt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from still_export.graph.options import ExportOptions
+from still_export.runtime.ort import OrtModel
+from still_export.targets.export import export
+from tools.train_tasks import QUERY, RULES, TOKENS, UNASKED, texts
+
+TASKS = Path(__file__).parents[3] / "assets/tasks"
+KEPT = sorted(folder.name for folder in TASKS.iterdir() if folder.is_dir())
+ROWS, READ, BYTES = 6, 320, 400_000
+
+
+def wrong_answers(runner: OrtModel, again: bool, spoil: bool = False) -> tuple[int, int]:
+    """Queries of the last tokens that are answered wrongly, and all; `READ` tokens come in two pieces, the others one by one."""
+    ids, answers = (x.numpy() for x in texts(ROWS, TOKENS, again, np.random.default_rng(7)))
+    runner.start(ROWS, TOKENS)
+    runner.feed(ids[:, :129])
+    runner.feed(ids[:, 129:READ])
+    if spoil:  # a sequence goes on with the state of the one before it
+        runner.put(1, {name: x.copy() for name, x in runner.take(0).items()}, READ)
+    wrong = asked = 0
+    for t in range(READ, TOKENS):
+        said = runner.feed(ids[:, t : t + 1])[:, -1].argmax(-1)
+        queries = answers[:, t] != UNASKED
+        wrong += int((said != answers[:, t])[queries].sum())
+        asked += int(queries.sum())
+    return wrong, asked
+
+
+def test_texts_are_what_they_say() -> None:
+    ids, answers = (x.numpy() for x in texts(4, 200, True, np.random.default_rng(1)))
+    for row, right in zip(ids, answers, strict=True):
+        kept: dict[int, int] = {}
+        for token, answer in zip(row.tolist(), right.tolist(), strict=True):
+            if token < QUERY:
+                kept[token // 16] = token % 16
+            assert (answer != UNASKED) == (QUERY <= token < QUERY + 12)
+            assert answer == UNASKED or answer == QUERY + 12 + kept[token - QUERY]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
+def test_every_query_is_answered(name: str, tmp_path: Path) -> None:
+    files = [path for path in (TASKS / name).iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= BYTES
+    export(ExportOptions(str(TASKS / name), dtype="float32"), tmp_path / "package", command="test")
+    runner = OrtModel(tmp_path / "package", threads=1)
+    again = RULES[name].again
+    wrong, asked = wrong_answers(runner, again)
+    assert asked > 100 and wrong == 0
+    assert wrong_answers(runner, again, spoil=True)[0] > 3
