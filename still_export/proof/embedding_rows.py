@@ -46,10 +46,11 @@ def check_rows(package: Package, source: Source) -> Verdict:
         session = onnxruntime.InferenceSession(cut, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # of onnxruntime's own types, which have no common base
         return Verdict.of([Check(NAME, False, f"{' '.join(str(error).split())[:200]}", MODEL)])
+    kind = np.int32 if session.get_inputs()[0].type == "tensor(int32)" else np.int64  # engines count in int32
     count, wrong, worst, first = int(source.weights[EMBEDDING].shape[0]), 0, 0.0, ""
     for start in range(0, count, TOGETHER):
         rows = slice(start, min(start + TOGETHER, count))
-        (found,) = session.run(None, {IDS: np.arange(rows.start, rows.stop, dtype=np.int64)[None]})
+        (found,) = session.run(None, {IDS: np.arange(rows.start, rows.stop, dtype=kind)[None]})
         right = stored[EMBEDDING].rows(rows).float().numpy()
         off = np.abs(found.reshape(right.shape).astype(np.float32) - right).max(-1)
         off /= np.maximum(np.abs(right).max(-1), np.finfo(np.float32).tiny)
