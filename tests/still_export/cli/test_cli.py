@@ -275,16 +275,6 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(
     assert "Choose another folder with -o" in capsys.readouterr().err
 
 
-def test_verify_of_a_package_whose_model_moved(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
-    package = tmp_path / "package"
-    shutil.copytree(export_tiny().path, package)
-    manifest = json.loads((package / "manifest.json").read_text())
-    manifest["config"]["model"] = str(tmp_path / "gone")
-    (package / "manifest.json").write_text(json.dumps(manifest))
-    assert call("verify", package) == 2
-    assert "--model" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_version_and_help(capsys: Capture) -> None:
     assert call("--version") == 0

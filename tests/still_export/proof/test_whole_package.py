@@ -217,7 +217,9 @@ def test_a_package_whose_model_is_gone(
                 onnx.save(graph, folder / "portable.onnx")
         with pytest.raises(SystemExit) as end:
             main(["verify", str(folder), "--quiet"])
-        verdicts.append((end.value.code, capsys.readouterr().out.strip().splitlines()[-1]))
+        said = capsys.readouterr().out
+        assert "gone does not exist" in said and "name it with --model" in said
+        verdicts.append((end.value.code, said.strip().splitlines()[-1]))
     assert verdicts == [
         (0, "PASSED against the package's own weights"),
         (1, "FAILED against the package's own weights"),
