@@ -95,7 +95,7 @@ def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
     if not np.isfinite(scales).all():
         raise _no_number(origin)
     if kind == "IQ4_XS":
-        high = np.ascontiguousarray(blocks[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, np.uint16) & 3
+        high = np.ascontiguousarray(blocks[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
         low = (blocks[..., 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(*blocks.shape[:2], 8)
         scales = (scales[..., None] * (low.astype(np.float32) + 16 * high - 32)).reshape(len(raw), -1)
     values = dequantize(raw, kind_of).reshape(len(raw), -1, BLOCK)

@@ -121,7 +121,8 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         rows = [x.unflatten(-1, (self.heads, -1)) for x in (query, key, value)]
         assert a is not None and gate is not None
         rule = RoutedInputs(
-            *(unit_length(x) for x in rows[:2]),
+            unit_length(rows[0]),
+            unit_length(rows[1]),
             rows[2],
             self.decay(a)[..., 0],
             self.step_size(b).to(wide),
