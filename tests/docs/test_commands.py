@@ -97,7 +97,12 @@ ELSEWHERE = {
         "asks a server; tests/still_export/serving/test_evaluated.py does that"
     ),
     "still-export serve DIR": Elsewhere("serves until it is stopped; tests/still_export/serving/test_app.py does that"),
+    'still-export run MODEL.gguf --prompt "..."': Elsewhere("needs a GGUF file of a hybrid with a vocabulary"),
+    "still-export verify http://127.0.0.1:8000 --model FILE": Elsewhere(
+        "asks a server; tests/still_export/serving/test_proven_server.py does that"
+    ),
     "still-export build TRT": Elsewhere(GPU),
+    "still-export prove TRT": Elsewhere(GPU),
     'still-export run TRT --prompt "Once upon a time"': Elsewhere(GPU),
     "still-export verify TRT": Elsewhere(GPU),
     "still-export bench TRT --lengths 1024,8000": Elsewhere(GPU),
