@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from still_export.runtime.base import Runner, checked_prompt
+from still_export.runtime.feeding import Feeding
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import NotFiniteError, RunError, Sampling, checked_token
 from still_export.runtime.speculation import Guesser
@@ -143,16 +144,16 @@ class Scheduler:
         piece: int = 256,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        if model.feeding.every:
+        feeding = Feeding.of(model.manifest)
+        if feeding.every:
             raise RunError(
-                f"this model wants a token of its own behind every {model.feeding.every}, which `still-export run` and `evaluate` give it; "
+                f"this model wants a token of its own behind every {feeding.every}, which `still-export run` and `evaluate` give it; "
                 "it is not served."
             )
         self.model, self.text, self.waiting, self.prefixes = model, text, waiting, prefixes
         self.context = context or model.table.capacity_tokens
         model.check_capacity(self.context - 1)  # the last token of an answer is not fed
-        whole = model.feeding.whole_prompts
-        self.piece = model.prefill_tokens if whole else min(piece, model.prefill_tokens)
+        self.piece = model.prefill_tokens if feeding.whole_prompts else min(piece, model.prefill_tokens)
         model.start(rows)
         self.stopping = False
         self.broken = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ ROWS = "rows"
 """Suffix of a weight's codes in the shape that GatherBlockQuantized reads."""
 SUMS = "block_sums"
 """Prefix of the matrix [K, K / block] that sums over blocks: `inner` where no pairs are beside offsets."""
+THIN, THIN_RATIO = 128, 4
+"""Inputs below which a weight is of low rank, where its outputs are so many times as many: Mamba's dt_proj, RWKV-7's low-rank layers."""
 
 
 @dataclass(frozen=True)
@@ -116,20 +119,36 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
 def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) -> tuple[Quantization, dict[str, Form]]:
     """The forms of all weights that have one, by name, and `asked` with the block size that the source has.
 
+    Second matrices of low-rank layers whose few inputs no block divides have none: they stay as they are, which a warning says.
+
     Raises:
-        UnsupportedError: The block size does not divide a weight.
+        UnsupportedError: The block size does not divide a wider weight.
     """
     known = [w for w in weights.values() if isinstance(w, Deferred) and w.blocks is not None]
     held = [(w.blocks.size, w.shape[-1]) for w in known if w.blocks and w.blocks.float8 == asked.float8]
     asked = asked.fitted([size for size, inputs in held if size < inputs])
-    forms = {
-        name: form for name, weight in weights.items() if (form := form_of(weight, roles[name], asked)) is not None
-    }
-    for name, form in forms.items():
-        inputs = weights[name].shape[-1]
-        if form.bits != HALF and form.base is not None and inputs % asked.block_of(form.bits, inputs):
+    forms: dict[str, Form] = {}
+    thin: list[str] = []
+    for name, weight in weights.items():
+        if (form := form_of(weight, roles[name], asked)) is None:
+            continue
+        inputs = weight.shape[-1]
+        block = 1 if form.bits == HALF or form.base is None else asked.block_of(form.bits, inputs)
+        if not inputs % block:
+            forms[name] = form
+        elif weight.dim() == 2 and inputs < THIN and THIN_RATIO * inputs <= weight.shape[0]:
+            thin.append(name)
+        else:
             raise UnsupportedError(
                 f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
                 "Choose another --quantize-block, or export without --quantize."
             )
+    if thin:
+        logging.getLogger(__name__).warning(
+            "%d weights of low rank, whose few inputs blocks of %d do not divide, are not quantized: %s%s.",
+            len(thin),
+            asked.block_size,
+            ", ".join(thin[:3]),
+            ", ..." if len(thin) > 3 else "",
+        )
     return asked, forms

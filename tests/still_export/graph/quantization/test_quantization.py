@@ -19,6 +19,7 @@ from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
+from still_export.graph.quantization.forms import plan_forms
 from still_export.graph.quantization.policy import GPTQ, METHODS, ONNXRUNTIME, POLICY, Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import (
@@ -269,3 +270,13 @@ def test_manifest_and_graph_agree(quantized: Any, tmp_path: Path) -> None:
     (tmp_path / "package/manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match=r"manifest\.json: quantization\.roles is .* in model\.onnx it is"):
         OrtModel(tmp_path / "package")
+
+
+def test_weights_of_low_rank_stay_where_no_block_divides_them(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"wide.weight": torch.zeros(8, 64), **{f"{n}.weight": torch.zeros(256, n) for n in (4, 32, 48)}}
+    _, forms = plan_forms(weights, dict.fromkeys(weights, roles.PROJECTION), Quantization("int8"))
+    assert set(forms) == {"wide.weight", "32.weight"}
+    assert "2 weights of low rank" in caplog.text and "4.weight, 48.weight" in caplog.text
+    for shape in ((64, 48), (1024, 144)):
+        with pytest.raises(UnsupportedError, match="do not divide"):
+            plan_forms({"a.weight": torch.zeros(shape)}, {"a.weight": roles.PROJECTION}, Quantization("int8"))
