@@ -24,6 +24,7 @@ from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import TrtOptions
 from still_graphs.ops import OPS
 from tests.still_export import fake_tensorrt
+from tests.still_export.conftest import graph_alone  # noqa: F401  (its op is registered in this process alone)
 from tests.still_export.packages import portable_package
 from tests.still_export.tiny import VOCAB, still_model
 from tests.toy.mixer import DecayMixer
