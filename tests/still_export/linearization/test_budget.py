@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from still_export.errors import ConfigError
@@ -36,6 +36,7 @@ SHARE = st.integers(100, 10_000).map(lambda n: n / 100)
 MINUTES = st.integers(1, 100_000)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.fixed_dictionaries({}, optional={"loss": LOSS, "state": SHARE, "found": SHARE, "time": MINUTES}), st.randoms()
 )
@@ -53,6 +54,7 @@ def test_what_is_written_is_read(values: dict[str, float], random: Any) -> None:
     assert all(getattr(again, key) == pytest.approx(getattr(budget, key)) for key in RANGES)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=20))
 def test_other_text_is_refused_in_a_sentence(text: str) -> None:
     try:
@@ -280,6 +282,7 @@ def test_a_slow_machine_measures_by_less(
     assert "; no question was asked; " in result.plan["said"]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=6), st.lists(st.integers(1, 40), max_size=9), st.integers(0, 300)
 )
