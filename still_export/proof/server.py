@@ -358,6 +358,8 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where).eval()
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
+        if not type(model).__module__.startswith("transformers."):
+            notes.append("transformers has no class of this family: the reference is this project's own class")
     except (ValueError, KeyError, NotImplementedError, OSError):
         model, tokenizer = load_model(file, dtype="float32"), load_tokenizer(file)
         notes.append("transformers does not read this file: the reference was read by this project's own reader")
