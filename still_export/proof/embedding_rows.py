@@ -14,6 +14,7 @@ from still_export.package.folder import Package
 from still_export.proof.held_weights import stored_weights
 from still_export.proof.layerwise import EMBEDDING
 from still_export.proof.verdict import Check, Verdict
+from still_export.runtime.ort import allow_opset
 
 if TYPE_CHECKING:
     import onnx
@@ -39,6 +40,7 @@ def check_rows(package: Package, source: Source) -> Verdict:
     cut = None if node is None else _cut(graph, node.output[0])
     if node is None or cut is None or EMBEDDING not in stored:
         return Verdict(not_asked=["each token's embedding by itself: the graph computes it of more than tokens"])
+    allow_opset(package.manifest)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(package.path))

@@ -101,6 +101,13 @@ def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu"
     return path
 
 
+def allow_opset(manifest: dict[str, Any]) -> None:
+    """Let ONNX Runtime load graphs of the package's opset, which may be newer than the ones it counts as released."""
+    config = manifest.get("config")
+    if isinstance(config, dict) and config.get("opset") == NEW_OPSET:
+        os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
+
+
 def open_session(
     folder: Path,
     manifest: dict[str, Any],
@@ -135,9 +142,7 @@ def open_session(
     # float32 is float32: its GEMMs would be rounded to 10 bits otherwise
     cuda = [(CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(replay))})] if provider == "cuda" else []
     path = folder / (graph if isinstance(graph, str) else MODEL)
-    config = manifest.get("config")
-    if isinstance(config, dict) and config.get("opset") == NEW_OPSET:
-        os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
+    allow_opset(manifest)
     if isinstance(graph, bytes):
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:

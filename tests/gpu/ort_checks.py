@@ -50,14 +50,11 @@ def difference(first: Any, second: Any) -> float:
 
 
 def nodes(package: Path, provider: str) -> dict[str, Any]:
-    """On which provider nodes ran, from ONNX Runtime's profiles, which lie in the working folder: every op of ours on this one."""
+    """On which provider nodes ran, from ONNX Runtime's profile, which lies in the working folder: every op of ours on this one."""
     model = opened(package, provider, profile=True)
-    sessions = {
-        id(session): session for session in map(model._session, (1, 1), (100, 1))
-    }.values()  # a step may have its own
     model.feed(tokens_of(model, 100))
     model.feed(tokens_of(model, 1))
-    events = [event for session in sessions for event in json.loads(Path(session.end_profiling()).read_text())]
+    events = json.loads(Path(model.session.end_profiling()).read_text())
     ran = {(e["name"], e["args"]["op_name"], e["args"]["provider"]) for e in events if "provider" in e.get("args", {})}
     still = [(op, at) for _, op, at in ran if op in model.manifest["ops"]]
     cpu = sorted({op for _, op, at in ran if at.startswith("CPU")})
@@ -97,8 +94,7 @@ def buffers_apart(package: Path, provider: str) -> dict[str, Any]:
         kept = model.state_arrays()
         model.load(before, length, count)
         given_states = model.state_arrays()  # with the room that the call needs
-        session = model._session(1, count)
-        binding, values = session.io_binding(), {}
+        binding, values = model.session.io_binding(), {}
         given = {"input_ids": tokens[:, :count], "new_tokens": np.array([count]), "past_length": length}
         for name, array in given.items():
             values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, np.int64), provider, 0)
@@ -111,7 +107,7 @@ def buffers_apart(package: Path, provider: str) -> dict[str, Any]:
             values[state.present] = model._tensor(rubbish, state.dtype)
             binding.bind_ortvalue_input(state.past, past)
             binding.bind_ortvalue_output(state.present, values[state.present])
-        session.run_with_iobinding(binding)
+        model.session.run_with_iobinding(binding)
         logits = model._floats(binding.get_outputs()[0])  # of all tokens, where guesses are checked
         same = np.array_equal(logits[:, -expected.shape[1] :], expected)
         wrong += [] if same else [f"logits of {count}"]

@@ -99,7 +99,7 @@ def write_gguf(
     coded: Callable[[str, Tensor], Any] = lambda name, value: None,
     extra: Callable[[Any], None] = lambda writer: None,
 ) -> None:
-    """`model` as a GGUF file with a vocabulary of nothing; unquantized, but for weights that `coded` has bytes and a type of by their
+    """`model` as a GGUF file without a tokenizer; unquantized, but for weights that `coded` has bytes and a type of by their
     names here; `extra` adds keys."""
     folder = path.with_suffix(".folder")
     model.save_pretrained(folder)
@@ -112,8 +112,7 @@ def write_gguf(
     _write_keys(writer, config)
     extra(writer)
     if not any(str(key).startswith("tokenizer.") for key in writer.kv_data[0]):
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+        writer.add_tokenizer_model("no_vocab")
     for name, tensor in _converted(config, tensors).items():
         data, held = coded(name, tensor) or (np.ascontiguousarray(tensor.numpy()), None)
         writer.add_tensor(name, data, raw_dtype=held)

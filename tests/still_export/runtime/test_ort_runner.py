@@ -157,7 +157,7 @@ def test_bad_requests(export_tiny: Exporter) -> None:
     with pytest.raises(RunError, match="outside the vocabulary"):
         model.prefill([1, VOCAB])
     with pytest.raises(RunError, match="top_p"):
-        Sampling(top_p=0)
+        Sampling(top_p=1.5)
     with pytest.raises(RunError, match="no manifest"):
         OrtModel(Path("/"))
 

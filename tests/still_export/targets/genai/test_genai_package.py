@@ -139,11 +139,13 @@ def test_a_graph_that_computes_something_else_fails(tmp_path: Path) -> None:
 def test_native_code_that_nobody_vouched_for_is_not_loaded(
     built: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from still_export.package import trust
     from still_export.proof.genai import check_library
 
     made = package(tmp_path, still_model("llama", torch.float32), "--native")
     check_library(made)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))  # another machine
+    monkeypatch.setattr(trust, "_TRUSTED", set())
     with pytest.raises(RunError, match="onnxruntime-genai would load it"):
         check_library(made)
 
