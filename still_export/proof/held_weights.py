@@ -149,9 +149,7 @@ def check_weights(
 
 def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Mapping[str, Weight]) -> dict[str, Stored]:
     """The weights of a graph by the model's names, of those that `weights` has."""
-    import onnx_ir as ir
-
-    values = ir.load(path).graph.initializers
+    values = _graph(path).initializers
     parts = {str(name): value.const_value for name, value in values.items() if value.const_value is not None}
     found: dict[str, Stored] = {}
     for name, tensor in parts.items():
@@ -169,6 +167,19 @@ def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Mapping[str
         if name in weights:
             found[name] = _coded(name, rows, parts, weights[name], sizes)
     return found
+
+
+def _graph(path: Path) -> ir.Graph:
+    """Weights and nodes of a graph; types of values and function bodies, which are most of a graph, are left out."""
+    import onnx
+    import onnx_ir as ir
+
+    model = onnx.load(path, load_external_data=False)
+    model.ClearField("functions")
+    model.graph.ClearField("value_info")
+    graph = ir.from_proto(model).graph
+    ir.external_data.set_base_dir(graph, path.parent)
+    return graph
 
 
 def _place(tensor: ir.TensorProtocol, *more: object) -> tuple[object, ...] | None:
