@@ -33,7 +33,7 @@ for arguments in json.load(sys.stdin):
     said.append([code, text.getvalue(), heavy, time.perf_counter() - begin])
 print(json.dumps(said))
 """
-PACKAGE_VERBS = ("run", "serve", "verify", "bench", "inspect", "prove", "build", "lower")
+PACKAGE_VERBS = ("run", "serve", "verify", "bench", "prove", "build", "lower")
 MODEL_VERBS = ("export", "linearize", "select-layers", "audit", "evaluate")
 
 
@@ -71,8 +71,8 @@ PAIRS = [
     *((verb, "adapter", "still-export maker/base") for verb in PACKAGE_VERBS),
     *((verb, "adapter", "--overlay {here}/adapter") for verb in PACKAGE_VERBS),
     *((verb, "model.gguf", f"still-export {verb} model-package") for verb in PACKAGE_VERBS if verb not in GGUF_VERBS),
-    *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
-    *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
+    *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
+    *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
     *((verb, "pipe", "a named pipe") for verb in ("run", "serve", *MODEL_VERBS)),
     ("lower", "softmax", "Export it first: still-export {here}/softmax -o"),
     ("build", "softmax", "still-export {here}/softmax --to trt -o"),

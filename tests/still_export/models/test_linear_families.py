@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.folders.families import NOT_COVERED
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
-from still_export.models.families.linear_families import LINEAR_FAMILIES, NOT_COVERED
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.linear_names import language_model
 from still_export.models.load import load_model
 from still_export.models.read.roles import weight_roles

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from still_export.errors import CheckpointError
+from still_export.gguf.edits import AS_IT_IS, Edit, unpaired
+from still_export.gguf.types import BLOCKS
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.forms import EXACT, form_of
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import held_model, with_held_weights
 from still_export.mixers.roles import EMBEDDING, PROJECTION
-from still_export.models.gguf.quants import BLOCKS
-from still_export.models.gguf.tensors import AS_IT_IS, Edit, Stored, unpaired
+from still_export.models.gguf.tensors import Stored
 from still_export.models.gguf.tensors import weight as of_file
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.source import find_source

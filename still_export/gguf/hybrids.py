@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from still_export.models.gguf.shared import (
+import numpy as np
+
+from still_export.gguf.edits import Edit, grouped
+from still_export.gguf.shared import (
     ATTENTION,
     CONVOLUTION,
     EXPERTS,
@@ -26,7 +27,9 @@ from still_export.models.gguf.shared import (
     heads,
     rope,
 )
-from still_export.models.gguf.tensors import Edit, grouped
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AHEAD = {
     "nextn.eh_proj": "mtp.fc",
@@ -235,13 +238,15 @@ def _kimi_edits(view: View, config: Config) -> dict[str, Edit]:
     keys = config["qk_nope_head_dim"]
 
     def joined(both: Tensor) -> Tensor:
+        import torch
+
         key, value = both[: count * rank * keys], both[count * rank * keys :]
         key = key.reshape(count, rank, keys).transpose(1, 2)
         return torch.cat([key, value.reshape(count, -1, rank)], dim=1).flatten(0, 1)
 
     return {
         **dict.fromkeys((f"self_attn.{part}_conv1d" for part in "qkv"), CONVOLUTION),
-        "self_attn.A_log": Edit(value=lambda a: torch.log(-a).reshape(1, 1, -1, 1)),
+        "self_attn.A_log": Edit(value=lambda a: (-a).log().reshape(1, 1, -1, 1)),
         "self_attn.kv_b_proj": Edit(value=joined, flat=True),
     }
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from still_export.models.gguf.shared import (
+from still_export.gguf.edits import Edit
+from still_export.gguf.shared import (
     ATTENTION,
     CONVOLUTION,
     FLAT,
@@ -20,8 +19,7 @@ from still_export.models.gguf.shared import (
     rope,
     rotation,
 )
-from still_export.models.gguf.softmax import QKVO, llama
-from still_export.models.gguf.tensors import Edit
+from still_export.gguf.softmax import QKVO, llama
 
 _SSM = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_d": "D", "ssm_a": "A_log", "ssm_out": "out_proj"}
 _SSM1 = {**_SSM, "ssm_x": "x_proj", "ssm_dt": "dt_proj"}
@@ -36,7 +34,7 @@ def _inside(module: str, parts: dict[str, str]) -> dict[str, str]:
 def _edits(module: str) -> dict[str, Edit]:
     """A_log has the file's shape but for a last dimension of 1, as have D and the gated norm."""
     return {
-        f"{module}.A_log": Edit(value=lambda a: torch.log(-a).flatten() if a.shape[-1] == 1 else torch.log(-a)),
+        f"{module}.A_log": Edit(value=lambda a: (-a).log().flatten() if a.shape[-1] == 1 else (-a).log()),
         f"{module}.D": FLAT,
         f"{module}.norm": FLAT,
         f"{module}.conv1d": CONVOLUTION,

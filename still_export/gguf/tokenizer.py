@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from still_export.models.gguf.container import Container, open_gguf
-from still_export.models.gguf.rules import rule_of
+from still_export.gguf.container import Container, open_gguf
+from still_export.gguf.rules import rule_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,17 +45,30 @@ class _Vocabulary:
         return None if token is None else self.tokens[token]
 
 
-def read_tokenizer(path: Path) -> Any:
-    """The tokenizer of a GGUF file, for transformers.
+@dataclass(frozen=True)
+class Made:
+    """A file's tokenizer.
+
+    Attributes:
+        tokenizer: Of the library tokenizers.
+        names: Special tokens, as transformers names them: bos_token, eos_token, unk_token, pad_token.
+        begins: Each text begins with the token bos.
+    """
+
+    tokenizer: Tokenizer
+    names: dict[str, str]
+    begins: bool
+
+
+def make_tokenizer(file: Container) -> Made:
+    """The tokenizer of a GGUF file.
 
     Raises:
         CheckpointError: Its parts do not fit each other.
         UnsupportedModelError: It is of a kind, or splits texts by a rule, that is not covered.
         ModelNotFoundError: The file has none.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    file = open_gguf(path)
+    path = file.path
     kind = str(file.value("tokenizer.ggml.model", "none"))
     if kind in ("none", "no_vocab", "rwkv"):
         why = f"no library's ({kind})" if kind == "rwkv" else "none"
@@ -83,8 +96,20 @@ def read_tokenizer(path: Path) -> Any:
     _surround(made, vocabulary, adds_bos, adds_eos)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {ours: token for ours, name in names.items() if (token := vocabulary.named(name)) is not None}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **found)
-    tokenizer.chat_template = _templates(file)
+    return Made(made, found, adds_bos and "bos_token" in found)
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file, for transformers; errors as of `make_tokenizer`."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = open_gguf(path)
+    made = make_tokenizer(file)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made.tokenizer, clean_up_tokenization_spaces=False, **made.names
+    )
+    named = templates(file)
+    tokenizer.chat_template = named if named.keys() - {"default"} else named.get("default")
     return tokenizer
 
 
@@ -206,11 +231,9 @@ def _surround(made: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos
     made.post_processor = processors.TemplateProcessing(single=around, pair=around + again, special_tokens=known)
 
 
-def _templates(file: Container) -> Any:
-    """The chat template; of several all, by name."""
+def templates(file: Container) -> dict[str, str]:
+    """Chat templates by name; that of most files is "default"."""
     names = file.value("tokenizer.chat_templates", [])
     default = file.value("tokenizer.chat_template", None)
     named = {str(name): str(file.value(f"tokenizer.chat_template.{name}")) for name in names}
-    if not named:
-        return None if default is None else str(default)
     return {**({} if default is None else {"default": str(default)}), **named}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from still_export.models.gguf.shared import (
+from still_export.gguf.shared import (
     ATTENTION,
     EXPERTS,
     FEED_FORWARD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from still_export.errors import CheckpointError
-from still_export.models.gguf.container import Container
+from still_export.gguf.container import Container
 
 _ENDS = ("eos", "eot", "eom")
 _TURNS = (

@@ -9,12 +9,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.models.gguf.container import Container, Keys
-from still_export.models.gguf.quants import dequantized
-from still_export.models.gguf.tensors import Edit, unpaired
+from still_export.gguf.container import Container, Keys
+from still_export.gguf.edits import Edit, unpaired
+from still_export.gguf.types import undone
 
 BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 Config = dict[str, Any]
@@ -47,9 +46,9 @@ WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outpu
 """Tensors by GGUF's name and by transformers', `.weight` left out; {} is the number of an expert."""
 MINUS_ONE = Edit(value=lambda norm: norm - 1)
 """Of norms whose weights transformers adds 1 to."""
-LOG = Edit(value=lambda a: torch.log(-a).flatten())
+LOG = Edit(value=lambda a: (-a).log().flatten())
 """A_log, of which the file has -exp(A_log)."""
-FLAT = Edit(value=torch.flatten)
+FLAT = Edit(value=lambda values: values.flatten())
 CONVOLUTION = Edit(value=lambda taps: taps.reshape(-1, 1, taps.shape[-1]))
 
 
@@ -105,7 +104,7 @@ class View:
             found.append(kind)
         return found
 
-    def shape(self, part: str) -> torch.Size:
+    def shape(self, part: str) -> tuple[int, ...]:
         """Of a tensor, in PyTorch's order, in the first layer that has it.
 
         Raises:
@@ -115,7 +114,7 @@ class View:
         names += [f"blk.{layer}.{name}" for layer in self.layers_with(part.removesuffix(".weight")) for name in names]
         for name in names:
             if (tensor := self.file.tensors.get(name)) is not None:
-                return torch.Size(int(size) for size in reversed(tensor.shape))
+                return tuple(int(size) for size in reversed(tensor.shape))
         raise CheckpointError(f"{self.file.path} lacks the tensor {part}. It is incomplete; fetch it again.")
 
     @cached_property
@@ -157,6 +156,10 @@ class Architecture:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     biases: tuple[tuple[str, ...], ...] = ()
     skipped: str = ""
+
+    def skips(self, name: str) -> bool:
+        """Whether nothing reads a tensor."""
+        return bool(self.skipped and re.fullmatch(self.skipped, name))
 
 
 def common(view: View, model_type: str) -> Config:
@@ -263,7 +266,7 @@ def _of_table(view: View, found: Config, rotated: int) -> Config:
     """Llama 3's scaling, of which a file has what it divides each frequency by: its factor is the greatest, its other numbers those of all
     published models, which must make the same table."""
     tensor = view.file.tensors["rope_freqs.weight"]
-    table = dequantized(tensor.data, tensor.tensor_type, torch.Size((rotated // 2,)), "rope_freqs.weight").numpy()
+    table = np.asarray(undone(tensor.data, tensor.tensor_type, "rope_freqs.weight"), np.float32).reshape(rotated // 2)
     factor, low, high, context = round(float(table.max()), 4), 1.0, 4.0, 8192
     turns = context / (2 * np.pi) * found["rope_theta"] ** -(np.arange(0, rotated, 2) / rotated)
     smooth = np.clip((turns - low) / (high - low), 0, 1)

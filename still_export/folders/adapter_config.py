@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import UnsupportedModelError
-from still_export.models.read.files import Adapter, read_checked, read_json
+from still_export.folders.files import Adapter, read_checked, read_json
 
 INERT = frozenset(
     (

@@ -1,0 +1,73 @@
+"""Families by transformers' model_type: those that are read, those that are refused and why, and tensors of other things than the model."""
+
+from __future__ import annotations
+
+LINEAR = (
+    *(
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "olmo_hybrid",
+        "granitemoehybrid",
+        "kimi_linear",
+        "bailing_hybrid",
+    ),
+    *(
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "falcon_h1",
+        "mamba2",
+        "mamba",
+        "falcon_mamba",
+        "jamba",
+        "minimax",
+        "nemotron_h",
+        "gla",
+    ),
+    *("hgrn2", "hgrn", "retnet", "delta_net", "gated_deltanet", "transnormer", "minicpm_sala", "rwkv7", "mamba3"),
+)
+"""Families whose layers are linear, but those of systems; they are exported as they are."""
+TEXT_OF = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
+    "gemma3": "gemma3_text",
+}
+"""Models of text and images, and the model_type of their language model."""
+_SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
+_SPARSE = "its softmax layers select keys"
+_CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
+_BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
+NOT_COVERED = {
+    **dict.fromkeys(("zamba", "samba"), _SHARED),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text", "deepseek_v32", "nsa"), _SPARSE),
+    **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _CONVOLVED),
+    "zaya": _CONVOLVED,
+    "nemotron_h_omni": "of Nemotron-H models that see and hear the language model alone is (nemotron_h)",
+    **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
+    **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
+    "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
+    "recurrent_gemma": "RG-LRU has no mixer here yet",
+    "bamba": "Bamba has no family here yet",
+    "zamba2": "its softmax blocks are shared between layers",
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa"), "its softmax has a learned logit of each head beside the keys (a sink)"
+    ),
+}
+"""Linear families that are refused, and why."""
+
+AHEAD, IMAGES = "layers that guess tokens ahead", "images"
+ELSEWHERE = {
+    "mtp.": AHEAD,
+    "backbone.mtp.": AHEAD,
+    "model.visual.": IMAGES,
+    "model.vision_tower.": IMAGES,
+    "model.multi_modal_projector.": IMAGES,
+    "vision_tower.": IMAGES,
+    "multi_modal_projector.": IMAGES,
+}
+"""Beginnings of the names of tensors of other things than the language model, and what they are for. transformers leaves them out, too."""
+AHEAD_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Fields of configurations whose last layers guess tokens ahead."""
