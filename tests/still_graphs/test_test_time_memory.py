@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,18 +40,18 @@ def polar(x: Tensor) -> Tensor:
     return left @ values.diag() @ right
 
 
-def looped(x: dict[str, Tensor], initial: Tensor, muon: bool, fault: str = "") -> Tensor:
+def looped(x: Mapping[str, Tensor], initial: Tensor, chunk: int, muon: bool = True, fault: str = "") -> Tensor:
     """Outputs [T, H, G, D] of one sequence, in float64. `fault`: "early", a chunk's step is there for its own tokens; others say what is
     left out, or that all matrices have the gate's rate."""
     outputs = torch.zeros_like(x["query"])
-    for head in range(SIZES["H"]):
+    for head in range(len(initial)):
         weights = list(initial[head].clone().unbind(0))
         momentum = [torch.zeros_like(w) for w in weights]
-        for start in range(0, len(outputs), CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, len(outputs), chunk):
+            part = slice(start, start + chunk)
             key, value = x["key"][part, head], x["value"][part, head]
             old = list(weights)
-            if len(key) == CHUNK:
+            if len(key) == chunk:
                 leaves = [w.clone().requires_grad_() for w in weights]
                 fit = (value * network(key, *leaves)).sum(-1)
                 for i, leaf in enumerate(leaves):
@@ -66,7 +66,7 @@ def looped(x: dict[str, Tensor], initial: Tensor, muon: bool, fault: str = "") -
                         moved = moved / (moved.norm(dim=axis, keepdim=True) + 1e-5) * size
                     weights[i] = moved
             used = weights if fault == "early" else old
-            for query in range(SIZES["G"]):
+            for query in range(outputs.shape[2]):
                 outputs[part, head, query] = network(x["query"][part, head, query], *used)
     return outputs
 
@@ -84,7 +84,9 @@ def calls(dtype: torch.dtype = torch.float32, muon: bool = True, fault: str = ""
     x = {name: tensor.to(dtype) for name, tensor in x.items()}
     x |= {"rate": 0.05 * drawn(heads, 3).exp().float(), "momentum": drawn(heads).sigmoid().float()}
     initial = torch.randn(heads, 3, hidden, dim, generator=generator) * dim**-0.5
-    made = [looped({n: t[row].double() for n, t in x.items()}, initial.double(), muon, fault) for row in range(2)]
+    made = [
+        looped({n: t[row].double() for n, t in x.items()}, initial.double(), CHUNK, muon, fault) for row in range(2)
+    ]
     past = torch.zeros(2, dtype=torch.int64)
     for new in counts:
         longest = max(int(new.max()), 1)
