@@ -234,7 +234,8 @@ class Recipe:
     def _check_mixer(self) -> None:
         """Raise ConfigError where an option is of another mixer."""
         for owner, own in {"STILL": OF_STILL, "blocks": OF_BLOCKS}.items():
-            foreign = [f.name for f in fields(self) if f.name in own and getattr(self, f.name) != f.default]
+            others = set(own) - set(LINEARIZERS[self.mixer].options)
+            foreign = [f.name for f in fields(self) if f.name in others and getattr(self, f.name) != f.default]
             if foreign and owner.lower() != self.mixer:
                 raise ConfigError(
                     f"{', '.join(foreign)}: options of {owner}; layers of mixer={self.mixer} have no such thing."

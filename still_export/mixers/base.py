@@ -430,6 +430,9 @@ class Mixer(Protocol):
     parts: tuple[str, ...] = ()
     """Variants of a model that `without` makes."""
 
+    settings: tuple[str, ...] = ()
+    """Fields of the model's STILL configuration that say how its layers are."""
+
     of_families: bool = False
     """Families have such layers from the start; no softmax layer becomes one."""
 

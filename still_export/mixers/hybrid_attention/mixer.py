@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.hybrid_attention.paged import PagedHybridAttention
 from still_export.mixers.hybrid_attention.parts import PARTS, without
+from still_export.mixers.hybrid_attention.settings import HybridSettings
 from still_export.mixers.layers import HYBRID
 from still_export.mixers.trainable import SOFTMAX, Trainable
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -24,6 +26,7 @@ class HybridAttentionMixer(Mixer):
     """Layers of type "hybrid_attention"."""
 
     name = HYBRID
+    settings = tuple(f.name for f in fields(HybridSettings))
     parts = PARTS
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
