@@ -35,12 +35,12 @@ def inspect(
 ) -> None:
     """Show capacity, the state's size by context length beside full attention's cache, layers, types, what runs it here, and files."""
     demand_package(package, "inspect")
-    if (found := look(package)).kind in ("model", "adapter"):
+    if (looked := look(package)).kind in ("model", "adapter"):
         if report is not None:
             raise ConfigError(
                 "--report shows a package; of a model's files inspect prints a few lines. Leave out --report."
             )
-        _describe(found, Output(as_json, quiet))
+        _describe(looked, Output(as_json, quiet))
         return
     from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
