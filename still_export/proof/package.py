@@ -165,7 +165,8 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
 def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
     """What a user runs beside the graph and the runtime that were compared."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
-    from still_export.proof.whole_package import check_files, check_programs
+    from still_export.proof.package_programs import check_programs
+    from still_export.proof.whole_package import check_files
 
     package, options, verdict = proof.package, proof.options, Verdict()
     manifest, device = package.manifest, options.reference_device or "cpu"
