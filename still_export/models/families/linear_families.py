@@ -49,6 +49,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from still_export.discovery import Registry
 from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import CACHE
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask
@@ -180,9 +181,7 @@ class MiniMaxModelMixin(LinearModelMixin):
 
     def decode(self, positions: Tensor, cache: Any, **kwargs: Any) -> Any:
         masks = no_mask(self.config, self.model.embed_tokens.weight)
-        return self.model(
-            attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=False, **kwargs
-        )
+        return self.model(attention_mask=masks, position_ids=positions, use_cache=False, **{CACHE: cache}, **kwargs)
 
 
 class NemotronModelMixin(LinearModelMixin):
