@@ -51,6 +51,7 @@ NOT_COVERED = {
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "bamba": "Bamba has no family here yet",
+    "lara_mini": "transformers has it from 5.24 on: pip install 'transformers>=5.24'",
     "zamba2": "its softmax blocks are shared between layers",
     **dict.fromkeys(
         ("granite_swa", "granitemoe_swa"), "its softmax has a learned logit of each head beside the keys (a sink)"

@@ -53,6 +53,7 @@ from still_export.mixers.base import CACHE
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask
+from still_export.models.families import lara
 from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.families.mamba3 import MAMBA3
@@ -292,6 +293,7 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         SALA,
         RWKV7,
         MAMBA3,
+        *lara.families(),
     ),
     "family",
     "FAMILIES",

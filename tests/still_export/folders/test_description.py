@@ -144,7 +144,9 @@ def test_names_of_families_are_those_of_the_models() -> None:
     from still_export.models.families.linear_families import LINEAR_FAMILIES
 
     own = [name for name, family in LINEAR_FAMILIES.items() if not family.still_model.__module__.startswith(systems())]
-    assert sorted(LINEAR) == sorted(own) and not set(LINEAR) & set(NOT_COVERED)
+    assert sorted(LINEAR) == sorted({*own} - {"lara_mini"}) and not set(LINEAR) & set(
+        NOT_COVERED
+    )  # which later transformers have
     assert is_known("still_llama") and is_known("lfm2") and not is_known("bert")
 
 

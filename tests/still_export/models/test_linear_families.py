@@ -440,7 +440,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
-    assert not set(NOT_COVERED) & set(LINEAR_FAMILIES)
+    assert set(NOT_COVERED) & set(LINEAR_FAMILIES) <= {"lara_mini"}  # by the version of transformers
 
 
 def test_softmax_families_have_no_layers_of_linear_ones() -> None:
