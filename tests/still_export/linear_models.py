@@ -41,16 +41,6 @@ _DELTA: dict[str, Any] = dict(
 )
 _NO_SOFTMAX: dict[str, Any] = dict(num_attention_heads=None, num_key_value_heads=None)
 SIZES: dict[str, dict[str, Any]] = {
-    "lara_mini": dict(
-        _DELTA,
-        head_dim=16,
-        layer_types=["linear_attention", "sliding_attention", "full_attention"],
-        sliding_window=9,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=14,
-        shared_expert_intermediate_size=18,
-    ),
     "qwen3_5_text": dict(_DELTA, head_dim=16),
     "qwen3_next": dict(_DELTA, head_dim=16, num_experts=0),
     "olmo_hybrid": dict(_DELTA, linear_conv_kernel_dim=3),
