@@ -139,6 +139,8 @@ def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Cal
     import torch
     from transformers import AutoModelForCausalLM
 
+    from still_export.mixers.base import CACHE
+
     torch.set_num_threads(setting.threads or torch.get_num_threads())
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     vocabulary = min(VOCABULARY, model.config.vocab_size)
@@ -147,8 +149,8 @@ def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Cal
 
     def feed(ids: Any) -> None:
         with torch.inference_mode():
-            found = model(ids, past_key_values=state.get("past"), use_cache=True, logits_to_keep=1)
-        state.update(past=found.past_key_values, token=found.logits[:, -1:].argmax(-1))
+            found = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: state.get("past")})
+        state.update(past=getattr(found, CACHE), token=found.logits[:, -1:].argmax(-1))
 
     feed(tokens[:, :70])
     state.clear()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -21,6 +22,8 @@ from still_kernels.packing import PagedStates
 if TYPE_CHECKING:
     from still_export.mixers.trainable import Trainable
 
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+"""What transformers calls the cache of a model, among its arguments and in its output."""
 LayerT = TypeVar("LayerT", bound="StillCacheLayer")
 
 

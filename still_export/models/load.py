@@ -19,7 +19,7 @@ from still_export.errors import (
     UnsupportedModelError,
 )
 from still_export.folders.adapter_config import read_adapter_config
-from still_export.folders.families import AHEAD
+from still_export.folders.families import AHEAD, demand_softmax_folder
 from still_export.folders.files import Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
 from still_export.mixers.config import LayersConfig, StillConfig
@@ -342,6 +342,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         model_type, values, blocks = read_gguf(path, dtype or torch.float32)
         return _Checkpoint(model_type, language_model(values), dict(blocks))
     config = read_config(path)
+    demand_softmax_folder(path)
     quantized = config.pop("quantization_config", None)
     sight, config = config, language_model(config)
     quantized = config.pop("quantization_config", quantized)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError
-from still_export.mixers.base import Profile
+from still_export.mixers.base import CACHE, Profile
 from still_export.mixers.hybrid_attention.modes import TrainableAttention, make_trainable
 from still_export.mixers.trainable import SOFTMAX, STUDENT, attention_mode
 from still_kernels.hybrid_attention.meaning.features import FEATURE_FLOOR
@@ -130,7 +130,7 @@ def _with_salient(model: Any, attentions: list[TrainableAttention], salient: int
 
 def _states(model: Any, row: Tensor) -> list[Any]:
     """State of every hybrid layer after `row`."""
-    cache = model(row, use_cache=True).past_key_values
+    cache = getattr(model(row, use_cache=True), CACHE)
     return [layer.state for layer in cache.layers if hasattr(layer, "state")]
 
 
@@ -200,7 +200,7 @@ def _selections(
         return error, offsets, counts
     for start in range(0, row.shape[1] // (2 * chunk) * 2 * chunk, 2 * chunk):
         piece = row[:, start : start + 2 * chunk]
-        cache = model(piece, past_key_values=cache, use_cache=True).past_key_values
+        cache = getattr(model(piece, use_cache=True, **{CACHE: cache}), CACHE)
         states = [layer.state for layer in cache.layers if hasattr(layer, "state")]
         for index, state in enumerate(states):
             scores = state.window_score[0].unflatten(1, (2, chunk))  # [H, 2, C]

@@ -49,9 +49,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from still_export.discovery import Registry
 from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import CACHE
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask
+from still_export.models.families import lara
 from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.families.mamba3 import MAMBA3
@@ -180,9 +182,7 @@ class MiniMaxModelMixin(LinearModelMixin):
 
     def decode(self, positions: Tensor, cache: Any, **kwargs: Any) -> Any:
         masks = no_mask(self.config, self.model.embed_tokens.weight)
-        return self.model(
-            attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=False, **kwargs
-        )
+        return self.model(attention_mask=masks, position_ids=positions, use_cache=False, **{CACHE: cache}, **kwargs)
 
 
 class NemotronModelMixin(LinearModelMixin):
@@ -293,6 +293,7 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         SALA,
         RWKV7,
         MAMBA3,
+        *lara.families(),
     ),
     "family",
     "FAMILIES",
