@@ -35,7 +35,7 @@ def inspect(
     from still_export.package.inspect import inspect as look
     from still_export.package.inspect import spans
     from still_export.report import inspect as looks
-    from still_export.report.render import check_report, write_report
+    from still_export.report.render import write_report
 
     if package.suffix == ".gguf" and package.is_file():
         from still_export.models.gguf.description import describe
@@ -43,8 +43,6 @@ def inspect(
         said = describe(package)
         Output(as_json, quiet).result(said, *(f"{name}: {line}" for name, line in said.items()))
         return
-    if report is not None:
-        check_report(report)
     opened = open_package(package, check_hashes=False)
     found, here = look(opened), runs_here(opened)
     out = Output(as_json, quiet)
