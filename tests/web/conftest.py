@@ -49,7 +49,7 @@ class Visit:
 
     def log(self) -> list[str]:
         """Lines of the conversation."""
-        return [str(t) for t in self.tab.locator("#log p").all_text_contents()]
+        return list(self.tab.evaluate("[...document.getElementById('log').children].map(line => line.said)"))
 
 
 @pytest.fixture(scope="session")
