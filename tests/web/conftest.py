@@ -48,8 +48,8 @@ class Visit:
         )
 
     def log(self) -> list[str]:
-        """Lines of the conversation."""
-        return list(self.tab.evaluate("[...document.getElementById('log').children].map(line => line.said)"))
+        """Lines of the conversation, without the marks of answers that were cut."""
+        return list(self.tab.evaluate("[...document.querySelectorAll('#log > :not(.cut)')].map(line => line.said)"))
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def test_a_server_shows_its_face(browser: Any, byte_package: Path) -> None:
         )
         lines = tab.evaluate("[...document.getElementById('log').children].map(line => [line.className, line.said])")
         (kind, question), (_, answer), *cut = lines
-        assert kind == "user" and [k for k, _ in cut] in ([], ["note"])
+        assert kind == "user" and [k for k, _ in cut] in ([], ["note cut"])
         assert tab.title() == "tiny" and "tokens of a conversation" in tab.inner_text("#holds")
         assert status == 200 and question == "Who?" and answer and asked["choices"]
         assert served.ask("GET", "/page.js")[0] == 200 and served.ask("GET", "/worker.js")[0] == 404

@@ -255,7 +255,7 @@ $("form").addEventListener("submit", (event) => {
         ? (await ask("ask", { message, tokens: TOKENS, ...sampling }, ({ text }) => grow(line, text ?? ""))).cut
         : await served(message, line);
       draw(line);
-      if (cut) add("note", "The answer was cut here: it is as long as it may be.");
+      if (cut) add("note cut", "The answer was cut here: it is as long as it may be.");
       say("Ready.");
     } catch (error) {
       draw(line);
