@@ -39,11 +39,9 @@ def audit(
     from still_export.evaluation.evaluate import DEFAULT_HAYSTACK
     from still_export.models.load import load_model, load_tokenizer
     from still_export.report import audit as looks
-    from still_export.report.render import check_report, write_report
+    from still_export.report.render import write_report
     from still_export.texts.texts import read_text, tokenize
 
-    if report is not None:
-        check_report(report)
     out = Output(as_json, quiet)
     loaded = load_model(model, dtype="float32")
     folder = report_folder(output or Path(model) / "audit")
