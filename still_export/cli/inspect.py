@@ -46,23 +46,9 @@ def inspect(
     from still_export.package.folder import open_package
     from still_export.package.inspect import inspect as inspect_package
     from still_export.package.inspect import spans
-<<<<<<< HEAD
     from still_export.report import inspect as pages
-    from still_export.report.render import check_report, write_report
-
-    if report is not None:
-        check_report(report)
-=======
-    from still_export.report import inspect as looks
     from still_export.report.render import write_report
 
-    if package.suffix == ".gguf" and package.is_file():
-        from still_export.models.gguf.description import describe
-
-        said = describe(package)
-        Output(as_json, quiet).result(said, *(f"{name}: {line}" for name, line in said.items()))
-        return
->>>>>>> U2
     opened = open_package(package, check_hashes=False)
     found, here = inspect_package(opened), runs_here(opened)
     out = Output(as_json, quiet)
