@@ -71,7 +71,6 @@ def test_extras_have_what_is_imported(extra: str) -> None:
     [
         ("accelerate", "train", ["linearize", "maker/BASE", "-o", "OUT"]),
         ("peft", "train", ["select-layers", "maker/BASE", "-o", "OUT"]),
-        ("altair", "report", ["audit", "maker/MODEL", "--report", "page.html"]),
         ("altair", "report", ["evaluate", "maker/MODEL", "--report", "page.html"]),
         ("starlette", "serve", ["serve", "DIR"]),
     ],
