@@ -98,7 +98,7 @@ def calls(dtype: torch.dtype = torch.float32, muon: bool = True, fault: str = ""
                 feeds[name][row, :count] = t[row, place]
             output[row, :count] = made[row][place]
         step = "muon" if muon else "gradient"
-        counted: dict[str, Any] = {"new_tokens": new, "past_length": past, "chunk_size": CHUNK, "step": step}
+        counted: dict[str, Any] = {"new_tokens": new, "past_length": past, "chunk_size": CHUNK, "memory_update": step}
         yield Inputs(**feeds, initial=initial, **counted), output
         past = past + new
 
@@ -111,7 +111,7 @@ def empty() -> MemoryState:
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, BOUND), (torch.float16, 1e-3)], ids=str)
 @pytest.mark.parametrize("muon", [True, False])
 def test_definition_and_body_equal_the_chunks(dtype: torch.dtype, bound: float, muon: bool) -> None:
-    model = node_model(TEST_TIME_MEMORY, SIZES, dtype, chunk_size=CHUNK, step="muon" if muon else "gradient")
+    model = node_model(TEST_TIME_MEMORY, SIZES, dtype, chunk_size=CHUNK, memory_update="muon" if muon else "gradient")
     state, worst = empty(), 0.0
     nodes = [NodeOfStates(model, empty()._asdict(), in_place) for in_place in (True, False)]
     for inputs, output in calls(dtype, muon):
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_named() -> None:
     inputs, _ = next(calls())
     with pytest.raises(ShapeError, match=r"memory_step: expected \[2, 3, 3, 14, 10\], got \[2, 3, 3, 14, 9\]"):
         read_and_learn(inputs, empty()._replace(memory_step=torch.zeros(2, 3, 3, 14, 9)))
-    with pytest.raises(ShapeError, match="step='adam' is unknown; known: gradient, muon"):
-        read_and_learn(replace(inputs, step="adam"), empty())
+    with pytest.raises(ShapeError, match="memory_update='adam' is unknown; known: gradient, muon"):
+        read_and_learn(replace(inputs, memory_update="adam"), empty())
     with pytest.raises(UnsupportedError, match="chunk_size=0"):
         node_model(TEST_TIME_MEMORY, SIZES, torch.float32, chunk_size=0)

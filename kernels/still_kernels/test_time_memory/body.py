@@ -19,11 +19,11 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     heads, queries, dim, hidden = (dims[name] for name in "HGDM")
     given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    chunk, step = int(given.get("chunk_size", 64)), given.get("step", b"muon").decode()
-    known = TEST_TIME_MEMORY.attribute("step").choices
+    chunk, step = int(given.get("chunk_size", 64)), given.get("memory_update", b"muon").decode()
+    known = TEST_TIME_MEMORY.attribute("memory_update").choices
     if chunk < 1 or step not in known:
         raise UnsupportedError(
-            f"{node.name or node.op_type}: chunk_size={chunk}, step={step!r}; a chunk has at least one token, a step is one of "
+            f"{node.name or node.op_type}: chunk_size={chunk}, memory_update={step!r}; a chunk has at least one token, an update is one of "
             f"{', '.join(known)}."
         )
     b = Scope()

@@ -46,7 +46,7 @@ class Inputs:
     new_tokens: Tensor
     past_length: Tensor
     chunk_size: int = 64
-    step: str = "muon"
+    memory_update: str = "muon"
 
     def check(self, state: MemoryState) -> None:
         """Raise ShapeError where a tensor or an attribute does not fit."""
@@ -57,8 +57,8 @@ class Inputs:
                 raise ShapeError(f"{name}: expected {list(expected)}, got {list(x.shape)}.")
         if self.chunk_size < 1:
             raise ShapeError(f"chunk_size={self.chunk_size}; it must be at least 1.")
-        if self.step not in (known := TEST_TIME_MEMORY.attribute("step").choices):
-            raise ShapeError(f"step={self.step!r} is unknown; known: {', '.join(known)}.")
+        if self.memory_update not in (known := TEST_TIME_MEMORY.attribute("memory_update").choices):
+            raise ShapeError(f"memory_update={self.memory_update!r} is unknown; known: {', '.join(known)}.")
         for row, (count, length) in enumerate(zip(self.new_tokens.tolist(), self.past_length.tolist(), strict=True)):
             if length < 0 or not 0 <= count <= sizes["T"]:
                 raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {sizes['T']}.")
@@ -111,7 +111,7 @@ def read_and_learn(inputs: Inputs, state: MemoryState) -> tuple[Tensor, MemorySt
         closed = (offset + end >= (piece + 1) * chunk) & (end > start)
         if bool(closed.any()):
             left = gradient + (total / chunk)[..., None, None, None] * momentum
-            after = initial + step + (orthogonalized(left) if inputs.step == "muon" else left)
+            after = initial + step + (orthogonalized(left) if inputs.memory_update == "muon" else left)
             after = with_norms(after, initial) - initial
             every = closed[:, None, None, None, None]
             step, momentum = torch.where(every, after, step), torch.where(every, left, momentum)

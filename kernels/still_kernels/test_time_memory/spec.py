@@ -12,7 +12,7 @@ TEST_TIME_MEMORY = OpSpec(
     #   f(x) = (silu(gate x) * up x)^T down.
     # The output is f(query) with the weights before the token's chunk of `chunk_size` tokens. At the chunk's last token, g being the sum
     # over its tokens of `rate` times the gradient of value . f(key) at these weights, for each matrix:
-    #   m := g + mean(momentum) m,  weights := weights + (m, or where `step` is "muon" m orthogonalized),
+    #   m := g + mean(momentum) m,  weights := weights + (m, or where `memory_update` is "muon" m orthogonalized),
     # and then each output row of a matrix (of gate, of up, a column of `down`) gets the norm that it has in `initial`.
     # The sums of an open chunk are states, so a call may end anywhere. All in float32.
     # Source: Test-Time Training Done Right, arXiv:2505.23884, and its authors' code, a1600012888/LaCT.
@@ -35,7 +35,7 @@ TEST_TIME_MEMORY = OpSpec(
         StateSpec("momentum_sum", ("B", "H"), "float32"),  # the same
     ),
     outputs=(TensorSpec("output", ("B", "T", "H", "G", "D"), "T", "activation"),),
-    attributes=(AttributeSpec("chunk_size", 64), AttributeSpec("step", "muon", ("gradient", "muon"))),
+    attributes=(AttributeSpec("chunk_size", 64), AttributeSpec("memory_update", "muon", ("gradient", "muon"))),
 )
 
 ROW_EPSILON, MATRIX_EPSILON = 1e-5, 1e-7

@@ -161,7 +161,7 @@ class AllMemMixer(Mixer):
     def _beside(self, config: Any) -> tuple[LayerOp, ...]:
         heads, kept, dim = config.num_attention_heads, config.num_key_value_heads, head_size(config)
         sizes = {"H": kept, "G": heads // kept, "D": dim, "M": WIDER * dim}
-        return (LayerOp(TEST_TIME_MEMORY, {"chunk_size": config.still.chunk_size, "step": "muon"}, sizes),)
+        return (LayerOp(TEST_TIME_MEMORY, {"chunk_size": config.still.chunk_size, "memory_update": "muon"}, sizes),)
 
 
 MIXERS = (AllMemMixer(),)

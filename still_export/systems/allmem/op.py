@@ -30,5 +30,5 @@ def read_and_learn(inputs: Inputs, state: MemoryState) -> tuple[Tensor, MemorySt
     if not torch.compiler.is_compiling():
         return compute(inputs, state)
     given = {**vars(inputs), **{f"past_{name}": x for name, x in state._asdict().items()}}
-    results = call(TEST_TIME_MEMORY, given, {"chunk_size": inputs.chunk_size, "step": inputs.step})
+    results = call(TEST_TIME_MEMORY, given, {"chunk_size": inputs.chunk_size, "memory_update": inputs.memory_update})
     return results["output"], MemoryState(*(results[f"present_{name}"] for name in MemoryState._fields))

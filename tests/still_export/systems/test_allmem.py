@@ -161,23 +161,34 @@ def call(*arguments: object) -> int:
     return int(end.value.code or 0)
 
 
-def test_stages_train_the_memory_and_the_package_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, text = make_base(tmp_path / "base"), make_text(tmp_path / "text.txt")
-    result = linearize(recipe(base, text), tmp_path / "model")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A linearized model in `model`, its base in `base`."""
+    place = tmp_path_factory.mktemp("allmem")
+    base, text = make_base(place / "base"), make_text(place / "text.txt")
+    result = linearize(recipe(base, text), place / "model")
     assert [stage.name for stage in result.stages] == ["transfer", "finetune"]
     assert result.stages[0].losses[-1] < result.stages[0].losses[0]
-    model = load_model(tmp_path / "model")
+    return place
+
+
+def test_stages_train_the_memory(folder: Path, tmp_path: Path) -> None:
+    model = load_model(folder / "model")
     assert model.config.still.chunk_size == CHUNK
-    own = {n for n in load_file(tmp_path / "model/adapter/adapter_model.safetensors") if "lora_" not in n}
+    own = {n for n in load_file(folder / "model/adapter/adapter_model.safetensors") if "lora_" not in n}
     assert own == {
         f"model.layers.{i}.self_attn.{n}" for i in (0, 2) for n in model.model.layers[i].self_attn.fresh_names()
     }
-    again = apply(str(base), tmp_path / "model/adapter", tmp_path / "again")
+    again = apply(str(folder / "base"), folder / "model/adapter", tmp_path / "again")
     ids = torch.randint(0, 256, (1, 100))
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_the_folder_becomes_a_proven_package(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = tmp_path / "package"
-    assert call("export", tmp_path / "model", "--to", "onnx", "-o", package, "--quiet") == 0
+    assert call("export", folder / "model", "--to", "onnx", "-o", package, "--quiet") == 0
     code = call("verify", package, "--lengths", "1,65,130", "--decode-steps", "8", "--quiet")
     assert code == 0, capsys.readouterr()
     ops = set(json.loads((package / "manifest.json").read_text())["ops"])
