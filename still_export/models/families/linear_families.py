@@ -56,6 +56,7 @@ from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.families.mamba3 import MAMBA3
 from still_export.models.families.minicpm_sala import SALA
+from still_export.models.families.rwkv6 import RWKV5, RWKV6
 from still_export.models.families.rwkv7 import RWKV7
 from still_export.models.families.softmax_families import Family, make_family
 from still_export.models.families.stack import Stack, StackForCausalLM
@@ -291,6 +292,8 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         *FLA_FAMILIES,
         TRANSNORMER,
         SALA,
+        RWKV5,
+        RWKV6,
         RWKV7,
         MAMBA3,
     ),
@@ -302,14 +305,14 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
 _SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
 _SPARSE = "its softmax layers select keys"
 _CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
-_BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
+_UNBOUNDED = "RWKV-4 weights tokens by exponentials of keys without a bound, which no op here does"
 NOT_COVERED = {
     **dict.fromkeys(("zamba", "samba"), _SHARED),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _CONVOLVED),
     "zaya": _CONVOLVED,
     "nemotron_h_omni": "of Nemotron-H models that see and hear the language model alone is (nemotron_h)",
-    **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
+    "rwkv": _UNBOUNDED,
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
