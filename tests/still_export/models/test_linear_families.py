@@ -138,17 +138,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
     "family, changes",
     [
         ("falcon_h1", {"mamba_rms_norm": False}),
-        (
-            "bamba",
-            dict(
-                attn_layer_indices=[1],
-                mamba_n_heads=6,
-                mamba_d_head=8,
-                mamba_n_groups=2,
-                mamba_d_state=10,
-                num_logits_to_keep=None,
-            ),
-        ),
+        ("bamba", {}),
         ("kimi_linear", {"q_lora_rank": 9}),
         ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
         ("gla", {"attn": {**SOFTMAX, "window_size": 37}}),
