@@ -131,6 +131,7 @@ def words_of_ops() -> set[str]:
         "scaling",
         "groups",
         "Route",
+        "step",
     }  # other things, too
 
 

@@ -30,7 +30,8 @@ def bench(
         typer.Option("--output", "-o", help="Folder for bench.json.", show_default="PACKAGE/bench"),
     ] = None,
     beside: Annotated[
-        Path | None, typer.Option(help="JSON rows of another runtime (bench-peer) to compare and plot with.")
+        Path | None,
+        typer.Option(help="JSON rows of another runtime, as bench.json has them, to compare and plot with."),
     ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,
@@ -47,11 +48,9 @@ def bench(
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.report import bench as looks
-    from still_export.report.render import check_report, write_report
+    from still_export.report.render import write_report
     from still_export.targets.registry import runtime_of
 
-    if report is not None:
-        check_report(report)
     out = Output(as_json, quiet)
     package = package_of(package, out)
     opened = open_package(package)

@@ -35,22 +35,20 @@ def inspect(
 ) -> None:
     """Show capacity, the state's size by context length beside full attention's cache, layers, types, what runs it here, and files."""
     demand_package(package, "inspect")
-    if (found := look(package)).kind in ("model", "adapter"):
+    if (looked := look(package)).kind in ("model", "adapter"):
         if report is not None:
             raise ConfigError(
                 "--report shows a package; of a model's files inspect prints a few lines. Leave out --report."
             )
-        _describe(found, Output(as_json, quiet))
+        _describe(looked, Output(as_json, quiet))
         return
     from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
     from still_export.package.inspect import inspect as inspect_package
     from still_export.package.inspect import spans
     from still_export.report import inspect as pages
-    from still_export.report.render import check_report, write_report
+    from still_export.report.render import write_report
 
-    if report is not None:
-        check_report(report)
     opened = open_package(package, check_hashes=False)
     found, here = inspect_package(opened), runs_here(opened)
     out = Output(as_json, quiet)

@@ -34,7 +34,7 @@ for arguments in json.load(sys.stdin):
 print(json.dumps(said))
 """
 PACKAGE_VERBS = ("run", "serve", "verify", "bench", "prove", "build", "lower")
-MODEL_VERBS = ("export", "linearize", "select-layers", "audit", "evaluate")
+MODEL_VERBS = ("export", "linearize", "select-layers", "evaluate")
 
 
 def header(path: Path, *names: str) -> None:
@@ -78,7 +78,6 @@ PAIRS = [
     ("build", "softmax", "still-export {here}/softmax --to trt -o"),
     ("export", "package", "still-export lower {here}/package --to TARGET"),
     ("linearize", "package", "still-export linearize '/of/the model'"),
-    ("audit", "package", "still-export audit '/of/the model'"),
     ("export", "adapter", "still-export export maker/base --overlay {here}/adapter"),
     ("linearize", "adapter", "still-export linearize maker/base --adapter {here}/adapter"),
     ("export", "softmax", "still-export linearize {here}/softmax -o"),

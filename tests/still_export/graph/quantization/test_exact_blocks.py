@@ -153,7 +153,7 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
         weight = source.weights[name]
         assert isinstance(weight, Deferred) and weight.adapted is not None and weight.adapted.base is not None
         (pair,) = weight.adapted.pairs
-        base = quantize(value_of(weight.adapted.base), 4, 32, "rtn").dequantized()
+        base = quantize(value_of(weight.adapted.base), 4, 32).dequantized()
         delta = pair.scale * value_of(pair.b) @ value_of(pair.a)
         torch.testing.assert_close(value_of(held.weights[name]), torch.from_numpy(base) + delta)
     errors = {}
@@ -177,7 +177,7 @@ def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_pa
     source = find_source(adapted)
     name = "model.layers.0.self_attn.q_proj.weight"
     held = with_held_weights(source, package.path, package.manifest).weights[name]
-    expected = quantize(value_of(source.weights[name]), 4, 32, "rtn").dequantized()
+    expected = quantize(value_of(source.weights[name]), 4, 32).dequantized()
     assert np.array_equal(value_of(held).numpy(), expected)
 
 

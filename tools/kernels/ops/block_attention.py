@@ -9,12 +9,13 @@ from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.attention.meaning import AttentionState
-from still_kernels.attention.work import Layer, kept, layer
 from still_kernels.block_attention.meaning import Inputs, block_attention
 from still_kernels.block_attention.plan import tile_table
 from still_kernels.forms import has_kernels
-from still_kernels.tile import Setting, TileTable, one, stages
-from still_kernels.work import Kind, OpWork, Work
+from still_kernels.tile import Setting, TileTable
+from tools.kernels.ops.attention import Layer, kept, layer
+from tools.kernels.settings import one, stages
+from tools.kernels.work import Kind, OpWork, Work
 
 SLOTS, BLOCK = 128, 64
 """Blocks that a token reads at most, and tokens of a block: MiniCPM-SALA's."""

@@ -1,6 +1,6 @@
 """Speed of an op's kernels beside their peers and the machine's measured ceilings, in one process on one GPU.
 
-    python -m still_kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json
+    python -m tools.kernels.bench OP --context 8192,65536 --batch 1,8 --json bench.json
 
 Every kernel is compared with the PyTorch form on the same inputs first; one that fails gets no speed. Calls are replayed from CUDA graphs,
 so that the time of the host is in none but PyTorch's, whose form may ask the host. A graph of decode steps holds several layers, each with
@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from still_kernels.registry import op_names, work_of
-from still_kernels.work import CHECK_LIMIT, Kind, OpWork, Work, relative_error, states_of_step
+from still_kernels.registry import op_names
+from tools.kernels.registry import work_of
+from tools.kernels.work import CHECK_LIMIT, Kind, OpWork, Work, relative_error, states_of_step
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _numbers(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 0, 1 if a check failed, 2 without a GPU or for a wrong option."""
-    parser = argparse.ArgumentParser(prog="python -m still_kernels.bench", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.kernels.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", choices=op_names())
     parser.add_argument("--context", type=_numbers, default=[8192, 32768, 65536], help="tokens, comma-separated")
     parser.add_argument("--batch", type=_numbers, default=[1, 8], help="sequences of a decode step, comma-separated")

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from still_kernels import bench, work
-from still_kernels.attention import work as attention_cost
-from still_kernels.hybrid_attention import work as cost
 from still_kernels.op_kernels import DTYPES
-from still_kernels.registry import kernels_of, op_names, work_of
+from still_kernels.registry import kernels_of, op_names
+from tools.kernels import bench, work
+from tools.kernels.ops import attention as attention_cost
+from tools.kernels.ops import hybrid_attention as cost
+from tools.kernels.registry import work_of
 
 CEILINGS = bench.Ceilings(copy=4e12, gemm=800e12)
 

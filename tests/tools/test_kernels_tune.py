@@ -13,15 +13,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from still_kernels import tune
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.plan.tiles import tile_table
-from still_kernels.hybrid_attention.work import misfit
-from still_kernels.registry import op_names, work_of
+from still_kernels.registry import op_names
 from still_kernels.tile import changed
+from tools.kernels import tune
+from tools.kernels.ops.hybrid_attention import misfit
+from tools.kernels.registry import work_of
 
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "chunk_size": 32, "salient_per_chunk": 3}
-MAIN = "import sys; from still_kernels import tune; sys.exit(tune.main(sys.argv[1:]))"
+MAIN = "import sys; from tools.kernels import tune; sys.exit(tune.main(sys.argv[1:]))"
 
 
 def small(op: str) -> list[str]:
@@ -68,7 +69,7 @@ def test_softmax_attention_is_tuned_by_the_same(tmp_path: Path) -> None:
 def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
     code = """
 import sys
-from still_kernels import tune
+from tools.kernels import tune
 right = tune.Workload.run
 def wrong(self, table):
     made, results = right(self, table)
@@ -86,7 +87,7 @@ sys.exit(tune.main(sys.argv[1:]))
 
 def test_workspace_starts_as_nan() -> None:
     code = """
-from still_kernels import tune
+from tools.kernels import tune
 from still_kernels import launcher
 import torch
 with tune._recording():

@@ -1,26 +1,34 @@
-"""The peers of a package: the base model with full attention in onnxruntime-genai, llama.cpp or transformers, as their users run them.
+"""The base model of a package with full attention in onnxruntime-genai, llama.cpp or transformers, as their users run them: the rows that
+`still-export bench PACKAGE --beside FILE` compares with.
 
-As a program (`python -m still_export.evaluation.peer RUNTIME MODEL LENGTH SETTING`, JSON) it measures one length and prints JSON: torch is
-imported for transformers alone, so the peak is the peer's own.
+  python -m tools.benchmarks.peer BASE --runtime transformers --threads 2 -o peer.json
+  python -m tools.benchmarks.peer MODEL.gguf --runtime llama.cpp --threads 2 -o peer.json     the same file, with flash attention
+  python -m tools.benchmarks.peer BASE --provider cuda --quantize int4     with onnxruntime-genai-cuda; float16 without --quantize
+
+Each length is a process of its own, which imports torch for transformers alone, so the peak is the peer's own.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from still_export.evaluation.bench import BenchOptions, Measurement
+from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
+from still_export.extras import installation
 from still_export.runtime.base import peak_mb
 from still_export.runtime.sampling import RunError
+from tools.benchmarks.common import numbers
 
 GENAI, LLAMA_CPP, TRANSFORMERS = "genai", "llama.cpp", "transformers"
 RUNTIMES = {GENAI: "onnxruntime_genai", LLAMA_CPP: "llama_cpp", TRANSFORMERS: "torch"}
@@ -60,7 +68,6 @@ def measure_peer(
     model: Path,
     lengths: Iterable[int],
     setting: BenchOptions,
-    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
     """Measure every length in a process of its own: what `still-export bench` measures of a package.
 
@@ -69,13 +76,13 @@ def measure_peer(
     """
     rows = []
     for length in lengths:
-        command = [sys.executable, "-m", __spec__.name, runtime, str(model), str(length), json.dumps(asdict(setting))]
+        command = [sys.executable, "-c", "import sys; from tools.benchmarks.peer import one; one(*sys.argv[1:])"]
+        command += [runtime, str(model), str(length), json.dumps(asdict(setting))]
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
             raise RunError(f"{runtime} with {length} tokens: {said}")
         rows.append(Measurement(**json.loads(done.stdout.strip().splitlines()[-1])))
-        progress(f"{length} tokens")
     return rows
 
 
@@ -170,6 +177,48 @@ def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> M
     return Measurement(length, prefill, statistics.median(times) * 1e3, peak_mb())
 
 
+def one(runtime: str, model: str, length: str, setting: str) -> None:
+    """Print the measurement of one length; `setting` is of BenchOptions, in JSON."""
+    print(json.dumps(asdict(_measure(runtime, Path(model), int(length), BenchOptions(**json.loads(setting))))))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.peer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="folder of the base model, or for genai and llama.cpp a GGUF file")
+    parser.add_argument("--runtime", choices=RUNTIMES, default=GENAI)
+    parser.add_argument("--provider", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quantize", choices=["int4"], help="genai's weights in 4 bits")
+    parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
+    parser.add_argument("--steps", type=int, default=BenchOptions.steps)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("work"), help="keeps genai's package for the next run")
+    parser.add_argument("-o", "--output", type=Path, default=Path("peer.json"))
+    given = parser.parse_args(arguments)
+    runtime, model = given.runtime, given.model
+    if runtime != GENAI and (given.quantize or given.provider == "cuda"):
+        parser.error(f"--quantize and --provider cuda are of genai, not of {runtime}.")
+    if runtime != GENAI and (runtime == LLAMA_CPP) != (model.suffix == ".gguf"):
+        parser.error(f"{model} with --runtime {runtime}: llama.cpp takes a GGUF file, transformers a folder.")
+    if find_spec(RUNTIMES[runtime]) is None:
+        parser.error(f"{runtime} is not installed: {installation(RUNTIMES[runtime])}")
+    if runtime == GENAI:
+        given.work.mkdir(parents=True, exist_ok=True)
+        precision = given.quantize or ("fp16" if given.provider == "cuda" else "fp32")
+        model = build(model.resolve(), given.work, precision, given.provider)
+    options = BenchOptions(steps=given.steps, threads=given.threads, provider=given.provider)
+    rows = measure_peer(runtime, model, given.lengths, options)
+    given.output.write_text(json.dumps(to_dict(rows), indent=1) + "\n", encoding="utf-8")
+    for r in rows:
+        print(
+            f"{r.length:>8} tokens: prefill {r.prefill_s:.2f} s, decode {r.decode_ms:.1f} ms, peak {r.peak_mb:.0f} MB"
+        )
+    return 0
+
+
 if __name__ == "__main__":
-    asked, where, tokens_, given = sys.argv[1:]
-    print(json.dumps(asdict(_measure(asked, Path(where), int(tokens_), BenchOptions(**json.loads(given))))))
+    sys.exit(main())

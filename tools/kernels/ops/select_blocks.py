@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from still_kernels import launcher
-from still_kernels.attention.work import Layer, layer
 from still_kernels.forms import has_kernels
 from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
 from still_kernels.select_blocks.plan import tile_table
-from still_kernels.tile import Setting, TileTable, one, pow2, stages
-from still_kernels.work import Kind, OneTensor, OpWork, Work, filled
+from still_kernels.tile import Setting, TileTable, pow2
+from tools.kernels.ops.attention import Layer, layer
+from tools.kernels.settings import one, stages
+from tools.kernels.work import Kind, OneTensor, OpWork, Work, filled
 
 MOVES: dict[str, list[Setting]] = {
     "normalize": [*stages(1, 2, 3), *one("BM", 64, 128, 256), *one("BJ", 32, 64), *one("num_warps", 4, 8)],

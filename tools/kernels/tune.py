@@ -1,6 +1,6 @@
 """Which block sizes are fastest on this GPU: every kernel timed alone, over settings around those of its plan.py.
 
-    python -m still_kernels.tune OP --context 65536 --seconds 240 -o tune.json
+    python -m tools.kernels.tune OP --context 65536 --seconds 240 -o tune.json
 
 Each setting runs whole calls first: their outputs and states, written over NaN, must be those of the current settings, else it gets
 no time. From the best setting the search goes on while time is left. Nothing is written back: put what wins into plan.py.
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from still_kernels import launcher
-from still_kernels.bench import median_s
-from still_kernels.registry import kernels_of, op_names, work_of
+from still_kernels.registry import kernels_of, op_names
 from still_kernels.tile import Setting, TileTable, changed
-from still_kernels.work import CHECK_LIMIT, Held, Kind, OpWork, relative_error, states_of_step
+from tools.kernels.bench import median_s
+from tools.kernels.registry import work_of
+from tools.kernels.work import CHECK_LIMIT, Held, Kind, OpWork, relative_error, states_of_step
 
 Launch = Callable[[], None]
 
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; exit code 0, 1 if a setting gave a wrong result, 2 without a GPU or for a wrong option."""
     import triton
 
-    parser = argparse.ArgumentParser(prog="python -m still_kernels.tune", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.kernels.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", choices=op_names())
     parser.add_argument("--context", type=int, default=65536, help="tokens of the prefill and behind the decode step")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=N", help="a size of the layer; repeatable")

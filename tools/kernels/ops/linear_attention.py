@@ -15,8 +15,9 @@ from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.plan import Variant
 from still_kernels.linear_attention.spec import DELTA, GATED
-from still_kernels.tile import Setting, TileTable, one, stages
-from still_kernels.work import Kind, OneTensor, OpWork, Work
+from still_kernels.tile import Setting, TileTable
+from tools.kernels.settings import one, stages
+from tools.kernels.work import Kind, OneTensor, OpWork, Work
 
 STEPS = ("prepare", "scan", "output")
 """Kernels of a prompt."""

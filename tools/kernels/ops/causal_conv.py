@@ -11,8 +11,9 @@ from torch import Tensor
 from still_kernels.causal_conv.call import causal_conv
 from still_kernels.causal_conv.meaning import Inputs, empty_state, whole_causal_conv
 from still_kernels.causal_conv.plan import tile_table
-from still_kernels.tile import Setting, TileTable, one
-from still_kernels.work import Kind, OneTensor, OpWork, Work
+from still_kernels.tile import Setting, TileTable
+from tools.kernels.settings import one
+from tools.kernels.work import Kind, OneTensor, OpWork, Work
 
 MOVES: dict[str, list[Setting]] = {
     "conv": [*one("BT", 8, 16, 32, 64), *one("BC", 64, 128, 256), *one("num_warps", 2, 4, 8)],

@@ -1,23 +1,21 @@
-"""Calls of ops without a state for bench and tune: what the op's `Calls` say, as the `OpWork` that both ask."""
+"""Calls of ops without a state for bench and tune: `Calls` of each, as the `OpWork` that both ask."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from still_kernels import launcher
 from still_kernels.common.launches import outputs_of
+from still_kernels.common.stateless import StatelessOp
 from still_kernels.plan import Call
 from still_kernels.sizes import tensors_of
-from still_kernels.tile import TileTable
-from still_kernels.work import Held, Kind, OpWork, Work, kinds
-
-if TYPE_CHECKING:
-    from still_kernels.common.stateless import Calls, StatelessOp
+from still_kernels.tile import Setting, TileTable
+from tools.kernels.work import Held, Kind, OpWork, Work, kinds
 
 SIZES = {"heads": 32, "kv_heads": 8, "head_dim": 128, "width": 14336, "vocabulary": 128256}
 """Of Llama-3.1-8B."""
@@ -89,6 +87,42 @@ class Draw:
     def _own(self, made: Tensor) -> Tensor:
         self._new.append(made)
         return made
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What bench and tune ask of an op.
+
+    Args:
+        draw: Inputs of a call, from sizes, kind of layer and what draws them.
+        flop: Of the call with these inputs.
+        moves: What tune tries from the current setting and then from better ones, by kernel.
+        decode: Those of `moves` that belong to a step.
+        layers: Kinds of layers; the first is what tune takes.
+        instead: As of `tools.kernels.work.OpWork`.
+        peer: Whose operators `plain` takes.
+        sizes: Beside those that all models have.
+        plain: The op by PyTorch's operators in the activations' own type, of what `beside` makes; results as those of the definition,
+            which it is by default.
+        beside: What `plain` takes in the place of inputs, made once for each state.
+        unread: Bytes of the inputs that a call need not read.
+        others: The libraries that are there, each with what makes, of inputs, a call of its own operators.
+        one_token: Whether calls have no more.
+    """
+
+    draw: Callable[[Mapping[str, int], str, Draw], Any]
+    flop: Callable[[Any], float]
+    moves: Mapping[str, list[Setting]]
+    decode: frozenset[str] = frozenset()
+    layers: Sequence[str] = ("",)
+    instead: Mapping[str, str] = field(default_factory=dict)
+    peer: str = "PyTorch"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    plain: Callable[[Any], Tensor | tuple[Tensor, ...]] | None = None
+    beside: Callable[[Any], Any] = lambda inputs: inputs
+    unread: Callable[[Any], int] = lambda inputs: 0
+    others: Callable[[], Mapping[str, Callable[[Any], Callable[[], Any]]]] = dict
+    one_token: bool = False
 
 
 def one_token(context: int, batches: Sequence[int]) -> list[Kind]:

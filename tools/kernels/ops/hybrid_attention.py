@@ -12,8 +12,9 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
-from still_kernels.tile import Setting, TileTable, one, stages
-from still_kernels.work import Kind, OpWork, Work, filled
+from still_kernels.tile import Setting, TileTable
+from tools.kernels.settings import one, stages
+from tools.kernels.work import Kind, OpWork, Work, filled
 
 WARPS = one("num_warps", 2, 4, 8)
 REGISTERS = one("max_registers", None, 128, 168)

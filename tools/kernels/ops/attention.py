@@ -10,8 +10,9 @@ from torch import Tensor
 
 from still_kernels.attention.call import attention
 from still_kernels.attention.meaning import AttentionState, Inputs, blocked_attention
-from still_kernels.tile import Setting, TileTable, one, stages
-from still_kernels.work import Kind, OpWork, Work, filled
+from still_kernels.tile import Setting, TileTable
+from tools.kernels.settings import one, stages
+from tools.kernels.work import Kind, OpWork, Work, filled
 
 MOVES: dict[str, list[Setting]] = {
     "attend": [
