@@ -98,6 +98,10 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
 }
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
+SELDOM: dict[str, dict[str, Any]] = {
+    "bamba": dict(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=10),
+}
+"""The same of families made of parts that others have: few tests ask them."""
 FAMILIES = (*SIZES, *FLA_SIZES, *OWN)
 """All, those that transformers has no class for too."""
 _WIDE: dict[str, Any] = dict(vocab_size=128, hidden_size=128, intermediate_size=256)
@@ -162,7 +166,7 @@ def published_pair(family: str) -> dict[str, Any]:
 
 def linear_config(family: str, **changes: Any) -> Any:
     """A plain configuration of transformers."""
-    given = {**COMMON, **SIZES.get(family, {}), **changes}
+    given = {**COMMON, **SIZES.get(family, {}), **SELDOM.get(family, {}), **changes}
     return LINEAR_FAMILIES[family].config(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import (
     BailingHybridConfig,
     BailingHybridForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     FalconMambaConfig,
@@ -215,6 +217,11 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
             GraniteMoeHybridForCausalLM,
             {"linear_attention": Place("mamba2", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
             (LinearConfigMixin, GraniteModelMixin),
+        ),
+        _family(
+            BambaConfig,
+            BambaForCausalLM,
+            {"linear_attention": Place("mamba2", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
         ),
         _family(
             KimiLinearConfig,

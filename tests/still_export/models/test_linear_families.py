@@ -138,6 +138,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
     "family, changes",
     [
         ("falcon_h1", {"mamba_rms_norm": False}),
+        ("bamba", {}),
         ("kimi_linear", {"q_lora_rank": 9}),
         ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
         ("gla", {"attn": {**SOFTMAX, "window_size": 37}}),
@@ -438,7 +439,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["zamba", "rwkv", "ttt", "xlstm", "deepseek_v32", "bamba"])
+@pytest.mark.parametrize("name", ["zamba", "rwkv", "ttt", "xlstm", "deepseek_v32", "zamba2", "hypenet"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
