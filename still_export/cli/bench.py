@@ -30,7 +30,8 @@ def bench(
         typer.Option("--output", "-o", help="Folder for bench.json.", show_default="PACKAGE/bench"),
     ] = None,
     beside: Annotated[
-        Path | None, typer.Option(help="JSON rows of another runtime (bench-peer) to compare and plot with.")
+        Path | None,
+        typer.Option(help="JSON rows of another runtime, as bench.json has them, to compare and plot with."),
     ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,

@@ -234,7 +234,8 @@ class Recipe:
     def _check_mixer(self) -> None:
         """Raise ConfigError where an option is of another mixer."""
         for owner, own in {"STILL": OF_STILL, "blocks": OF_BLOCKS}.items():
-            foreign = [f.name for f in fields(self) if f.name in own and getattr(self, f.name) != f.default]
+            others = set(own) - set(LINEARIZERS[self.mixer].options)
+            foreign = [f.name for f in fields(self) if f.name in others and getattr(self, f.name) != f.default]
             if foreign and owner.lower() != self.mixer:
                 raise ConfigError(
                     f"{', '.join(foreign)}: options of {owner}; layers of mixer={self.mixer} have no such thing."
@@ -247,10 +248,10 @@ class Recipe:
             raise ConfigError(
                 f"transfer_steps={self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
-        others = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
-        if others:
+        unknown = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
+        if unknown:
             raise ConfigError(
-                f"layer_types names {', '.join(others)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
+                f"layer_types names {', '.join(unknown)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
             )
 
     @property

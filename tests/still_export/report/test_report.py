@@ -240,7 +240,7 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work(
         check_report(tmp_path / "report.html")
 
 
-@pytest.mark.parametrize("verb", ["verify", "audit"])
+@pytest.mark.parametrize("verb", ["verify", "inspect"])
 def test_no_verb_works_before_its_report_is_possible(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
