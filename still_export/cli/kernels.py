@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ def register(app: typer.Typer, panel: str) -> None:
     kernels = typer.Typer(help="Build the kernels for CPUs once; exports take them from then on.", no_args_is_help=True)
     kernels.command("build")(build)
     kernels.command("headers")(headers)
+    kernels.command("flags")(flags)
     app.add_typer(kernels, name="kernels", rich_help_panel=panel)
 
 
@@ -46,3 +48,12 @@ def headers() -> None:
     from still_export.targets.ort.headers import fetch_headers
 
     print(fetch_headers())
+
+
+def flags(
+    genai: Annotated[bool, typer.Option("--genai", help="For a program over onnxruntime-genai.")] = False,
+) -> None:
+    """Print what a C++ compiler needs for a program over ONNX Runtime: g++ program.cpp $(still-export kernels flags)."""
+    from still_export.targets.ort.headers import compiler_flags
+
+    print(shlex.join(compiler_flags(genai)))
