@@ -17,6 +17,7 @@ from still_export.errors import (
     ModelNotFoundError,
     NotLinearizedError,
     UnsupportedModelError,
+    unknown,
 )
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
@@ -330,7 +331,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if dtype == "auto":
         return None
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is unknown; known: auto, {', '.join(DTYPES)}.")
+        raise unknown(dtype, ("auto", *DTYPES), f"dtype={dtype!r}")
     return DTYPES[dtype]
 
 
