@@ -576,9 +576,10 @@ class RatModel(OwnModel):
         found: dict[str, tuple[int, ...]] = {"embedding.wte.weight": embeddings, "head.lm_head.weight": embeddings}
         found["backbone.ln.weight"] = (width,)
         for i in range(c["num_layers"]):
+            local = i % (c.get("interleave_step") or 1) > 0
             own: dict[str, tuple[int, ...]] = {
-                "seq_layer.in_proj.weight": (3 * width + 2 * few, width),
-                "seq_layer.gate_bias": (width,),
+                "seq_layer.in_proj.weight": (3 * width + (0 if local else 2 * few), width),
+                **({} if local else {"seq_layer.gate_bias": (width,)}),
                 "seq_layer.input_norm.weight": (width,),
                 "seq_layer.out_proj.weight": (width, width),
                 "hidden_layer.ln.weight": (width,),
@@ -598,6 +599,14 @@ class RatModel(OwnModel):
             prefix = f"backbone.layers.{i}."
             w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
             h = rms(x, w["seq_layer.input_norm.weight"]) @ w["seq_layer.in_proj.weight"].T
+            if "seq_layer.gate_bias" not in w:
+                x = x + self.local(h, dim) @ w["seq_layer.out_proj.weight"].T
+                x = (
+                    x
+                    + gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
+                    @ w["hidden_layer.fc2.weight"].T
+                )
+                continue
             z, v, g, q, k = h.split((width, width, width, few, few), -1)
             g = (g + w["seq_layer.gate_bias"]).sigmoid()
             q, k = (y.repeat(1, 1, width // few) for y in (q, k))
@@ -618,6 +627,17 @@ class RatModel(OwnModel):
             h = gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
             x = x + h @ w["hidden_layer.fc2.weight"].T
         return rms(x, self.tensors["backbone.ln.weight"]) @ self.tensors["head.lm_head.weight"].T
+
+    def local(self, projected: Tensor, dim: int) -> Tensor:
+        """Softmax to the `window_size` tokens before each and itself, turned by tokens' positions."""
+        v, q, k = (y.unflatten(-1, (-1, dim)) for y in projected.chunk(3, -1))
+        place = torch.arange(q.shape[1])
+        angles = place[:, None] / self.config.get("base", 1e4) ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        scores = torch.einsum("bthd,bshd->bhts", turned(q, turn), turned(k, turn)) / dim**0.5
+        behind = place[:, None] - place
+        scores = scores.masked_fill((behind < 0) | (behind > self.config["window_size"]), -torch.inf)
+        return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
 
 
 class FluxModel(OwnModel):

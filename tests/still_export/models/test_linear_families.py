@@ -149,6 +149,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("inline", {"feature_map": "relu", "qkv_bias": False}),
         ("polaformer", {"kernel_size": 2, "qkv_bias": False}),
         ("rat", {"chunk_size": 1, "ngroups": 4, "base": 50.0}),
+        ("rat", {"interleave_step": 2, "window_size": 19}),
         ("mamba3", {"is_outproj_norm": True, "use_bias": True, "rope_fraction": 1.0, "n_groups": 1}),
         ("parallax", {"num_kv_heads": None, "qkv_bias": False, "qk_norm": False}),
         ("local_linear", {"ridge": 0.5}),
@@ -231,6 +232,19 @@ def test_a_scan_without_its_reset_is_seen(tmp_path: Path) -> None:
     assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
     places.register_forward_hook(lambda module, given, made: (*made[:2], torch.zeros_like(made[2])))
     assert far(ours(ids(), use_cache=False).logits, expected) > 1e3 * LOGITS
+
+
+@torch.no_grad()
+def test_a_window_that_is_one_short_is_seen(tmp_path: Path) -> None:
+    """Of RAT's hybrid: a token sees `window_size` tokens before itself."""
+    theirs = linear_model("rat", interleave_step=2, window_size=19)
+    for window in (19, 18):
+        theirs.config["window_size"] = window
+        theirs.save_pretrained(tmp_path / str(window))
+    theirs.config["window_size"] = 19
+    expected = theirs.double()(ids()).logits
+    right, short = (load_model(tmp_path / name)(ids(), use_cache=False).logits for name in ("19", "18"))
+    assert far(right, expected) <= LOGITS and far(short, expected) > 1e2 * LOGITS
 
 
 @torch.no_grad()
@@ -413,7 +427,6 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         ),
         ("flux_qwen3", {"use_softmax": False}, "use_softmax=False in config.json of a flux_qwen3 model; covered: True"),
         ("mamba3", {"is_mimo": True}, "is_mimo=True in config.json of a mamba3 model; covered: False"),
-        ("rat", {"interleave_step": 2}, "interleave_step=2 in config.json of a rat model; covered: None or 0"),
         ("parallax", {"window_size": 37}, "window_size=37 in config.json of a parallax model; covered: None"),
         (
             "parallax",
@@ -507,6 +520,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             r"sink_size=0, local_window_size=100 and pool_size=0 in config\.json; they must",
         ),
         ("mamba3", {"head_dim": 7}, r"config\.json gives 48 channels of heads of head_dim=7 in n_groups=2"),
+        ("rat", {"window_size": 0}, r"interleave_step=1 and window_size=0 in config\.json; they must be at least 1"),
         ("rat", {"chunk_size": 0}, r"config\.json: chunk_size: Input should be greater than or equal to 1, not 0"),
         (
             "rat",
