@@ -30,7 +30,8 @@ def bench(
         typer.Option("--output", "-o", help="Folder for bench.json.", show_default="PACKAGE/bench"),
     ] = None,
     beside: Annotated[
-        Path | None, typer.Option(help="JSON rows of another runtime (bench-peer) to compare and plot with.")
+        Path | None,
+        typer.Option(help="JSON rows of another runtime, as bench.json has them, to compare and plot with."),
     ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,
@@ -46,11 +47,9 @@ def bench(
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.report import bench as looks
-    from still_export.report.render import check_report, write_report
+    from still_export.report.render import write_report
     from still_export.targets.registry import runtime_of
 
-    if report is not None:
-        check_report(report)
     opened, out = open_package(package), Output(as_json, quiet)
     if trust_native:
         trust_package(package)

@@ -79,10 +79,8 @@ def linearize(
     from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
     from still_export.linearization.trainer import StopTraining
     from still_export.report import linearize as looks
-    from still_export.report.render import check_report, write_report
+    from still_export.report.render import write_report
 
-    if report is not None:
-        check_report(report)
     if output is None:
         raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
     out = Output(as_json, quiet)

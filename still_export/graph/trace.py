@@ -43,11 +43,17 @@ class TracedModel:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """No gradients, little garbage collected, and no table of what ops made of shapes: to fill it takes longer than it saves."""
+    """No gradients, few garbage collections, no stack traces of nodes, and no table of what ops made of shapes, whose filling takes longer
+    than it saves."""
     from torch._dynamo import config
+    from torch.fx import config as fx
 
     with few_collections(), torch.no_grad(), config.patch(fake_tensor_cache_enabled=False):
-        yield
+        before, fx.do_not_emit_stack_traces = fx.do_not_emit_stack_traces, True
+        try:
+            yield
+        finally:
+            fx.do_not_emit_stack_traces = before
 
 
 def _name(state: State) -> str:

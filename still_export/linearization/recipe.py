@@ -248,10 +248,10 @@ class Recipe:
             raise ConfigError(
                 f"transfer_steps={self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
-        others = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
-        if others:
+        unknown = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
+        if unknown:
             raise ConfigError(
-                f"layer_types names {', '.join(others)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
+                f"layer_types names {', '.join(unknown)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
             )
 
     @property

@@ -100,8 +100,8 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
     def to_dict(self) -> dict[str, Any]:
         """As of LayersConfig, with the settings where a layer has them."""
         values = {n: getattr(self, n) for kind in self.layer_types or (HYBRID,) for n in MIXERS[kind].settings}
-        if values.get("window_factors") is not None:
-            values["window_factors"] = [list(row) for row in self.window_factors]
+        if (factors := values.get("window_factors")) is not None:
+            values["window_factors"] = [list(row) for row in factors]
         if values.get("salient_by_layer", ()) is None:
             del values["salient_by_layer"]  # as before there was such a choice
         elif "salient_by_layer" in values:

@@ -112,7 +112,8 @@ class ProjectedAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Start so that the untrained layer is usable."""
         for name in self.fresh_names():
-            init.copy_(self.get_parameter(name), self.initial(name))
+            if not (parameter := self.get_parameter(name)).is_meta:
+                init.copy_(parameter, self.initial(name))
 
 
 UNIT_EPSILON = 1e-6

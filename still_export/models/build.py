@@ -11,13 +11,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.initialization import no_init_weights
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
+from still_export.folders.families import NOT_COVERED
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.families.experts import stacked_experts
 from still_export.models.families.fused import split_linear_layers
-from still_export.models.families.linear_families import LINEAR_FAMILIES, NOT_COVERED
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import FAMILIES, Family
 from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
@@ -91,9 +93,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
             f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
             "The configuration and the weights belong to different models."
         )
-    with torch.device("meta"):
-        model = family.still_model(config)
-    model.to(dtype)
+    model = _without_values(family, config).to(dtype)
     expected = dict(model.named_parameters())
     found = split_linear_layers(weights, config, expected)
     if config.tie_word_embeddings:
@@ -123,6 +123,14 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
     return {name: found[name] for name in expected if name in found}
 
 
+def _without_values(family: Family, config: Any) -> Any:
+    """A model whose parameters have shapes alone; what they would start with is not computed."""
+    with torch.device("meta"), no_init_weights():
+        model = family.still_model(config)
+    model.tie_weights()
+    return model
+
+
 def _same(a: Weight, b: Weight) -> bool:
     """Whether two weights hold the same values."""
     return a is b or torch.equal(value_of(a), value_of(b))
@@ -135,8 +143,7 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
         family, config: Its class and STILL configuration.
         tensors: Every parameter by name, as of `complete_weights`.
     """
-    with torch.device("meta"):
-        model = family.still_model(config)
+    model = _without_values(family, config)
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     device, dtype = (getattr(next(iter(tensors.values())), name) for name in ("device", "dtype"))

@@ -66,6 +66,7 @@ export class Model {
   room = 0;
   place: Place = "text"; // where what was read stops: in plain text, inside a user's message, after an answer
   unread: number[] = []; // tokens behind it
+  cut = false; // the last answer had as many tokens as it might
   private states: Record<string, HeapTensor> = {};
   private readonly chat: Chat | undefined;
   private said: Message[] = []; // since the first of `points`
@@ -299,6 +300,7 @@ export class Model {
       }
     } finally {
       // The last token, unless the model's own end came behind it; of a prompt that was stopped, the rest.
+      this.cut = tokens.length === count;
       const whole = [...ids, ...tokens], end = from + this.length - begun;
       [this.known, this.unread] = [whole.slice(0, end), whole.slice(end)];
       const answer = this.tokenizer?.decode(tokens, { skip_special_tokens: !this.chat?.thoughts }) ?? "";

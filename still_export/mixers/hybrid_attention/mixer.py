@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from still_export.mixers.base import Audit, LayerOp, Mixer
-from still_export.mixers.hybrid_attention.audit import audit
+from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
@@ -56,9 +55,6 @@ class HybridAttentionMixer(Mixer):
     def restore_base(self, model: nn.Module) -> None:
         for attention in make_trainable(model):
             attention.mode = SOFTMAX
-
-    def audit(self, model: Any, tokenizer: Any, ids: Tensor) -> Audit:
-        return audit(model, tokenizer, ids)
 
     def _layer(self, config: Any, index: int) -> HybridAttentionConfig:
         return config.still.layer_config(config, index, config.still.deployment)

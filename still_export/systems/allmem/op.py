@@ -16,9 +16,9 @@ from still_kernels.test_time_memory.spec import TEST_TIME_MEMORY
 
 
 def _computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-    tensors: dict[str, Any] = dict(given)
+    tensors: dict[str, Any] = {**given, **attributes}
     state = MemoryState(*(tensors.pop(f"past_{name}") for name in MemoryState._fields))
-    output, after = compute(Inputs(**tensors, **attributes), state)
+    output, after = compute(Inputs(**tensors), state)
     return {"output": output, **{f"present_{name}": x for name, x in after._asdict().items()}}
 
 

