@@ -237,19 +237,6 @@ def test_a_scan_without_its_reset_is_seen(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_window_that_is_one_short_is_seen(tmp_path: Path) -> None:
-    """Of RAT's hybrid: a token sees `window_size` tokens before itself."""
-    theirs = linear_model("rat", interleave_step=2, window_size=19)
-    for window in (19, 18):
-        theirs.config["window_size"] = window
-        theirs.save_pretrained(tmp_path / str(window))
-    theirs.config["window_size"] = 19
-    expected = theirs.double()(ids()).logits
-    right, short = (load_model(tmp_path / name)(ids(), use_cache=False).logits for name in ("19", "18"))
-    assert far(right, expected) <= LOGITS and far(short, expected) > 1e2 * LOGITS
-
-
-@torch.no_grad()
 def test_a_width_is_what_the_first_call_decides(tmp_path: Path) -> None:
     """Routers that hang on the queries decide otherwise by 2 tokens than by 300; padding enters nothing. One block of sinks."""
     theirs = linear_model("flux_qwen3", seed=calm_seed("flux_qwen3"), sink_size=1, local_window_size=128)
