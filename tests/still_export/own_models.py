@@ -529,18 +529,35 @@ class VisionModel(OwnModel):
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
         found["model.norm.weight"] = (width,)
         for i in range(c["num_hidden_layers"]):
-            names = "qkvg" if c["kernel_size"] else "qkv"
+            polar, taps = c["model_type"] == "polaformer", c["kernel_size"]
+            names = "qkvg" if polar else "qkv"
             own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
             own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
             own |= {"attn.mirrors": (c["mirrors"], width)} if c["mirrors"] else {}
-            if c["kernel_size"]:
-                size = width // heads
+            size = width // heads
+            if taps and not polar:
+                own |= {"attn.residual.0.weight": (width, size, 1), "attn.residual.2.weight": (width * taps, size, 1)}
+                own |= {"attn.residual.0.bias": (width,), "attn.residual.2.bias": (width * taps,)}
+            if polar:
                 own |= {"attn.power": (heads, size), "attn.scale": (width,), "attn.dwc.bias": (size,)}
                 own["attn.dwc.weight"] = (size, 1, c["kernel_size"])
             own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
             own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
             own["mlp.down_proj.weight"] = (width, inner)
             found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def residual(self, w: dict[str, Tensor], h: Tensor, v: Tensor) -> Tensor:
+        """InLine's: of each channel the latest values, weighted as convolutions in groups say of the mean input so far, [B, T, C]."""
+        heads, taps = self.config["num_attention_heads"], self.config["kernel_size"]
+        found = torch.zeros_like(v)
+        for t in range(h.shape[1]):
+            mean = h[:, : t + 1].mean(1)[..., None]  # [B, C, 1]
+            inner = gelu(conv1d(mean, w["attn.residual.0.weight"], w["attn.residual.0.bias"], groups=heads))
+            weights = conv1d(inner, w["attn.residual.2.weight"], w["attn.residual.2.bias"], groups=heads)
+            weights = weights[..., 0].unflatten(1, (-1, taps))  # [B, C, taps]
+            for back in range(min(taps, t + 1)):
+                found[:, t] += weights[..., back] * v[:, t - back]
         return found
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
@@ -559,7 +576,8 @@ class VisionModel(OwnModel):
                 wide |= {n: wide[n] - 2 * (wide[n] @ unit)[..., None] * unit for n in "qk"}
             q, k, v = (wide[n].unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
             scale, ones, outputs = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1]), []
-            if taps := c["kernel_size"]:
+            taps = c["kernel_size"] if "attn.dwc.weight" in w else 0
+            if taps:
                 sharp = 1 + 4 * w["attn.power"].sigmoid()[:, None]
                 q, k = (y / softplus(w["attn.scale"]).view(heads, 1, -1) for y in (q, k))
                 (qa, qb), (ka, kb) = (((y.relu() ** sharp), ((-y).relu() ** sharp)) for y in (q, k))
@@ -584,8 +602,13 @@ class VisionModel(OwnModel):
                         own @ (past.transpose(2, 3) @ values) * scale / n + rest * values.mean(2, keepdim=True)
                     )
             keys = k if taps or c["mirrors"] else torch.cat((k, ones), -1)
-            seen.recurrent[i] = keys.transpose(2, 3) @ torch.cat((v, ones), -1) / ids.shape[1]
             rows = torch.cat(outputs, 2).transpose(1, 2).flatten(2)
+            kept: tuple[Tensor, ...] = (v,)
+            if "attn.residual.0.weight" in w:
+                kept, rows = (v, h.unflatten(-1, (heads, -1)).transpose(1, 2)), rows + self.residual(w, h, wide["v"])
+                copies = wide["v"].repeat_interleave(c["kernel_size"], -1).transpose(1, 2)
+                seen.conv[i] = copies[..., 1 - c["kernel_size"] :]
+            seen.recurrent[i] = keys.transpose(2, 3) @ torch.cat((*kept, ones), -1) / ids.shape[1]
             if taps:
                 columns = v.transpose(2, 3).flatten(1, 2)
                 seen.conv[i] = columns[..., 1 - taps :]
@@ -682,9 +705,10 @@ class RatModel(OwnModel):
         found: dict[str, tuple[int, ...]] = {"embedding.wte.weight": embeddings, "head.lm_head.weight": embeddings}
         found["backbone.ln.weight"] = (width,)
         for i in range(c["num_layers"]):
+            local = i % (c.get("interleave_step") or 1) > 0
             own: dict[str, tuple[int, ...]] = {
-                "seq_layer.in_proj.weight": (3 * width + 2 * few, width),
-                "seq_layer.gate_bias": (width,),
+                "seq_layer.in_proj.weight": (3 * width + (0 if local else 2 * few), width),
+                **({} if local else {"seq_layer.gate_bias": (width,)}),
                 "seq_layer.input_norm.weight": (width,),
                 "seq_layer.out_proj.weight": (width, width),
                 "hidden_layer.ln.weight": (width,),
@@ -704,6 +728,14 @@ class RatModel(OwnModel):
             prefix = f"backbone.layers.{i}."
             w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
             h = rms(x, w["seq_layer.input_norm.weight"]) @ w["seq_layer.in_proj.weight"].T
+            if "seq_layer.gate_bias" not in w:
+                x = x + self.local(h, dim) @ w["seq_layer.out_proj.weight"].T
+                x = (
+                    x
+                    + gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
+                    @ w["hidden_layer.fc2.weight"].T
+                )
+                continue
             z, v, g, q, k = h.split((width, width, width, few, few), -1)
             g = (g + w["seq_layer.gate_bias"]).sigmoid()
             q, k = (y.repeat(1, 1, width // few) for y in (q, k))
@@ -724,6 +756,17 @@ class RatModel(OwnModel):
             h = gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
             x = x + h @ w["hidden_layer.fc2.weight"].T
         return rms(x, self.tensors["backbone.ln.weight"]) @ self.tensors["head.lm_head.weight"].T
+
+    def local(self, projected: Tensor, dim: int) -> Tensor:
+        """Softmax to the `window_size` tokens before each and itself, turned by tokens' positions."""
+        v, q, k = (y.unflatten(-1, (-1, dim)) for y in projected.chunk(3, -1))
+        place = torch.arange(q.shape[1])
+        angles = place[:, None] / self.config.get("base", 1e4) ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        scores = torch.einsum("bthd,bshd->bhts", turned(q, turn), turned(k, turn)) / dim**0.5
+        behind = place[:, None] - place
+        scores = scores.masked_fill((behind < 0) | (behind > self.config["window_size"]), -torch.inf)
+        return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
 
 
 class FluxModel(OwnModel):
