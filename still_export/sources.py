@@ -125,7 +125,7 @@ def look(source: str | Path) -> Found:
     return Found(path, "none")
 
 
-GGUF_VERBS = ("run", "verify", "inspect")
+GGUF_VERBS = ("run", "serve", "bench", "verify")
 """Verbs that take a GGUF file in the place of a package."""
 
 
@@ -138,7 +138,7 @@ def demand_package(path: Path, verb: str) -> None:
     if verb in GGUF_VERBS and path.suffix == ".gguf" and path.is_file():
         return
     found = look(path)
-    if found.kind in ("package", "none"):
+    if found.kind in ("package", "none") or verb == "inspect":
         return  # what has no manifest, or a damaged one, is the reader's to refuse
     name, quoted = path.resolve().name.removesuffix(".gguf"), shlex.quote(str(path))
     to = {"lower": "", "build": " --to trt"}.get(verb, " --to onnx")

@@ -28,7 +28,6 @@ DISTRIBUTIONS = {
     "tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings",
 }
 """Of modules with another name than what pip installs."""
-ELSEWHERE = {"fla": "bench of the kernels compares with it where it is installed"}
 
 
 def distributions(requirements: list[str]) -> set[str]:
@@ -55,7 +54,7 @@ def test_every_import_is_a_dependency_or_in_an_extra() -> None:
     lacking = {
         module: path
         for module, path in imports()
-        if DISTRIBUTIONS.get(module, module) not in core and not installation(module) and module not in ELSEWHERE
+        if DISTRIBUTIONS.get(module, module) not in core and not installation(module)
     }
     assert not lacking, f"imported, and neither a dependency nor in {ROOT.name}'s still_export/extras.py: {lacking}"
 
@@ -71,7 +70,6 @@ def test_extras_have_what_is_imported(extra: str) -> None:
     [
         ("accelerate", "train", ["linearize", "maker/BASE", "-o", "OUT"]),
         ("peft", "train", ["select-layers", "maker/BASE", "-o", "OUT"]),
-        ("altair", "report", ["audit", "maker/MODEL", "--report", "page.html"]),
         ("altair", "report", ["evaluate", "maker/MODEL", "--report", "page.html"]),
         ("starlette", "serve", ["serve", "DIR"]),
     ],

@@ -84,6 +84,8 @@ OWN = (
     "still_export/graph/quantization/",
     "still_export/mixers/",
     "still_export/models/",
+    "still_export/gguf/",
+    "still_export/folders/",
     "still_export/systems/",
     "still_export/linearization/",
     "still_export/cli/",
@@ -129,6 +131,7 @@ def words_of_ops() -> set[str]:
         "scaling",
         "groups",
         "Route",
+        "step",
     }  # other things, too
 
 

@@ -25,7 +25,7 @@ each_op() { # MODULE: bench or tune, of every op, one file each
     local op failed=0 more=()
     for op in HybridAttention Attention LinearAttention CausalConv; do
         if [ "$1" = bench ]; then more=(--json "$out/bench-$op.json"); else more=(--seconds "${TUNE_SECONDS:-240}" -o "$out/tune-$op.json"); fi
-        "$python" -m "still_kernels.$1" "$op" "${more[@]}" || failed=1
+        "$python" -m "tools.kernels.$1" "$op" "${more[@]}" || failed=1
     done
     return $failed
 }

@@ -117,30 +117,30 @@ class Kernel:
 
 
 def _hybrid(tokens: int, batch: int = 0) -> Cost:
-    from still_kernels.hybrid_attention.work import decode_cost, prefill_cost
+    from tools.kernels.ops.hybrid_attention import decode_cost, prefill_cost
 
     layer = HybridAttentionConfig(32, 8, 128, chunk_size=64, salient_per_chunk=4, capacity_tokens=tokens + 64)
     return decode_cost(layer, tokens, batch) if batch else prefill_cost(layer, tokens)
 
 
 def _softmax(tokens: int, batch: int = 0) -> Cost:
-    from still_kernels.attention.work import decode_cost, prefill_cost
+    from tools.kernels.ops.attention import decode_cost, prefill_cost
 
     return decode_cost(32, 8, 128, tokens, batch) if batch else prefill_cost(32, 8, 128, tokens)
 
 
 def _delta(tokens: int, batch: int = 0) -> Cost:
-    from still_kernels.linear_attention.work import decode_cost, prefill_cost
+    from tools.kernels.ops.linear_attention import decode_cost, prefill_cost
 
     return decode_cost(32, 128, 128, batch, True) if batch else prefill_cost(32, 32, 128, 128, tokens, True)
 
 
 def _blocks(select: bool, tokens: int, length: int) -> Cost:
     """Of MiniCPM-SALA's layer: 32 heads over 2, means of 16 keys at the least."""
-    from still_kernels.attention.work import Layer
-    from still_kernels.block_attention import work as attend
-    from still_kernels.select_blocks import work as choose
-    from still_kernels.work import Kind
+    from tools.kernels.ops import block_attention as attend
+    from tools.kernels.ops import select_blocks as choose
+    from tools.kernels.ops.attention import Layer
+    from tools.kernels.work import Kind
 
     layer, kind = Layer(32, 2, 128, tokens + length), Kind("", 1, tokens, length)
     return choose.cost(layer, kind, 16, 64) if select else attend.cost(layer, kind)

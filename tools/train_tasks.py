@@ -124,17 +124,21 @@ def _of_transformers(name: str, **sizes: Any) -> Callable[[], Any]:
     return make
 
 
-def _still() -> Any:
-    from still_export.mixers.config import StillConfig
-    from still_export.models import attach_untrained
+def _linearized(layer: str, dim: int, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from still_export.mixers.config import StillConfig
+        from still_export.models import attach_untrained
 
-    model = _of_transformers("Llama", num_attention_heads=2, num_key_value_heads=1, head_dim=48, rope_theta=1e4)()
-    still = {"chunk_size": 32, "salient_per_chunk": 2, "layer_types": ["hybrid_attention"] * 2}
-    return attach_untrained(model, StillConfig.from_dict(still)).float().train()
+        model = _of_transformers("Llama", num_attention_heads=2, num_key_value_heads=1, head_dim=dim, rope_theta=1e4)()
+        still = {"chunk_size": 32, "layer_types": [layer] * 2, **settings}
+        return attach_untrained(model, StillConfig.from_dict(still)).float().train()
+
+    return make
 
 
 RULES: dict[str, Rule] = {
-    "hybrid": Rule(_still, False),
+    "hybrid": Rule(_linearized("hybrid_attention", 48, salient_per_chunk=2), False),
+    "allmem": Rule(_linearized("allmem", 32), False),
     "gated": Rule(_fla("gla", num_heads=2, num_kv_heads=None, expand_k=1.0, expand_v=1.0, attn=None), True),
     "delta": Rule(_fla("delta_net", num_heads=2, expand_k=1.0, expand_v=1.0), True),
     "gated_delta": Rule(_fla("gated_deltanet", num_heads=2, num_v_heads=2, head_dim=32, expand_v=1.0), True),

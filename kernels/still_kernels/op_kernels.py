@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from still_graphs.errors import ConfigError, UnsupportedError
+from still_graphs.errors import ConfigError, UnsupportedError, unknown
 from still_graphs.spec import OpSpec
 from still_kernels.plan import Call, Check, Plan
 from still_kernels.plan.compiled import failures
 from still_kernels.tile import KernelTile
-
-if TYPE_CHECKING:
-    from still_kernels.work import OpWork
-
 
 DTYPES = ("float16", "bfloat16", "float32")
 HALVES = DTYPES[:2]
@@ -32,7 +28,7 @@ def check_known(variant: Any, dtype: Sequence[str] = DTYPES, **more: Sequence[st
     """Raise ConfigError for a type, or another field of a variant, whose value there are no kernels for."""
     for name, known in {"dtype": dtype, "count_dtype": COUNT_DTYPES, **more}.items():
         if getattr(variant, name) not in known:
-            raise ConfigError(f"{name}={getattr(variant, name)!r} is unknown; known: {', '.join(known)}.")
+            raise unknown(getattr(variant, name), known, f"{name}={getattr(variant, name)!r}")
 
 
 def combinations(variant: Callable[..., Any], **fields: Sequence[Any]) -> Callable[[], list[Any]]:
@@ -169,10 +165,7 @@ def imported(module: str, name: str) -> Callable[[], Any]:
 class Op:
     """One op as `still_kernels.registry` finds it: `OP` of `plan` in its folder.
 
-    Args:
-        kernels: What is launched, and what kernels are compiled for.
-        work: What bench and tune ask, which imports torch; None: `WORK` of the folder's `work`, where there is one.
+    kernels: What is launched, and what kernels are compiled for.
     """
 
     kernels: OpKernels
-    work: Callable[[], OpWork] | None = None

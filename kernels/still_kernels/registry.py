@@ -1,19 +1,16 @@
-"""The kernels of every op, found by its spec: what compiles, packs, times and tunes asks here; no op's own module does."""
+"""The kernels of every op, found by its spec: what compiles and packs asks here; no op's own module does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import OPS
 from still_kernels.op_kernels import Op, OpKernels
 from still_kernels.ties import Ties
-
-if TYPE_CHECKING:
-    from still_kernels.work import OpWork
 
 
 def op_names() -> list[str]:
@@ -38,21 +35,6 @@ def op_of(name: str) -> Op:
 def kernels_of(name: str) -> OpKernels:
     """The kernels of an op; errors as of `op_of`."""
     return op_of(name).kernels
-
-
-def work_of(name: str) -> OpWork:
-    """What bench and tune ask of an op.
-
-    Raises:
-        UnsupportedError: It has nothing to say.
-    """
-    work = op_of(name).work
-    if work is None and _is_there(place := _place(name, "work")):
-        found: OpWork = import_module(place).WORK
-        return found
-    if work is None:
-        raise UnsupportedError(f"op {name} says nothing of its calls, so it can be neither timed nor tuned.")
-    return work()
 
 
 def ties_of(manifest: Mapping[str, Any]) -> Ties:

@@ -55,16 +55,6 @@ Setting = dict[str, int | None]
 """Changes of one kernel's tile by name."""
 
 
-def one(name: str, *values: int | None) -> list[Setting]:
-    """Settings of one name."""
-    return [{name: value} for value in values]
-
-
-def stages(*values: int) -> list[Setting]:
-    """Settings of the stages, which kernel and compiler both have to know."""
-    return [{"STAGES": value, "num_stages": value} for value in values]
-
-
 @dataclass(frozen=True)
 class TileTable:
     """The kernels of one variant, and the constants of its plan that only the host uses."""

@@ -16,13 +16,15 @@ from still_export.package.trust import home
 from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.text import Answer
 
-HELP = """\
+KEYS = "/help: commands. Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
+HELP = f"""\
 /help    these commands
 /stats   tokens read and written, speed, what the state holds
 /back    forget the last message and its answer; /back 3: the last three
 /reset   forget what was said
-/exit    leave (as Ctrl-D)
-Ctrl-C stops an answer; what follows is another message. Alt-Enter begins a new line."""
+/exit    leave
+{KEYS}
+What you type during an answer is your next message."""
 WHEN_FULL = ("ask", "drop", "stop")
 
 
@@ -39,6 +41,7 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
     """
     read = line_reader()
     last: Answer | None = None
+    output.log(opening(conversation))
     while (message := read("> ")) is not None:
         command = message.strip()
         if not command:
@@ -66,9 +69,9 @@ def _ask(
     conversation: Conversation, message: str, output: Output, when_full: str, read: Callable[[str], str | None]
 ) -> Answer | None:
     """The answer, after room was made where there was none; None where the user keeps the oldest turns."""
-    with interruptible() as stopped, output.reading(len(message) // 4) as progress:
+    with interruptible() as stopped, typing_kept(), output.reading(len(message) // 4) as progress:
         try:
-            return conversation.ask(message, sys.stdout, progress, stopped)
+            answer = conversation.ask(message, sys.stdout, progress, stopped)
         except FullError as full:
             if when_full == "stop":
                 raise
@@ -79,7 +82,20 @@ def _ask(
             else:
                 output.log(f"[the {full.turns} oldest turns are forgotten: the capacity is used up]")
             conversation.drop(full.turns)
-            return conversation.ask(message, sys.stdout, progress, stopped)
+            answer = conversation.ask(message, sys.stdout, progress, stopped)
+    if answer.ended == "length":
+        output.log(f"[cut at {len(answer.tokens)} tokens, by --tokens]")
+    return answer
+
+
+def opening(conversation: Conversation) -> str:
+    """Lines before the first message: the model, its capacity, the keys."""
+    runner = conversation.model
+    made_of = (runner.manifest.get("config") or {}).get("model")
+    name = Path(made_of).name if made_of else runner.manifest["model"]["family"]
+    table = runner.table
+    room = f"{table.capacity_tokens:,} tokens" if table.bounded else "conversations of any length"
+    return f"{name} ({runner.folder}) holds {room}.\n{KEYS}"
 
 
 def statistics(conversation: Conversation, last: Answer | None) -> str:
@@ -132,6 +148,25 @@ def line_reader() -> Callable[[str], str | None]:
                 return None
 
     return edited
+
+
+@contextlib.contextmanager
+def typing_kept() -> Iterator[None]:
+    """Inside the block a terminal shows nothing of what is typed, and keeps all of it for the next `read`, also at Ctrl-C."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(0)
+    quiet = [*before]
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+    termios.tcsetattr(0, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSANOW, before)
 
 
 @contextlib.contextmanager

@@ -58,10 +58,8 @@ def evaluate(
     from still_export.evaluation.models import evaluate as run
     from still_export.evaluation.served import is_served
     from still_export.report import evaluate as looks
-    from still_export.report.render import check_report, write_report
+    from still_export.report.render import write_report
 
-    if report is not None:
-        check_report(report)
     options, out = EvaluationOptions(**asked), Output(as_json, quiet)
     if output is None and is_served(models[0]):
         raise ConfigError("a server has no folder: name one for the tables with -o.")

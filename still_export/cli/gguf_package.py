@@ -17,9 +17,9 @@ def package_of(path: Path, out: Output) -> Path:
     if path.suffix != ".gguf" or not path.is_file():
         return path
     from still_export import __version__
+    from still_export.folders.gguf_description import quantize_policy
+    from still_export.gguf.container import open_gguf
     from still_export.graph.options import ExportOptions
-    from still_export.models.gguf.container import open_gguf
-    from still_export.models.gguf.description import quantize_policy
     from still_export.targets.export import export
     from still_export.targets.ort.headers import cache_folder
 

@@ -1,4 +1,4 @@
-"""still-export inspect: what a package holds, or what was understood of a GGUF file."""
+"""still-export inspect: what a package holds, or what was understood of a model's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from still_export.cli.output import Output, ReportFile
-from still_export.sources import demand_package
+from still_export.errors import ConfigError
+from still_export.sources import Found, demand_package, look
 
 EXAMPLES = """
 Examples:
@@ -19,59 +20,86 @@ Examples:
     still-export inspect package --report package.html
 
     still-export inspect model.gguf
+
+    still-export inspect folder-of-a-model
 """
 
 
 def inspect(
-    package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file.")],
+    package: Annotated[
+        Path, typer.Argument(help="Package, or a model: its folder, a GGUF file, or an adapter's folder.")
+    ],
     report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Sizes of the state only.")] = False,
 ) -> None:
     """Show capacity, the state's size by context length beside full attention's cache, layers, types, what runs it here, and files."""
     demand_package(package, "inspect")
+    if (looked := look(package)).kind in ("model", "adapter"):
+        if report is not None:
+            raise ConfigError(
+                "--report shows a package; of a model's files inspect prints a few lines. Leave out --report."
+            )
+        _describe(looked, Output(as_json, quiet))
+        return
+    from still_export.cli.next_commands import next_commands
     from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
-    from still_export.package.inspect import inspect as look
-    from still_export.package.inspect import spans
-    from still_export.report import inspect as looks
-    from still_export.report.render import check_report, write_report
+    from still_export.package.inspect import inspect as inspect_package
+    from still_export.package.inspect import spans, summary
+    from still_export.report import inspect as pages
+    from still_export.report.render import write_report
+    from still_export.targets.registry import packaged_target
 
-    if package.suffix == ".gguf" and package.is_file():
-        from still_export.models.gguf.description import describe
-
-        said = describe(package)
-        Output(as_json, quiet).result(said, *(f"{name}: {line}" for name, line in said.items()))
-        return
-    if report is not None:
-        check_report(report)
     opened = open_package(package, check_hashes=False)
-    found, here = look(opened), runs_here(opened)
+    found, here = inspect_package(opened), runs_here(opened)
+    first = summary(opened, machine()["processor"])
     out = Output(as_json, quiet)
     if report is not None:
-        write_report(looks.page(found, str(package), here, machine()), report)
+        write_report(pages.page(found, first, str(package), here, machine()), report)
         out.log(f"report to look at: {report}")
     lines = [f"{'context':>9} {'state':>12} {'full attention':>15}"]
     for row in found["state"]:
-        state, cache = (row[key] / 2**20 for key in ("state_bytes", "full_attention_cache_bytes"))
-        lines.append(f"{row['tokens']:>9} {state:>8.1f} MiB {cache:>11.1f} MiB")
+        state, cache = (row[key] / 1e6 for key in ("state_bytes", "full_attention_cache_bytes"))
+        lines.append(f"{row['tokens']:>9} {state:>9.1f} MB {cache:>12.1f} MB")
     if not quiet:
-        model, capacity = found["model"], found["capacity"]
-        beyond = "refuses more" if capacity["bounded"] else capacity["overflow"]
+        target = found["target"]
+        ready = not packaged_target(opened.manifest).built or bool(opened.manifest.get("engines"))
         lines = [
-            f"{model['family']}, {model['layers']} layers, {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}",
-            f"capacity: {capacity['capacity_tokens']} tokens, then {beyond}",
+            *(f"{name}: {said}" for name, said in first.items()),
+            next_commands(package, target, ready),
+            "",
             *lines,
             "",
         ]
         for kind in found["layers"]:
-            size = kind["bytes_at_capacity"] / 2**20
-            lines.append(f"{kind['kind']}: layers {spans(kind['layers'])}; {size:.1f} MiB of state at the capacity")
+            size = kind["bytes_at_capacity"] / 1e6
+            name = kind["kind"].replace("_", " ")
+            lines.append(f"{name}: layers {spans(kind['layers'])}; {size:.1f} MB of state at the capacity")
         lines += [f"{what}: {dtype}" for what, dtype in found["precision"].items()]
         lines += ["", *(f"{'yes' if f.able else 'no ':<4} {f.what}: {f.detail}" for f in here)]
         opsets = ", ".join(f"{domain} {version}" for domain, version in found["opset"].items())
         lines += ["", f"IR {found['ir_version']}, opsets: {opsets}; functions: {', '.join(found['functions'])}"]
         lines += [f"{count:>6} {name}" for name, count in found["nodes"].items()]
-        lines += ["", *(f"{size / 2**20:>9.2f} MiB  {name}" for name, size in found["files"].items())]
+        lines += ["", *(f"{size / 1e6:>9.2f} MB  {name}" for name, size in found["files"].items())]
         lines += ["", f"made by: {found['command']}"]
-    out.result({**found, "here": [asdict(finding) for finding in here]}, *lines)
+    out.result({**found, "summary": first, "here": [asdict(finding) for finding in here]}, *lines)
+
+
+def _describe(found: Found, out: Output) -> None:
+    """Print what was understood of a model's files, a line each; families of systems alone need their classes."""
+    from still_export.folders.adapter_description import describe_adapter
+    from still_export.folders.description import describe_folder, is_known
+    from still_export.folders.gguf_description import describe_gguf
+
+    if found.path.is_file():
+        said = describe_gguf(found.path)
+    elif found.kind == "adapter":
+        said = describe_adapter(found.path)
+    else:
+        if not is_known(found.model_type):
+            from still_export.models.build import family_of
+
+            family_of(found.model_type)
+        said = describe_folder(found.path)
+    out.result(said, *(f"{name}: {line}" for name, line in said.items()))

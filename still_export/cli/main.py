@@ -46,11 +46,9 @@ VERBS: dict[str, dict[str, Any]] = {
     "verify": {"records": ("still_export.proof.package.VerifyOptions",)},
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
-    "bench_peer": {"records": ("still_export.evaluation.bench.BenchOptions",), "without": ("batch", "runtime")},
     "evaluate": {"records": ("still_export.evaluation.evaluate.EvaluationOptions",)},
-    **dict.fromkeys(("run", "serve", "inspect", "fetch_texts", "write_chats"), PLAIN),
+    **dict.fromkeys(("run", "serve", "inspect"), PLAIN),
     "linearize": RECIPE,
-    "audit": PLAIN,
     "select_layers": RECIPE,
     "doctor": PLAIN,
 }
@@ -59,8 +57,8 @@ VERBS: dict[str, dict[str, Any]] = {
 PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
     "Make": ("export", "lower", "build", "kernels"),
-    "Prove and measure": ("verify", "prove", "bench", "bench_peer", "evaluate", "audit"),
-    "Train": ("linearize", "select_layers", "fetch_texts", "write_chats"),
+    "Prove and measure": ("verify", "prove", "bench", "evaluate"),
+    "Train": ("linearize", "select_layers"),
 }
 """Verbs by what they are for."""
 _PANEL_OF = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}

@@ -47,9 +47,23 @@ Guess = Annotated[
 ]
 """Flag of the verbs that answer."""
 
+
+def _writable_report(path: Path | None) -> Path | None:
+    """`path`, looked at while flags are read: before the verb's work."""
+    if path is not None:
+        from still_export.report.render import check_report
+
+        check_report(path)
+    return path
+
+
 ReportFile = Annotated[
     Path | None,
-    typer.Option("--report", help="Also write this HTML file, to look at: one file of 1 MB with tables and plots."),
+    typer.Option(
+        "--report",
+        callback=_writable_report,
+        help="Also write this HTML file, to look at: one file of 1 MB with tables and plots.",
+    ),
 ]
 """Flag of the verbs whose results can be looked at."""
 

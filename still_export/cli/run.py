@@ -29,6 +29,9 @@ A long text is read once and asked many times:
     still-export run package --chat --load-state long.safetensors --prompt " Who wrote this?"
 """
 
+TOKENS, TALK_TOKENS = 128, 512
+"""Tokens of an answer, where --tokens does not say: of one, and of each in a talk."""
+
 
 def run(
     package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file, which is exported once.")],
@@ -43,7 +46,9 @@ def run(
         str | None,
         typer.Option(help="Arguments of the model's chat template, as JSON: '{\"enable_thinking\": false}'."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to generate at most.", show_default="128; of a talk's answer 512")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = all.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
@@ -80,7 +85,7 @@ def run(
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     demand_package(package, "run")
     from still_export.api import load
-    from still_export.cli.chat import WHEN_FULL, talk
+    from still_export.cli.chat import ENDS, WHEN_FULL, talk
     from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
@@ -122,8 +127,11 @@ def run(
         prefix = Snapshot.load(load_state) if load_state else None
         if not given:
             cache = open_prefixes(model.runner, prefix_cache, prefix_dir)
+            most, table = tokens or TALK_TOKENS, model.runner.table
+            if tokens is None and table.bounded:
+                most = max(1, min(most, table.capacity_tokens // 4))
             talk(
-                Conversation(model.runner, model.text, tokens, sampling, system, stop or (), prefix, cache, arguments),
+                Conversation(model.runner, model.text, most, sampling, system, stop or (), prefix, cache, arguments),
                 out,
                 when_full,
             )
@@ -150,7 +158,7 @@ def run(
             request = _ids(prompt_ids) or (messages if chat else content)
             answer = model.answer(
                 request,
-                tokens,
+                tokens or TOKENS,
                 sampling,
                 stop or (),
                 as_text=prompt_ids is None,
@@ -165,7 +173,7 @@ def run(
         print(json.dumps(answer.to_dict()))
     out.log(
         f"[{answer.prompt_tokens} prompt tokens, first token after {answer.first_token_s:.2f} s, "
-        f"{answer.decode_tokens_per_s:.1f} tokens/s]"
+        f"{answer.decode_tokens_per_s:.1f} tokens/s, {len(answer.tokens)} tokens, ended by {ENDS[answer.ended]}]"
     )
 
 

@@ -67,7 +67,7 @@ class ExportOptions:
     still: dict[str, Any] = field(default_factory=dict)
     quantize: str | None = option(None, "Weights in int8, int4 or fp8, by a policy.", shown="no")
     quantize_method: str | None = option(
-        None, "Who rounds to 4 bits: rtn, k_quant, hqq, or gptq, which reads text.", shown=DEFAULT_METHOD, panel=BITS
+        None, "Who rounds to 4 bits: rtn, or gptq, which reads text.", shown=DEFAULT_METHOD, panel=BITS
     )
     calibrate: tuple[str, ...] = option(
         (), "Text to round by, for gptq and budgets; repeatable.", shown="Python's documentation", panel=BITS

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from still_export.errors import CheckpointError, ConfigError
+from still_export.folders.files import Adapter, read_checked
 from still_export.linearization.recipe import Recipe
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import window_factor
@@ -24,7 +25,6 @@ from still_export.mixers.projections import ProjectedAttention
 from still_export.models.load import load_model
 from still_export.models.read.checkpoint import in_range, iterate_tensors
 from still_export.models.read.convert import plain_names
-from still_export.models.read.files import Adapter, read_checked
 from still_export.models.read.rows import DIAGONAL, SCALE, int6_rows, int8_rows
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.discovery import Registry, systems
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.fields import option
 from still_export.linearization.budget import Budget
 from still_export.mixers.layers import HYBRID, SELECTED, Linearizer
@@ -169,7 +169,7 @@ class Recipe:
                 object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(choices)}.")
+                raise unknown(getattr(self, name), choices, f"{name}={getattr(self, name)!r}")
         for name in (
             "batch_size",
             "lora_rank",
@@ -234,7 +234,8 @@ class Recipe:
     def _check_mixer(self) -> None:
         """Raise ConfigError where an option is of another mixer."""
         for owner, own in {"STILL": OF_STILL, "blocks": OF_BLOCKS}.items():
-            foreign = [f.name for f in fields(self) if f.name in own and getattr(self, f.name) != f.default]
+            others = set(own) - set(LINEARIZERS[self.mixer].options)
+            foreign = [f.name for f in fields(self) if f.name in others and getattr(self, f.name) != f.default]
             if foreign and owner.lower() != self.mixer:
                 raise ConfigError(
                     f"{', '.join(foreign)}: options of {owner}; layers of mixer={self.mixer} have no such thing."
@@ -247,10 +248,10 @@ class Recipe:
             raise ConfigError(
                 f"transfer_steps={self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
-        others = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
-        if others:
+        unknown = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
+        if unknown:
             raise ConfigError(
-                f"layer_types names {', '.join(others)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
+                f"layer_types names {', '.join(unknown)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
             )
 
     @property
@@ -338,9 +339,7 @@ def preset(name: str) -> Path:
     """
     known = presets()
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"the recipe {name!r} is unknown; known: {', '.join(sorted(known))}.{hint}")
+        raise unknown(name, sorted(known), f"the recipe {name!r}")
     return known[name]
 
 

@@ -1,5 +1,5 @@
 """What the generic rooms ask of a mixer: its ops, the sizes of their states, its cache layer, the module that takes a family's place;
-and, for evaluation, its parts and its audit."""
+and, for evaluation, its parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -21,6 +21,8 @@ from still_kernels.packing import PagedStates
 if TYPE_CHECKING:
     from still_export.mixers.trainable import Trainable
 
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+"""What transformers calls the cache of a model, among its arguments and in its output."""
 LayerT = TypeVar("LayerT", bound="StillCacheLayer")
 
 
@@ -252,30 +254,6 @@ def layer_of(cache: Any, index: int, kind: type[LayerT], what: str) -> LayerT | 
     return layer
 
 
-Profile = Mapping[str, Mapping[str, Sequence[float]]]
-"""Panel -> line -> value of each layer."""
-
-
-class Audit(Protocol):
-    """Results of an audit of a mixer's layers."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether everything that must hold holds."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
-
-    def lines(self) -> list[str]:
-        """What a reader sees first."""
-
-    def profiles(self) -> Mapping[str, Profile]:
-        """Lines over layers to be plotted, by name."""
-
-    def shares(self) -> Mapping[str, np.ndarray]:
-        """Choices counted by layer and place, [layers, places], to be plotted, by name."""
-
-
 @dataclass(frozen=True)
 class LayerOp:
     """An op of a layer, with its attributes there.
@@ -430,6 +408,9 @@ class Mixer(Protocol):
     parts: tuple[str, ...] = ()
     """Variants of a model that `without` makes."""
 
+    settings: tuple[str, ...] = ()
+    """Fields of the model's STILL configuration that say how its layers are."""
+
     of_families: bool = False
     """Families have such layers from the start; no softmax layer becomes one."""
 
@@ -471,12 +452,4 @@ class Mixer(Protocol):
 
     def restore_base(self, model: nn.Module) -> None:
         """Let these layers compute the attention of the base model, for good; nothing to do where they do."""
-        return None
-
-    def audit(self, model: Any, tokenizer: Any, ids: Tensor) -> Audit | None:
-        """Audit these layers of `model` on token ids [T]; None where there is nothing that must hold.
-
-        Raises:
-            ConfigError: The text is too short.
-        """
         return None

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from still_export.errors import UnsupportedError
-from still_export.mixers.base import FixedProgress, Progress, StillCacheLayer
+from still_export.mixers.base import CACHE, FixedProgress, Progress, StillCacheLayer
 from still_export.mixers.kept import kept_dtype
 from still_export.mixers.registry import mixer_of
 from still_graphs.states import State, StateTable
 
-RENAMED = (5, 24)
-"""The transformers from which on layers are given their cache by another name, which ours would not hear."""
+_NAMES = ("cache", "past_key_values", "cache_params")
+"""What it calls that of a layer, by version and family."""
+
+
+def hear_cache(module: nn.Module) -> nn.Module:
+    """The same module; where transformers calls all caches "cache", `forward` gets it as the argument that it has for it."""
+    own = next((name for name in _NAMES if name in signature(module.forward).parameters), None)
+    if CACHE == "cache" and own not in (None, CACHE):
+        module.register_forward_pre_hook(partial(_renamed, own), with_kwargs=True)
+    return module
+
+
+def _renamed(own: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, {own if name == "cache" else name: value for name, value in kwargs.items()}
 
 
 class StillCache(Cache):
@@ -26,11 +38,6 @@ class StillCache(Cache):
     layers: list[StillCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, layers: Sequence[StillCacheLayer], progress: Progress | None = None) -> None:
-        if tuple(map(int, transformers.__version__.split(".")[:2])) >= RENAMED:
-            raise UnsupportedError(
-                f"transformers {transformers.__version__} does not give layers their cache as this version knows it: they would "
-                f'forget what they have read. pip install "transformers<{RENAMED[0]}.{RENAMED[1]}".'
-            )
         super().__init__(layers=list(layers))
         self.progress = Progress() if progress is None else progress
         for layer in self.layers:

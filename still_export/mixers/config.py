@@ -10,9 +10,9 @@ from typing import Any, Self
 from still_export.fields import check_types
 from still_export.mixers.block_attention.settings import BlockSettings
 from still_export.mixers.hybrid_attention.settings import HybridSettings
-from still_export.mixers.layers import HYBRID, SELECTED, Deployment
+from still_export.mixers.layers import HYBRID, Deployment
 from still_export.mixers.registry import MIXERS
-from still_graphs.errors import ConfigError
+from still_graphs.errors import ConfigError, unknown
 
 DEPLOYMENT = tuple(f.name for f in fields(Deployment))
 """Names that no training fixes."""
@@ -39,9 +39,7 @@ class LayersConfig:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
         for index, name in enumerate(self.layer_types or ()):
             if name not in MIXERS:
-                near = difflib.get_close_matches(str(name), MIXERS, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"layer_types[{index}]={name!r} is unknown; known: {', '.join(MIXERS)}.{hint}")
+                raise unknown(name, MIXERS, f"layer_types[{index}]={name!r}")
 
     def layer_type(self, layer: int) -> str:
         """The mixer of layer `layer`, by name."""
@@ -99,11 +97,9 @@ class StillConfig(LayersConfig, HybridSettings, BlockSettings):
 
     def to_dict(self) -> dict[str, Any]:
         """As of LayersConfig, with the settings where a layer has them."""
-        kinds = {HYBRID: HybridSettings, SELECTED: BlockSettings}
-        own = [kind for name, kind in kinds.items() if name in (self.layer_types or (HYBRID,))]
-        values = {f.name: getattr(self, f.name) for kind in own for f in fields(kind)}
-        if HybridSettings in own and self.window_factors is not None:
-            values["window_factors"] = [list(row) for row in self.window_factors]
+        values = {n: getattr(self, n) for kind in self.layer_types or (HYBRID,) for n in MIXERS[kind].settings}
+        if (factors := values.get("window_factors")) is not None:
+            values["window_factors"] = [list(row) for row in factors]
         if values.get("salient_by_layer", ()) is None:
             del values["salient_by_layer"]  # as before there was such a choice
         elif "salient_by_layer" in values:

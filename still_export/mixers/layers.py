@@ -59,11 +59,13 @@ class Linearizer:
         name: The recipe's mixer.
         layer: Name of such a layer in `layer_types`.
         trained: It has parameters of its own, which stage 1 trains.
+        options: Of the options of STILL, those that it has too.
     """
 
     name: str
     layer: str
     trained: bool = True
+    options: tuple[str, ...] = ()
 
 
 def check_range(name: str, value: int, most: int) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from still_export.errors import CapacityError, PaddingError, UnsupportedError
-from still_export.mixers.base import Progress
-from still_export.mixers.cache import StillCache
+from still_export.mixers.base import CACHE, Progress
+from still_export.mixers.cache import StillCache, hear_cache
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import head_size
@@ -71,7 +71,7 @@ class StillModelMixin:
         self.carried = Carried()
         for index, layer in enumerate(self.model.layers):
             check_attention(layer.self_attn, f"layers.{index}.self_attn", head_size(config))
-            layer.self_attn = mixer_of(config, index).module(layer.self_attn, config, index)
+            layer.self_attn = hear_cache(mixer_of(config, index).module(layer.self_attn, config, index))
             swap_experts(layer, self.config)
             layer.self_attn._carried = self.carried
 
@@ -91,6 +91,7 @@ class StillModelMixin:
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: StillCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """As of the family, with these differences.
@@ -98,7 +99,7 @@ class StillModelMixin:
         Args:
             attention_mask: [B, T] or [B, past columns + T]; 1 at tokens, 0 at padding on the left or right of them.
             position_ids: Only the positions that follow from the cache (each sequence continues at its own length) are taken.
-            past_key_values: A StillCache; None with use_cache starts one.
+            past_key_values: A StillCache; None with use_cache starts one. transformers 5.24 calls it `cache`.
             logits_to_keep: n keeps the last n tokens *of each sequence*, so that `logits[:, -1]` continues right-padded sequences too.
 
         Raises:
@@ -108,7 +109,7 @@ class StillModelMixin:
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UnsupportedError("pass exactly one of input_ids and inputs_embeds.")
         batch, tokens = given.shape[:2]
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         if cache is not None and not isinstance(cache, StillCache):
             raise UnsupportedError(
                 f"past_key_values is a {type(cache).__name__}; a STILL model keeps its state in StillCache.empty(model.config)."
@@ -157,9 +158,9 @@ class StillModelMixin:
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=cache,
             hidden_states=states,
             attentions=outputs.attentions,
+            **{CACHE: cache},
         )
 
     def decode(self, positions: Tensor, cache: StillCache | None, **kwargs: Any) -> Any:
@@ -167,8 +168,8 @@ class StillModelMixin:
         return self.model(
             attention_mask=no_mask(self.config, self.model.embed_tokens.weight),
             position_ids=positions,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{CACHE: cache},
             **kwargs,
         )
 
@@ -208,9 +209,9 @@ class StillModelMixin:
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """The hook of transformers' `generate` that puts a cache among the model's arguments."""
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self._new_cache(generation_config, batch_size, max_cache_length)
+            model_kwargs[CACHE] = self._new_cache(generation_config, batch_size, max_cache_length)
             return None
         if isinstance(cache, StillCache) and cache.capacity is not None and max_cache_length > cache.capacity:
             raise CapacityError(
@@ -251,7 +252,7 @@ class StillModelMixin:
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         inputs.pop("position_ids", None)
         ids, first = inputs.get("input_ids"), kwargs.get("is_first_iteration", False)
-        if not first and ids is not None and ids.shape[1] == 1 and inputs.get("past_key_values") is not None:
+        if not first and ids is not None and ids.shape[1] == 1 and inputs.get(CACHE) is not None:
             inputs.pop("attention_mask", None)
         return inputs
 

@@ -14,11 +14,12 @@ from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
+from still_export.folders.families import NOT_COVERED
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.families.experts import stacked_experts
 from still_export.models.families.fused import split_linear_layers
-from still_export.models.families.linear_families import LINEAR_FAMILIES, NOT_COVERED
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import FAMILIES, Family
 from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of

@@ -17,25 +17,25 @@ from still_export.errors import (
     ModelNotFoundError,
     NotLinearizedError,
     UnsupportedModelError,
+    unknown,
 )
+from still_export.folders.adapter_config import read_adapter_config
+from still_export.folders.families import AHEAD, demand_softmax_folder
+from still_export.folders.files import Generation, Optimizer, check_tokenizer_files, read_checked
+from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
 from still_export.models.build import build_model, complete_weights, family_of, still_family_config
-from still_export.models.families.linear_names import AHEAD, language_model, published_names
+from still_export.models.families.linear_names import language_model, published_names
 from still_export.models.families.softmax_families import Family
 from still_export.models.families.vision import Vision, take_vision
 from still_export.models.gguf import read_gguf, read_tokenizer
 from still_export.models.read import convert
-from still_export.models.read.adapter_config import read_adapter_config
 from still_export.models.read.checkpoint import (
-    PICKLE_SUFFIXES,
     open_tensors,
     read_config,
-    refuse_pickle,
     stored_dtype,
-    weight_files,
 )
-from still_export.models.read.files import Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
 from still_export.sources import local
@@ -330,7 +330,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if dtype == "auto":
         return None
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is unknown; known: auto, {', '.join(DTYPES)}.")
+        raise unknown(dtype, ("auto", *DTYPES), f"dtype={dtype!r}")
     return DTYPES[dtype]
 
 
@@ -343,6 +343,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         model_type, values, blocks = read_gguf(path, dtype or torch.float32)
         return _Checkpoint(model_type, language_model(values), dict(blocks))
     config = read_config(path)
+    demand_softmax_folder(path)
     quantized = config.pop("quantization_config", None)
     sight, config = config, language_model(config)
     quantized = config.pop("quantization_config", quantized)

@@ -28,12 +28,11 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedError
+from still_export.folders.weights import METHODS
 from still_export.models.read.blocks import BlockWeight, Float8Weight, pack
 from still_export.models.read.weights import Deferred, SourceBlocks
 
 OTHERS = "Use another form of the model: one that is read (docs/reference/files.md), float32, float16 or bfloat16, or a GGUF file."
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
-"""Values of quant_method that are read."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of each group of eight that lies at a place of a word, the lowest four bits first."""
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

@@ -120,6 +120,15 @@ class ChatFormat:
             said.insert(0, {"role": "system", "content": system})
         return self._cut(self.render(said, **options))[0]
 
+    def start(self) -> str:
+        """What of an answer a prompt has already: its reasoning's first mark and what stands behind it; "": nothing."""
+        if self.thoughts is None:
+            return ""
+        before, behind = self.thoughts
+        text = self.render([{"role": "user", "content": "Hello."}])
+        _, mark, rest = text.rpartition(before)
+        return mark + rest if mark and behind not in rest else ""
+
     def _cut(self, text: str, last: bool = False) -> tuple[str, str, str]:
         found = text.rpartition(MARK) if last else text.partition(MARK)
         if not found[1]:

@@ -97,10 +97,14 @@ class State(Record):
 
 
 class Chat(Record):
-    """The model's chat templates by name (Jinja, as of transformers), and the special tokens that they may write by their variables."""
+    """The model's chat templates by name (Jinja, as of transformers), and the special tokens that they may write by their variables.
+
+    start: What of an answer the prompt has already, such as "<think>" and a line's end.
+    """
 
     templates: dict[str, str]
     tokens: dict[str, str]
+    start: str = ""
 
 
 class Native(Record):

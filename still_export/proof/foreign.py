@@ -58,11 +58,13 @@ class Reference:
         """Logits [B, T, vocabulary] of whole sequences [B, T], and keys and values by "layer.key"."""
         import torch
 
+        from still_export.mixers.base import CACHE
+
         self.model.to(torch.float64 if exact else self.dtype)
         with torch.no_grad():
             result = self.model(torch.from_numpy(sequences), use_cache=True)
         kept = {}
-        for index, layer in enumerate(getattr(result.past_key_values, "layers", ())):
+        for index, layer in enumerate(getattr(getattr(result, CACHE), "layers", ())):
             for kind in ("key", "value"):
                 tensor = getattr(layer, f"{kind}s", None)
                 if isinstance(tensor, torch.Tensor) and tensor.dim() == 4:  # [B, heads, T, D]

@@ -1,8 +1,8 @@
 """Weights of a package held to the model's, every one of them, before anything runs.
 
 A float weight equals the source's in the package's type to the last bit. Codes of a method that rounds to nearest stand for numbers within
-half a step of the source's. Codes of the source's own, taken over as they are, stand for the same numbers. Methods that move weights on
-purpose (gptq, k_quant, hqq) lose at most so many times what plain rounding loses, block by block, row by row, and in what a layer gives.
+half a step of the source's. Codes of the source's own, taken over as they are, stand for the same numbers. A method that moves weights
+on purpose (gptq) loses at most so many times what plain rounding loses, block by block, row by row, and in what a layer gives.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from still_export.package.folder import Package, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.chains import empty_feed
 from still_export.proof.other_graphs import STEPS, other_lengths
+from still_export.proof.package_programs import check_programs
 from still_export.proof.prompts import Prompts
 from still_export.proof.sessions import Target
 from still_export.proof.texts_asked import asked_tokens
 from still_export.proof.verdict import Check, Verdict
-from still_export.proof.whole_package import check_programs
 from still_export.runtime.sampling import RunError
 from still_graphs.states import StateTable
 

@@ -14,7 +14,7 @@ from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
 from still_export.fields import option
 from still_export.package.files import HEAD
-from still_export.package.folder import Package, open_package
+from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.sessions import Target
 from still_export.proof.texts_asked import asked_tokens
@@ -127,7 +127,8 @@ def verify(
         from still_export.proof.vision import vision_check
 
         asked = _options(proof.package, options.model, manifest["model"]["dtype"])
-        report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
+        with as_package_errors():
+            report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
     if options.calls is not None or not proof.quantized:
         return VerifyResult(report, target)
     from still_export.proof.quantized import quantization_loss_of
@@ -164,7 +165,8 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
 def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
     """What a user runs beside the graph and the runtime that were compared."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
-    from still_export.proof.whole_package import check_files, check_programs
+    from still_export.proof.package_programs import check_programs
+    from still_export.proof.whole_package import check_files
 
     package, options, verdict = proof.package, proof.options, Verdict()
     manifest, device = package.manifest, options.reference_device or "cpu"

@@ -34,7 +34,7 @@ from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import Case, CaseSource, cosine_sums, errors_of, same_best
 from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
-from still_export.proof.constants import ALIKE, PROOF_VERSION, UNIT
+from still_export.proof.constants import ALIKE, PROOF_VERSION, SOME, UNIT
 from still_export.proof.judge import Bounds
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
@@ -52,6 +52,10 @@ WORK = 8.0
 """Operations of the proof for each parameter and token: two in each of two runs, one of which computes in a wider type."""
 
 BY_LAYER = "layers on the runtime's own input: a figure of half precision on ONNX Runtime, where the graph shows what layers read"
+
+NO_PROMPT = (
+    f"layers on the runtime's own input: no prompt has {SOME[0]} to {SOME[1]} tokens and no images (--lengths adds one)"
+)
 
 NOTHING: Mapping[str, int] = {}
 
@@ -273,7 +277,7 @@ class Verifier:
         target.watch = tuple(op.watched for op in self.ties.each if op.watched)
         rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
-        self.sharp = self.dtype == "float16" and not rounded
+        self.sharp, self.open_layers = self.dtype == "float16" and not rounded, BY_LAYER
         halves = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
         sums = {(op.name, state.name) for op in OPS.values() for state in op.states if state.features and halves}
         self.summed = {s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums}
@@ -324,9 +328,10 @@ class Verifier:
         if not self.sharp or not self.cases.follows or not self.target.record.graphs:
             return []
         names = layer_inputs(self.package.path / self.target.graph, self.package.manifest["model"]["layers"])
-        if not names:
-            return []
         asked = chosen_for_layers(questions)
+        self.open_layers = BY_LAYER if not names or asked else NO_PROMPT
+        if not names or not asked:
+            return []
         with self.target.open(names) as session:
             return self.by_layer(session, asked, progress)
 
@@ -441,7 +446,7 @@ class Verifier:
         """Verdicts on cases by layer; or why there are none: where the `whole` run passed and a layer is far off, the tensors that were
         taken for its input are others."""
         if not sharp:
-            return [], [BY_LAYER] if self.sharp else []
+            return [], [self.open_layers] if self.sharp else []
         bounds = Bounds([each.case for each in sharp], self.target.coarse, self.dtype, sharp=True)
         reports = [each.report(output, bounds) for each in sharp for output in each.errors[0]]
         far = [each for each in reports if HIDDEN in each.output and each.cosine < ALIKE]

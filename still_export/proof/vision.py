@@ -18,6 +18,7 @@ from still_export.proof.cases import Case, errors_of
 from still_export.proof.judge import Bounds
 from still_export.proof.verdict import Check
 from still_export.proof.verify import Judged
+from still_export.runtime.ort import open_session
 
 GRIDS = ((1, 2, 3), (1, 5, 1), (2, 3, 2))
 """Frames, rows and columns of squares that become one embedding."""
@@ -40,6 +41,9 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
         package: Exported with --vision.
         options: The model that it was exported from, in the package's type.
         seed: Of the pixels.
+
+    Raises:
+        RunError: ONNX Runtime cannot load vision.onnx.
     """
     import onnxruntime
 
@@ -60,8 +64,8 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
     right, own = features(torch.float64), features(getattr(torch, dtype))
     rows, total = errors_of(right[FEATURES], own[FEATURES])
     case = Case("images", [{}], [right], own=[{FEATURES: rows}], own_mean={FEATURES: total / right[FEATURES].size})
-    path = check_hash(package.path, package.manifest, VISION)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    check_hash(package.path, package.manifest, VISION)
+    session = open_session(package.path, package.manifest, onnxruntime.SessionOptions(), graph=VISION)
     answers = [
         session.run(None, {"pixel_values": each, "grid": np.array(size)})[0]
         for each, (_, *size) in zip(pixels, grids, strict=True)

@@ -1,57 +1,30 @@
-"""All else that a user runs of a package: tokenizer, chat format, end tokens and generation settings, held to the model's own; and the
-programs that were copied into it, each in a process of its own."""
+"""All else that a user runs of a package, held to the model's own: tokenizer, chat format, end tokens and generation settings."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import StillExportError
-from still_export.package.files import MODEL
 from still_export.package.folder import Package
-from still_export.proof.reference import open_runner
-from still_export.proof.texts_asked import CHATS, PROSE, Silent, asked_texts
+from still_export.proof.texts_asked import CHATS, KINDS, Silent, asked_texts
 from still_export.proof.verdict import Check, Verdict
-from still_export.runtime.bundle import PROGRAMS, RUNTIME
-from still_export.runtime.sampling import RunError, Sampling
-from still_export.runtime.text import Answer, Text
+from still_export.runtime.sampling import RunError
+from still_export.runtime.text import Text
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
 SPECIAL_MOST = 64
 """Special tokens whose texts are asked in every place; of all others, their ids."""
 CONTROL = (3, 4)
 """Types of a GGUF file's tokens that may end an answer beside the one that it names: of control, and those that its maker added."""
-TOKENS = 12
-"""That a program generates."""
-TIMEOUT_S = 600
 SHOWN = 60
 """Characters of a text that a message shows."""
-APART = ("transformers_version", "_from_model_config")
-"""Entries of a generation configuration that set nothing."""
-ALONE = """
-import importlib, pathlib, runpy, sys
-_, folder, program, *words = sys.argv
-sys.path.insert(0, folder)
-for path in sorted(pathlib.Path(folder, "{runtime}").rglob("*.py")):
-    name = ".".join(path.relative_to(folder).with_suffix("").parts)
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("{runtime}"):
-            sys.exit(f"{{name}}: {{error}}")
-    except BaseException as error:
-        sys.exit(f"{{name}}: {{type(error).__name__}}: {{error}}")
-sys.argv = [program, *words]
-runpy.run_path(program, run_name="__main__")
-"""
-"""Imports every module of the copied runner, as far as other libraries are here, then runs a program of the package."""
+APART = ("transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "use_cache")
+"""Entries of a generation configuration that change no token."""
+SINGLE, IDS = ("bos_token_id", "pad_token_id"), ("_token_id", "_token_ids")
+"""Entries of which a list's first is read; endings of names of token ids."""
 
 
 def check_files(package: Package, source: Path) -> Verdict:
@@ -104,9 +77,31 @@ def _check_texts(package: Package, source: Path) -> Verdict:
     what = "" if not wrong else wrong[0] + ("" if len(wrong) == 1 else f"; {len(wrong)} texts and words differ")
     name = f"the tokenizer reads and writes {len(texts)} texts as the model's"
     verdict.checks.append(Check(name, not wrong, what, TOKENIZER * bool(wrong), notes=tuple(wrong[1:5])))
-    if source.is_dir():
-        verdict.add(_check_chat(package, held, own))
+    verdict.checks.append(_check_saved(package, own))
+    verdict.add(_check_chat(package, held, own))
     return verdict
+
+
+def _check_saved(package: Package, own: Any) -> Check:
+    """The package's tokenizer as transformers reads it, of tokenizer_config.json and chat_template.jinja too."""
+    from transformers import AutoTokenizer
+
+    name = "the tokenizer that transformers reads of the package is the model's"
+    try:
+        saved = AutoTokenizer.from_pretrained(package.path, trust_remote_code=False)
+    except Exception as error:  # of half a dozen libraries
+        return Check(name, False, f"it cannot be read: {' '.join(str(error).split())[:200]}", TOKENIZER_CONFIG)
+    ids = [f"{kind}_token_id" for kind in ("bos", "eos", "pad", "unk")]
+    wrong = [
+        f"{what} is {str(found)[:SHOWN]!r}, the model's {str(right)[:SHOWN]!r}"
+        for what in ("chat_template", *ids)
+        if (right := getattr(own, what, None)) != (found := getattr(saved, what, None))
+    ]
+    for text in (*KINDS, *saved.get_added_vocab()):
+        right, found = ([*each(text)["input_ids"]] for each in (own, saved))
+        if right != found:
+            wrong.append(_first_difference(text, right, found))
+    return Check(name, not wrong, wrong[0] if wrong else "", TOKENIZER_CONFIG * bool(wrong), notes=tuple(wrong[1:5]))
 
 
 def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
@@ -130,7 +125,7 @@ def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
 
 
 def _check_gguf_words(source: Path) -> Verdict:
-    """The words of a GGUF file by their ids, read with the gguf package; those that it calls unused may be missing."""
+    """The words of a GGUF file by their ids and its chat template, by the gguf package; words that it calls unused may be missing."""
     from gguf import GGUFReader, TokenType
 
     from still_export.models.load import load_tokenizer
@@ -139,16 +134,20 @@ def _check_gguf_words(source: Path) -> Verdict:
     field, kinds = (reader.get_field(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if field is None:
         return Verdict(not_asked=["the words of the GGUF file: it has none"])
-    words, known = field.contents(), load_tokenizer(str(source)).convert_ids_to_tokens
+    read = load_tokenizer(str(source))
+    words, known = field.contents(), read.convert_ids_to_tokens
     unused = {i for i, kind in enumerate(kinds.contents() if kinds else ()) if kind == TokenType.UNUSED}
     wrong = [
         f"token {number} is {found!r}, the file's {word!r}"
         for number, (word, found) in enumerate(zip(words, known(list(range(len(words)))), strict=True))
         if word != found and not (found or "").startswith("<0x") and (found is not None or number not in unused)
     ]
-    return Verdict.of(
-        [Check("the tokenizer's words are the file's", not wrong, wrong[0] if wrong else "", notes=tuple(wrong[1:5]))]
-    )
+    template, found = reader.get_field("tokenizer.chat_template"), getattr(read, "chat_template", None)
+    found = found.get("default") if isinstance(found, Mapping) else found
+    if found != (right := None if template is None else template.contents()):
+        wrong.append(f"the chat template is {str(found)[:SHOWN]!r}, the file's {str(right)[:SHOWN]!r}")
+    name = "the tokenizer's words and chat template are the file's"
+    return Verdict.of([Check(name, not wrong, wrong[0] if wrong else "", notes=tuple(wrong[1:5]))])
 
 
 def _first_difference(text: str, right: Sequence[int], found: Sequence[int]) -> str:
@@ -195,6 +194,7 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
 def _check_ends(package: Package, source: Path) -> Verdict:
     """End tokens and generation settings."""
     verdict, known = Verdict(), set(package.manifest["eos_token_ids"])
+    verdict.checks.append(_check_settings(package, {} if source.is_file() else _json(source / GENERATION)))
     if source.is_file():
         from gguf import GGUFReader
 
@@ -210,8 +210,6 @@ def _check_ends(package: Package, source: Path) -> Verdict:
             config = _json(source / "config.json")
             right = _ids({**config.get("text_config", {}), **config}.get("eos_token_id"))
         more = right | _ids(_end_of_tokenizer(source))
-        if said:
-            verdict.checks.append(_check_settings(package, said))
     passed = right <= known <= more
     verdict.checks.append(
         Check(
@@ -225,24 +223,27 @@ def _check_ends(package: Package, source: Path) -> Verdict:
 
 
 def _end_of_tokenizer(source: Path) -> int | None:
-    said = _json(source / "tokenizer_config.json").get("eos_token")
+    said = _json(source / TOKENIZER_CONFIG).get("eos_token")
     token = said.get("content") if isinstance(said, Mapping) else said
     words = _json(source / TOKENIZER).get("added_tokens") or []
     return next((int(word["id"]) for word in words if word.get("content") == token), None)
 
 
 def _check_settings(package: Package, said: Mapping[str, Any]) -> Check:
-    """Generation settings that the model has and the package has otherwise."""
+    """Generation settings that the model has and the package has otherwise, or the other way round; token ids but for those that are said
+    are the configuration's."""
     from transformers import GenerationConfig
 
+    first = {name: (said[name] or [None])[0] for name in SINGLE if isinstance(said.get(name), list)}
     right, found = (
         GenerationConfig(**{k: v for k, v in each.items() if k not in APART}).to_dict()
-        for each in (said, _json(package.path / GENERATION))
+        for each in ({**said, **first}, _json(package.path / GENERATION))
     )
+    asked = set(said) | {name for name in found.keys() | right.keys() if not name.endswith(IDS)}
     wrong = [
-        f"{name} is {found.get(name)!r}, the model's {right[name]!r}"
-        for name in sorted(said)
-        if name not in APART and name in right and found.get(name) != right[name]
+        f"{name} is {found.get(name)!r}, the model's {right.get(name)!r}"
+        for name in sorted(asked.difference(APART))
+        if found.get(name) != right.get(name)
     ]
     return Check("generation settings are the model's", not wrong, "; ".join(wrong[:4]), GENERATION * bool(wrong))
 
@@ -257,60 +258,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def check_programs(package: Package, provider: str = "cpu") -> Verdict:
-    """Run the programs of a package as a stranger does, and compare their tokens with those of the runner here."""
-    manifest, verdict = package.manifest, Verdict()
-    program = package.path / PROGRAMS["ort"]
-    if not program.is_file() or program.name not in manifest["files"]:
-        others = [name for name in PROGRAMS.values() if name in manifest["files"]]
-        verdict.not_asked.append(
-            f"{', '.join(others)}, run in a process of its own: it needs the GPU that the engine was built for"
-            if others
-            else "a program of its own: this package has none"
-        )
-        return verdict
-    text = TOKENIZER in manifest["files"] and importlib.util.find_spec("tokenizers") is not None
-    prompt = PROSE[:40]
-    vocabulary = int(manifest["model"]["vocab_size"])
-    ids = [1 + 7 * i % (vocabulary - 1) for i in range(9)] if vocabulary > 1 else [0]
-    asked = ["--prompt", prompt] if text else ["--prompt-ids", ",".join(map(str, ids))]
-    asked += ["--tokens", str(TOKENS), "--provider", provider]
-    command = [sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *asked]
-    name = f"every file of {RUNTIME}/ can be imported, and {program.name} says the same, in a process of its own"
-    try:
-        runner = open_runner(package.path, manifest, "ort", provider, check=False)
-        runner.start()
-        speaks = Text(runner) if text else None
-        answer = Answer(runner, speaks, speaks.encode(prompt) if speaks else ids, TOKENS, Sampling())
-        right = "".join(answer)
-    except RunError as error:
-        return Verdict.of([Check(name, False, f"the runner here: {error}", MODEL)])
-    done = _run(command)
-    found, wrong = done.stdout.removesuffix("\n"), ""
-    if done.returncode:
-        wrong = f"it ends with exit code {done.returncode}: {_last_line(done)}"
-    elif found != right:
-        wrong = f"it says {found[:SHOWN]!r}, the runner here {right[:SHOWN]!r}"
-    verdict.checks.append(Check(name, not wrong, wrong, program.name * bool(wrong)))
-    return verdict
-
-
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """In a process that sees nothing of this project but the package."""
-    apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    apart |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", env=apart, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"it did not end in {TIMEOUT_S} seconds")
-    except OSError as error:
-        raise StillExportError(f"{command[0]} cannot be started: {error}.") from error
-
-
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1][:300] if lines else "it says nothing"

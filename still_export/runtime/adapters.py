@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from still_export.errors import ConfigError
-from still_export.models.read.adapter_config import read_adapter_config
-from still_export.models.read.checkpoint import open_tensors, weight_files
+from still_export.folders.adapter_config import read_adapter_config
+from still_export.folders.weights import weight_files
+from still_export.models.read.checkpoint import open_tensors
 from still_export.models.read.convert import merge_lora, plain_names
 from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, Adapted, Deferred, Pair, value_of
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from still_export.package.files import check_hash
+from still_export.runtime.base import Runner
 from still_export.runtime.sampling import RunError
 from still_export.serving.metrics import CONTENT_TYPE, Metrics
 from still_export.serving.scheduler import Event, QueueFullError, Request, StoppingError
@@ -37,8 +40,12 @@ STALLED_S = 30.0
 TOKENIZERS = 2
 """Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
 
-INDEX, PAGE = "index.html", {"page.js": "text/javascript", "style.css": "text/css"}
+INDEX = "index.html"
+PAGE = {"page.js": "text/javascript", "markdown.js": "text/javascript", "style.css": "text/css"}
 """The page of a browser, and its parts with their types; the rest of the folder `web` is for models in the browser itself."""
+
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
+"""Fields of generation_config.json that the page starts with; requests have OpenAI's defaults."""
 
 GONE = 499
 """Status of a request whose client left, in metrics: nobody reads it."""
@@ -86,6 +93,7 @@ class _Server:
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(worker.scheduler)
+        self.generation = _sampling_settings(worker.scheduler.model)
         self.created = int(time.time())
         self._reading = 0
         self._tokenizers = CapacityLimiter(TOKENIZERS)
@@ -167,8 +175,8 @@ class _Server:
 
     def _model(self) -> dict[str, Any]:
         context = self.worker.scheduler.context
-        named = {"id": self.settings.name, "object": "model", "created": self.created}
-        return {**named, "owned_by": "still-export", "max_model_len": context}
+        named = {"id": self.settings.name, "object": "model", "created": self.created, "owned_by": "still-export"}
+        return {**named, "max_model_len": context, "generation_config": self.generation}
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._answer(request, Completion)
@@ -281,6 +289,17 @@ class _Server:
             yield line(error.to_dict())
         except ClientDisconnect:
             return
+
+
+def _sampling_settings(model: Runner) -> dict[str, float]:
+    """How the model's publisher draws tokens, as generation_config.json of the package says it; a file that cannot be read says nothing."""
+    name = "generation_config.json"
+    try:
+        said = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
+    except (OSError, ValueError, RecursionError, RunError):
+        return {}
+    found = {field: said.get(field) for field in SAMPLING} if isinstance(said, dict) else {}
+    return {field: value for field, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def _check(event: Event) -> None:

@@ -7,7 +7,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -17,6 +17,7 @@ from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.stop_texts import StopTexts
 from still_export.runtime.text import NO_MARKS, Text
+from still_export.serving.tool_calls import ToolCalls, form_of
 
 MOST_STOPS = 4
 """Stop texts of a request, as of OpenAI."""
@@ -153,8 +154,8 @@ class Chat(Generation):
 class Asked:
     """A request that can be submitted.
 
-    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning, as of `Text.marks`;
-    reasoning: what tells it from content.
+    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning, as of `Text.marks`, and
+    before calls of tools; reasoning, calls: what tells those from content.
     """
 
     chat: bool
@@ -167,6 +168,7 @@ class Asked:
     include_usage: bool
     marks: Mapping[int, str]
     reasoning: Reasoning
+    calls: ToolCalls = field(default_factory=lambda: ToolCalls(None))
 
 
 Kind = TypeVar("Kind", bound=Generation)
@@ -252,8 +254,24 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
     streamed = bool(request.stream)
     usage = bool(request.stream_options and request.stream_options.include_usage)
     most = most or (room if chat else min(room, DEFAULT_TOKENS))
-    marks, reasoning = (text.marks, text.reasoning(prompt)) if chat else (NO_MARKS, Reasoning(None, False))
-    return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning)
+    marks, reasoning, calls = NO_MARKS, Reasoning(None, False), ToolCalls(None)
+    if isinstance(request, Chat):
+        calls = _calls(request, text)
+        marks, reasoning = {**text.marks, **_marks(calls, text)}, text.reasoning(prompt)
+    return Asked(chat, prompt, most, sampling, stop, bool(request.ignore_eos), streamed, usage, marks, reasoning, calls)
+
+
+def _calls(request: Chat, text: Text) -> ToolCalls:
+    """What tells calls from content: nothing is one where no tools are given."""
+    if not request.tools or request.tool_choice == "none" or not text.chat:
+        return ToolCalls(None)
+    return ToolCalls(form_of(text.chat.templates), request.tools)
+
+
+def _marks(calls: ToolCalls, text: Text) -> Mapping[int, str]:
+    """Tokens around calls, and their texts: some are special, which an answer's text has not."""
+    words = () if calls.form is None else calls.form.words
+    return {token: word for word in words if (token := text.tokenizer.token_to_id(word)) is not None}
 
 
 def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
@@ -319,8 +337,10 @@ class Reply:
         """The answer in one object."""
         said: dict[str, Any] = {"text": text}
         if self.request.chat:
-            said = {"message": {"role": "assistant", "content": "", "refusal": None, **self._split(text, True)}}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHED[ended]}
+            found = self._split(text, True)
+            content = None if "tool_calls" in found else ""  # as OpenAI has it
+            said = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": self._finished(said.get("message", {}), ended)}
         return {**self._whole, "choices": [choice], "usage": self.usage(tokens, cached)}
 
     def first(self) -> list[dict[str, Any]]:
@@ -330,7 +350,9 @@ class Reply:
     def piece(self, text: str, ended: str | None = None) -> dict[str, Any]:
         """A chunk of a streamed answer."""
         said = self._split(text, bool(ended)) if self.request.chat else {"text": text}
-        return self._of(said, FINISHED[ended] if ended else None)
+        for number, call in enumerate(said.get("tool_calls", ())):
+            call["index"] = number
+        return self._of(said, self._finished(said, ended) if ended else None)
 
     def last(self, tokens: int, cached: int = 0) -> list[dict[str, Any]]:
         """Chunks behind all text."""
@@ -343,11 +365,19 @@ class Reply:
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
-    def _split(self, text: str, ended: bool) -> dict[str, str]:
-        """Reasoning and content that are certain with `text`, where there are some."""
+    def _split(self, text: str, ended: bool) -> dict[str, Any]:
+        """Reasoning, content and calls of tools that are certain with `text`, where there are some."""
         parts = [self.request.reasoning.push(text), *([self.request.reasoning.end()] if ended else [])]
         thought, content = ("".join(part) for part in zip(*parts, strict=True))
-        return {name: said for name, said in (("reasoning_content", thought), ("content", content)) if said}
+        content, calls = self.request.calls.push(content), list[dict[str, Any]]()
+        if ended:
+            rest, calls = self.request.calls.end()
+            content += rest
+        found = (("reasoning_content", thought), ("content", content), ("tool_calls", calls))
+        return {name: said for name, said in found if said}
+
+    def _finished(self, said: Mapping[str, Any], ended: str) -> str:
+        return "tool_calls" if said.get("tool_calls") else FINISHED[ended]
 
     def _of(self, said: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
         said = {"delta": said} if self.request.chat else said

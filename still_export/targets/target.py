@@ -10,7 +10,7 @@ from typing import Any
 from still_export.errors import ConfigError, StillExportError, UnsupportedError
 from still_export.fields import names_of
 from still_export.graph.options import ExportOptions, Progress, silent
-from still_export.graph.quantization.policy import Layout
+from still_export.graph.quantization.policy import RUNTIME, Layout
 from still_export.package.folder import Package
 from still_export.targets.runtime import Runtime
 from still_graphs.pipelines import Dump, Step
@@ -161,9 +161,10 @@ class Target:
         layout = self.layout_for(dtype)
         known = {layout.nodes, self.layouts.get(dtype, layout).nodes}
         if quantization is not None and quantization["nodes"] not in known:
+            plain = f", or with --to onnx --no-native --quantize {quantization['scheme']} and lower that"
             raise ConfigError(
                 f"the package holds {quantization['scheme']} weights as {quantization['nodes']}, {self.name} as {layout.nodes} "
                 f"({layout.form}): bits and their form are chosen at export. Export the model with --to {self.to} --quantize "
-                f"{quantization['scheme']}, or lower a package whose weights are not quantized."
+                f"{quantization['scheme']}{plain if layout.nodes == RUNTIME else ''}, or lower a package whose weights are not quantized."
             )
         self.check(manifest, options)

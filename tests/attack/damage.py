@@ -193,11 +193,10 @@ def case(inputs: Inputs, work: Path, rng: random.Random) -> tuple[str, str, list
         done = damage(folder / name, rng)
         commands = [
             ["export", str(folder), "--to", "onnx", "-o", out, "-q"],
-            ["audit", str(folder), "--tokens", "300", "-o", out, "-q"],
             ["evaluate", str(folder), "--tasks", "", "--lengths", "", "--contexts", "64", "--text", str(inputs.folder / "text.txt"),
              "--text-tokens", "128", "--device", "cpu", "-o", out, "-q"],
         ]  # fmt: skip
-        return f"model/{name} ({done})", name, rng.choices(commands, (3, 2, 2))[0]
+        return f"model/{name} ({done})", name, rng.choices(commands, (3, 2))[0]
     folder = Path(shutil.copytree(inputs.linearized / "adapter", work / "adapter"))
     name = rng.choice(["adapter_config.json"] * 2 + ["adapter_model.safetensors"])
     done = damage(folder / name, rng)

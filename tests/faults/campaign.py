@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +15,11 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
+from still_export.models.read.source import find_source
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
 from still_export.proof.answers import EMPTY, Answer, Follow, Question, Told, chosen_for_layers, silent
 from still_export.proof.cases import Case
+from still_export.proof.held_weights import check_weights
 from still_export.proof.judge import Bounds
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.package import _torch_cases
@@ -48,6 +50,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "int8 cache": {"still": {"cache": "int8"}},
     "int4": {"quantize": "int4"},
 }
+FILES = {"weights", "graph", "kernels"}
+"""Where faults are in the package's files."""
 ANYWHERE = {"weights", "states", "runner"}
 PLACES = {
     "bodies": ANYWHERE | {"graph", "kernels"},
@@ -179,6 +183,7 @@ class Subject:
             if model is None:
                 return None
             report, settled = self.judge(model)
+            found = not report.passed or not self._holds_weights(fault)
         except Exception:  # whatever the runtime says of a graph that is none
             return Outcome(fault.name, fault.where, True, np.inf, refused=True)
         finally:
@@ -191,7 +196,14 @@ class Subject:
                 off = np.abs(actual["logits"] - right["logits"]).max(initial=0) / spread
                 moved = max(moved, float(off) if np.isfinite(off) else np.inf)
                 changed |= any(not np.array_equal(actual[n], right[n], equal_nan=True) for n in right)
-        return Outcome(fault.name, fault.where, not report.passed, moved, changed)
+        return Outcome(fault.name, fault.where, found, moved, changed)
+
+    def _holds_weights(self, fault: Fault) -> bool:
+        """Whether the weights of the package with a fault are the model's, which `verify` asks before anything runs."""
+        if fault.where not in FILES or self.runtime == "torch":
+            return True
+        options = replace(ExportOptions.from_manifest(self.package.manifest), dtype="float32")
+        return check_weights(self.scratch / "faulty", self.package.manifest, find_source(options)).passed
 
     def _planted(self, fault: Fault, random: np.random.Generator) -> Any:
         if fault.where in ("states", "runner"):

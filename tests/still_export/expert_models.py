@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from still_export.models.families.linear_families import LINEAR_FAMILIES
 from tests.still_export.linear_models import PUBLISHED, SIZES, linear_model
 
 _QWEN: dict[str, Any] = dict(
@@ -103,6 +104,16 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts_per_tok=3,
             moe_intermediate_size=18,
         ),
+    ),
+    **(
+        {
+            "lara_mini": (
+                "lara_mini",
+                dict(_QWEN, layer_types=["linear_attention", "sliding_attention", "full_attention"], sliding_window=9),
+            )
+        }
+        if "lara_mini" in LINEAR_FAMILIES  # since transformers 5.24
+        else {}
     ),
 }
 """Family and what its configuration has beside that of the dense one."""

@@ -33,8 +33,8 @@ for arguments in json.load(sys.stdin):
     said.append([code, text.getvalue(), heavy, time.perf_counter() - begin])
 print(json.dumps(said))
 """
-PACKAGE_VERBS = ("run", "serve", "verify", "bench", "inspect", "prove", "build", "lower")
-MODEL_VERBS = ("export", "linearize", "select-layers", "audit", "evaluate")
+PACKAGE_VERBS = ("run", "serve", "verify", "bench", "prove", "build", "lower")
+MODEL_VERBS = ("export", "linearize", "select-layers", "evaluate")
 
 
 def header(path: Path, *names: str) -> None:
@@ -71,14 +71,13 @@ PAIRS = [
     *((verb, "adapter", "still-export maker/base") for verb in PACKAGE_VERBS),
     *((verb, "adapter", "--overlay {here}/adapter") for verb in PACKAGE_VERBS),
     *((verb, "model.gguf", f"still-export {verb} model-package") for verb in PACKAGE_VERBS if verb not in GGUF_VERBS),
-    *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
-    *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, *MODEL_VERBS)),
+    *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
+    *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
     *((verb, "pipe", "a named pipe") for verb in ("run", "serve", *MODEL_VERBS)),
     ("lower", "softmax", "Export it first: still-export {here}/softmax -o"),
     ("build", "softmax", "still-export {here}/softmax --to trt -o"),
     ("export", "package", "still-export lower {here}/package --to TARGET"),
     ("linearize", "package", "still-export linearize '/of/the model'"),
-    ("audit", "package", "still-export audit '/of/the model'"),
     ("export", "adapter", "still-export export maker/base --overlay {here}/adapter"),
     ("linearize", "adapter", "still-export linearize maker/base --adapter {here}/adapter"),
     ("export", "softmax", "still-export linearize {here}/softmax -o"),

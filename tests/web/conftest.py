@@ -48,8 +48,8 @@ class Visit:
         )
 
     def log(self) -> list[str]:
-        """Lines of the conversation."""
-        return [str(t) for t in self.tab.locator("#log p").all_text_contents()]
+        """Lines of the conversation, without the marks of answers that were cut."""
+        return list(self.tab.evaluate("[...document.querySelectorAll('#log > :not(.cut)')].map(line => line.said)"))
 
 
 @pytest.fixture(scope="session")

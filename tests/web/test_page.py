@@ -77,6 +77,8 @@ def test_chat_by_keyboard_alone_and_without_a_network(visit: Visit, package: Pat
     question, answer = visit.log()
     assert (question, answer[:ALIKE]) == ("Who?", answered(package, "Who?")[:ALIKE])
     assert len(visit.asked) == asked, "a request after the load"
+    assert visit.tab.locator("#log > .cut").count() == 1, "512 tokens are all that an answer may have"
+    assert visit.tab.inner_text("#name") == "model" and "4,096 tokens" in visit.tab.inner_text("#holds")
     assert "tokens a second" in visit.tab.locator("#rate").text_content()
     reached = []
     for _ in range(12):

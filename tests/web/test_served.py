@@ -24,11 +24,11 @@ def test_a_server_shows_its_face(browser: Any, byte_package: Path) -> None:
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.goto(f"http://127.0.0.1:{served.port}/")
         tab.wait_for_selector("[data-loaded]")
-        assert not tab.is_visible("#prove") and not tab.is_visible("#key") and not said
+        assert not tab.is_visible("#prove") and tab.is_visible("#key")
         tab.fill("#message", "Who?")
-        tab.keyboard.press("Enter")
+        tab.press("#message", "Enter")
         tab.locator("#error", has_text="API key is missing").wait_for()
-        assert tab.input_value("#message") == "Who?" and tab.locator("#log p").count() == 0
+        assert tab.input_value("#message") == "Who?" and tab.locator("#log > *").count() == 0
         assert all("401" in line for line in said), "what Chromium says of a refused request"
         tab.fill("#api-key", "secret")
         tab.click("#send")
@@ -39,7 +39,83 @@ def test_a_server_shows_its_face(browser: Any, byte_package: Path) -> None:
             {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "temperature": 1},
             {"content-type": "application/json", "authorization": "Bearer secret"},
         )
-        question, answer = tab.locator("#log p").all_text_contents()
+        lines = tab.evaluate("[...document.getElementById('log').children].map(line => [line.className, line.said])")
+        (kind, question), (_, answer), *cut = lines
+        assert kind == "user" and [k for k, _ in cut] in ([], ["note cut"])
+        assert tab.title() == "tiny" and "tokens of a conversation" in tab.inner_text("#holds")
         assert status == 200 and question == "Who?" and answer and asked["choices"]
         assert served.ask("GET", "/page.js")[0] == 200 and served.ask("GET", "/worker.js")[0] == 404
+        tab.close()
+
+
+MARKDOWN = """# Title
+
+One *two* **three** `<b>four</b>` <img src=x onerror=alert(1)> [five](javascript:alert(1)) [six](https://example.org/a_b_c) ![seven](https://x.org/y.png)
+line 2_a_3
+
+- a
+- b
+  1. c
+  2. d
+
+| h | i |
+|---|---|
+| 1 | 2 |
+
+> quoted
+
+```python
+x = "*no*"
+```
+"""
+
+
+def test_an_answer_is_drawn_and_followed(browser: Any, byte_package: Path) -> None:
+    """Markdown as nodes, none of which loads or runs anything; the log follows, unless the reader scrolled away."""
+    with serve(byte_package, Settings("tiny", None), rows=1, waiting=1) as served:
+        tab, asked = browser.new_page(), []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(f"http://127.0.0.1:{served.port}/")
+        tab.wait_for_selector("[data-loaded]")
+        tab.locator("#name", has_text="tiny").wait_for()
+        draw = """async text => {
+            const { markdown } = await import('/markdown.js');
+            const log = document.getElementById('log'), line = document.createElement('div');
+            line.className = 'assistant';
+            line.append(markdown(text));
+            log.replaceChildren(line);
+            return line.innerHTML;
+        }"""
+        drawn = tab.evaluate(draw, MARKDOWN)
+        for part in (
+            "<h2>Title</h2>",
+            "<em>two</em> <strong>three</strong> <code>&lt;b&gt;four&lt;/b&gt;</code> &lt;img",
+            "[five](javascript:alert(1))",
+            '<a href="https://example.org/a_b_c" rel="noopener noreferrer" target="_blank">six</a>',
+            "<br>line 2_a_3</p>",
+            "<ul><li>a</li><li>b<ol><li>c</li><li>d</li></ol></li></ul>",
+            "<thead><tr><th>h</th><th>i</th></tr></thead><tbody><tr><td>1</td><td>2</td></tr></tbody>",
+            "<blockquote><p>quoted</p></blockquote>",
+            '<code class="language-python">x = "*no*"</code></pre>',
+        ):
+            assert part in drawn, (part, drawn)
+        assert "<img" not in drawn
+        for text in ("`" * 20_000, "*" * 20_000, "[" * 20_000, ">" * 20_000, "- " * 5000, "a **b " * 4000, "|-" * 9000):
+            took = tab.evaluate(
+                f"async t => {{ const b = performance.now(); await ({draw})(t); return performance.now() - b; }}", text
+            )
+            assert took < 5000, (text[:9], took)
+        assert all(url.startswith(f"http://127.0.0.1:{served.port}/") for url in asked)
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        # The slider is what is asked with, and Stop leaves what was said.
+        tab.evaluate("t => document.getElementById('log').replaceChildren()", None)
+        sent: list[Any] = []
+        tab.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+        tab.locator("#temperature").fill("0.7")
+        assert tab.inner_text("#temperature-shown") == "0.7"
+        tab.fill("#message", "Who?")
+        tab.press("#message", "Enter")
+        tab.locator("#status", has_text="Ready.").wait_for()
+        assert sent[-1]["temperature"] == 0.7 and sent[-1]["top_p"] == 1
+        assert tab.evaluate("(l => l.scrollHeight - l.scrollTop - l.clientHeight < 60)(document.getElementById('log'))")
         tab.close()

@@ -23,12 +23,12 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import Deployment
 from still_export.models import attach_untrained
-from still_kernels.bench import Ceilings, measure_ceilings
-from still_kernels.hybrid_attention.work import decode_cost, prefill_cost
 from tools.benchmarks.common import Findings, in_blocks, parser_of, replayed, time_calls
 from tools.benchmarks.full_attention import Model, seconds, sizes_of
 from tools.benchmarks.geometries import LLAMA_8B
 from tools.benchmarks.torch_generate import base_model
+from tools.kernels.bench import Ceilings, measure_ceilings
+from tools.kernels.ops.hybrid_attention import decode_cost, prefill_cost
 
 ROOM = 256
 """Tokens of decode that the cache has room for."""

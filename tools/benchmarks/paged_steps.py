@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from still_kernels.bench import median_s
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
@@ -29,11 +28,12 @@ from still_kernels.hybrid_attention.narrow import widened
 from still_kernels.hybrid_attention.paged import hybrid_attention_paged
 from still_kernels.hybrid_attention.pages import Pages
 from still_kernels.hybrid_attention.plan.tiles import for_many_rows
-from still_kernels.hybrid_attention.work import WORK, decode_cost, layer
 from still_kernels.packing import Packing, PagedStates
 from still_kernels.tile import changed
 from tools.benchmarks.common import Findings, numbers, parser_of, replayed
 from tools.benchmarks.geometries import LLAMA_8B
+from tools.kernels.bench import median_s
+from tools.kernels.ops.hybrid_attention import WORK, decode_cost, layer
 
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "chunk_size": 8, "salient_per_chunk": 2}
 L2_BYTES = 256 << 20

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 
 from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
-from still_export.evaluation.peer import GENAI, LLAMA_CPP, build, measure_peer
 from still_export.package.folder import open_package
 from still_export.package.trust import trust_package
 from still_export.targets.registry import packaged_target
 from tools.benchmarks.common import Findings, numbers, parser_of
+from tools.benchmarks.peer import GENAI, LLAMA_CPP, build, measure_peer
 
 OURS = "still-export"
 

@@ -30,11 +30,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_export.package.files import MODEL
 from still_export.runtime.ort import OrtModel
-from still_kernels.attention.work import prefill_cost as attention_cost
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
-from still_kernels.hybrid_attention.work import prefill_cost as hybrid_cost
 from tools.benchmarks.common import Findings, numbers, parser_of, time_calls
 from tools.benchmarks.ort_ops import session_of
+from tools.kernels.ops.attention import prefill_cost as attention_cost
+from tools.kernels.ops.hybrid_attention import prefill_cost as hybrid_cost
 
 LINEAR = ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "DenseMatMul", "LowRankMatMul")
 ATTENTION = ("HybridAttention", "Attention")

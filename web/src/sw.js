@@ -1,7 +1,7 @@
 /** Keeps the page for visits without a network, and says of its files that the page is isolated, which threads need. */
 
 const KEPT = "page";
-const FILES = ["./", "page.js", "style.css", "worker.js", "ort.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"];
+const FILES = ["./", "page.js", "markdown.js", "style.css", "worker.js", "ort.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"];
 
 self.addEventListener("install", (event) => {
   event.waitUntil(caches.open(KEPT).then((cache) => cache.addAll(FILES)).then(() => self.skipWaiting()));

@@ -23,18 +23,19 @@ const verbs: Record<string, (asked: Asked, say: (said: object, moved?: Transfera
     files = base ? (name) => fetched(new URL(name, base).href) : async (name) => bytesOf(folder.get(name));
     model = await Model.open(files, { threads, progress: (done, total) => say({ done, total }), runtime: location.href });
     const calls = await files("calls.npz").catch(() => undefined);
-    return { manifest: model.manifest, memory: model.memory(), proof: Boolean(calls) };
+    const generation = await files("generation_config.json").then((bytes) => JSON.parse(new TextDecoder().decode(bytes))).catch(() => undefined);
+    return { manifest: model.manifest, memory: model.memory(), proof: Boolean(calls), generation };
   },
-  async ask({ message, tokens, temperature, seed }, say) {
+  async ask({ message, tokens, temperature, topK, topP, seed }, say) {
     const model = opened();
-    const sampling = new Sampling(temperature, 0, 1, seed);
+    const sampling = new Sampling(temperature, topK, topP, seed);
     const begun = performance.now();
     let first = 0, count = 0;
     for await (const text of model.ask(message, tokens, sampling, (done, total) => say({ done, total }), asked)) {
       first ||= performance.now();
       say({ text, memory: model.memory(), length: model.length, rate: count++ ? (1000 * (count - 1)) / (performance.now() - first) : 0, first: first - begun });
     }
-    return { memory: model.memory(), length: model.length };
+    return { memory: model.memory(), length: model.length, cut: model.cut };
   },
   async read({ text }, say) {
     const whole = await opened().read(text, (done, total) => say({ done, total, memory: opened().memory(), length: opened().length }), asked);

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
 from still_kernels.add_rms_norm.spec import ADD_RMS_NORM
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Launch, Plan
-from still_kernels.tile import KernelTile, TileTable, one
+from still_kernels.tile import KernelTile, TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-    from still_kernels.common.calls import Draw
 
 
 COLUMNS = 1024
@@ -72,22 +69,12 @@ TILES = [TileTable({"add_norm": tile}) for tile in (KernelTile({"BC": COLUMNS}, 
 """Narrow and wide: a token of a step in one block, SmolLM2's 576 numbers, Llama-3.1-8B's 4,096, which are 16 a thread."""
 
 
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    width = sizes["heads"] * sizes["head_dim"]
-    return Inputs(draw.tokens(width), draw.tokens(width), draw.norm(width))
-
-
 OP = stateless_op(
     PLAN,
     Variant,
     [Variant(dtype, wide, summed) for dtype, wide, summed in product(HALVES, (0, 1), (1, 0))],
     lambda variant, arch: TILES[variant.wide],
     naive_add_rms_norm,
-    Calls(
-        draw=_draw,
-        flop=lambda inputs: 5.0 * inputs.input.numel(),
-        moves={"add_norm": [*one("BC", 512, 1024, 2048, 4096), *one("num_warps", 2, 4, 8, 16)]},
-    ),
     module="still_kernels.add_rms_norm.kernels",
     covers="sums with their norms have",
     optional={"residual": "summed"},

@@ -1,13 +1,12 @@
-"""Block sizes and warps of kernels of GEMMs, and what tune tries for them. Integers only: no torch, no Triton."""
+"""Block sizes and warps of kernels of GEMMs. Integers only: no torch, no Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from still_kernels.common.gemm_plan import GROUP_ROWS, HOST, INNER, Gemm
-from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, one, stages
+from still_kernels.tile import SHARED_BYTES, KernelTile
 
 WIDE_SHARED = 150 << 10
 """Shared memory that blocks of 128 x 256 take."""
@@ -146,38 +145,3 @@ def host_constants(span: int, tma: bool) -> dict[str, int]:
 def by_tma(aligned: int, arch: int) -> bool:
     """Whether there are kernels that copy by TMA."""
     return SHARED_BYTES[arch] >= WIDE_SHARED and bool(aligned) and arch == 90
-
-
-FEW_MOVES: list[Setting] = [
-    *one("BN", 16, 32, 64, 128),
-    *one("BK", 64, 128, 256),
-    *stages(3, 4, 6),
-    *one("num_warps", 4, 8),
-]
-SPLIT_MOVES: list[Setting] = [
-    *one("split_programs", 64, 128, 192, 256),
-    *one("split_inputs", 512, 1024, 2048),
-    *stages(3, 4, 5, 6),
-    *one("num_warps", 4, 8),
-]
-MANY_MOVES: list[Setting] = [
-    *one("BM", 64, 128, 256),
-    *one("BN", 64, 128, 256),
-    *one("BK", 32, 64),
-    *stages(2, 3, 4),
-    *one("num_warps", 4, 8),
-]
-
-
-def gemm_calls(*gemms: tuple[Gemm, list[Setting]], split: str) -> dict[str, Any]:
-    """Of `stateless.Calls`: what tune tries, for GEMMs and beside that for their blocks; which of it belongs to a step; and what takes
-    its place with TMA.
-
-    split: The kernel whose programs share inputs.
-    """
-    moves = {split: SPLIT_MOVES}
-    for gemm, more in gemms:
-        kinds = {"few": FEW_MOVES, "some": [*MANY_MOVES, *more], "many": [*MANY_MOVES, *more]}
-        moves |= {f"{kind}{gemm.suffix}": settings for kind, settings in kinds.items()}
-    few = frozenset(name for name in moves if name.startswith(("few", "split")))
-    return {"moves": moves, "decode": few, "instead": {n: f"{n}_tma" for n in moves.keys() - few}, "peer": "cuBLAS"}

@@ -1,4 +1,4 @@
-"""Ops that multiply each token by the matrices that it goes to: their plan, block sizes and calls. Imports neither torch nor Triton."""
+"""Ops that multiply each token by the matrices that it goes to: their plan and block sizes. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from still_graphs.ops import OpSpec
 from still_kernels.common.gemm_tiles import WIDE_SHARED
-from still_kernels.common.stateless import Calls, StatelessOp, StatelessVariant, keyed, stateless_op
+from still_kernels.common.stateless import StatelessOp, StatelessVariant, keyed, stateless_op
 from still_kernels.op_kernels import DTYPES
 from still_kernels.plan import Branch, Check, Launch, Plan, Region, Step
-from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, TileTable, one, stages
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 
 FEW_ROWS = 16
 FEW = f"tokens <= {FEW_ROWS}"
@@ -171,37 +171,8 @@ def constants_of(variant: Any) -> dict[str, Any]:
     }
 
 
-_BLOCK_MOVES: list[Setting] = [
-    *one("BN", 64, 128, 256),
-    *one("BK", 32, 64, 128),
-    *stages(2, 3, 4),
-    *one("num_warps", 4, 8),
-]
-_FEW_MOVES = [*one("BN", 4, 8, 16, 32), *one("BK", 128, 256, 512, 1024), *stages(2, 3, 4), *one("num_warps", 2, 4, 8)]
-_CODES_MOVES: list[Setting] = [
-    *one("BN", 16, 32),
-    *one("UNITS", 1, 2, 4),
-    *one("AHEAD", 0, 1),
-    {"SPLITS": 4, "num_warps": 4},
-    {"SPLITS": 8, "num_warps": 8},
-    {"SPLITS": 16, "num_warps": 16},
-]
-
-
-def moves_of(codes: bool) -> dict[str, Any]:
-    """Of `stateless.Calls`: what tune tries, and which of it belongs to a step."""
-    kind, few = ("few_codes", _CODES_MOVES) if codes else ("few", _FEW_MOVES)
-    steps = {f"{kind}_{name}": few for name in ("gate_up", "down")}
-    blocks = {f"{kind}_{name}": _BLOCK_MOVES for kind in ("some", "many") for name in ("gate_up", "down")}
-    return {"moves": {**steps, **blocks}, "decode": frozenset(steps)}
-
-
-SIZES = {"heads": 16, "experts": 256, "chosen": 8}
-"""Of Qwen3.5-35B-A3B, whose hidden size is 2,048."""
-
-
 def grouped_op(
-    plan: Plan, variant: type[GroupedVariant], defaults: Sequence[GroupedVariant], definition: Callable[[Any], Any], calls: Calls,
+    plan: Plan, variant: type[GroupedVariant], defaults: Sequence[GroupedVariant], definition: Callable[[Any], Any],
     covers: str, module: str = "still_kernels.common.triton_grouped", **more: Any,
 ) -> StatelessOp:  # fmt: skip
     """The op of such a plan; arguments as of `stateless_op`."""
@@ -211,7 +182,6 @@ def grouped_op(
         defaults,
         tile_table,
         definition,
-        calls,
         module=module,
         covers=covers,
         compiled=constants_of,

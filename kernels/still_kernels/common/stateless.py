@@ -1,5 +1,5 @@
-"""A factory of ops without a state. Such an op is one file, beside its Triton functions: its plan, block sizes, definition in PyTorch and
-the calls that bench draws. Imports neither torch nor Triton."""
+"""A factory of ops without a state. Such an op is one file, beside its Triton functions: its plan, block sizes and
+definition in PyTorch. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from still_kernels.forms import has_kernels
 from still_kernels.op_kernels import HALVES, Build, Op, OpKernels, check_known, imported
 from still_kernels.plan import Check, Plan
-from still_kernels.tile import Setting, TileTable
+from still_kernels.tile import TileTable
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from still_kernels.common.calls import Draw
     from still_kernels.common.launches import Stateless
-    from still_kernels.work import OpWork
 
 
 class StatelessInputs:
@@ -70,42 +68,6 @@ class StatelessVariant:
         check_known(self, self.DTYPES)
 
 
-@dataclass(frozen=True)
-class Calls:
-    """What bench and tune ask of an op.
-
-    Args:
-        draw: Inputs of a call, from sizes, kind of layer and what draws them.
-        flop: Of the call with these inputs.
-        moves: What tune tries from the current setting and then from better ones, by kernel.
-        decode: Those of `moves` that belong to a step.
-        layers: Kinds of layers; the first is what tune takes.
-        instead: As of `still_kernels.work.OpWork`.
-        peer: Whose operators `plain` takes.
-        sizes: Beside those that all models have.
-        plain: The op by PyTorch's operators in the activations' own type, of what `beside` makes; results as those of the definition,
-            which it is by default.
-        beside: What `plain` takes in the place of inputs, made once for each state.
-        unread: Bytes of the inputs that a call need not read.
-        others: The libraries that are there, each with what makes, of inputs, a call of its own operators.
-        one_token: Whether calls have no more.
-    """
-
-    draw: Callable[[Mapping[str, int], str, Draw], Any]
-    flop: Callable[[Any], float]
-    moves: Mapping[str, list[Setting]]
-    decode: frozenset[str] = frozenset()
-    layers: Sequence[str] = ("",)
-    instead: Mapping[str, str] = field(default_factory=dict)
-    peer: str = "PyTorch"
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    plain: Callable[[Any], Tensor | tuple[Tensor, ...]] | None = None
-    beside: Callable[[Any], Any] = lambda inputs: inputs
-    unread: Callable[[Any], int] = lambda inputs: 0
-    others: Callable[[], Mapping[str, Callable[[Any], Callable[[], Any]]]] = dict
-    one_token: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class StatelessOp(Op):
     """An op whose results follow from a call's inputs alone.
@@ -154,7 +116,6 @@ def stateless_op(
     defaults: Sequence[StatelessVariant],
     tiles: Callable[[Any, int], TileTable],
     definition: Callable[[Any], Any],
-    calls: Calls,
     *,
     module: str,
     covers: str = "",
@@ -206,10 +167,4 @@ def stateless_op(
         covered=(*([types] if covers else []), *also),
     )
 
-    def work() -> OpWork:
-        from still_kernels.common.calls import work_of_calls
-
-        return work_of_calls(op, calls)
-
-    op = StatelessOp(kernels, work, definition=definition, tiles=tiles)
-    return op
+    return StatelessOp(kernels, definition=definition, tiles=tiles)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from still_graphs.errors import ConfigError
 from still_kernels.common import gemm_plan as gemm
 from still_kernels.common import gemm_tiles as blocks
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.dense_matmul.spec import DENSE_MATMUL
 from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Alias, Branch, Check, Launch, Matrix, Plan, Region
@@ -17,8 +16,6 @@ from still_kernels.tile import TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-    from still_kernels.common.calls import Draw
 
 
 GEMM = gemm.Gemm("I", "O", "rows", "weight")
@@ -236,28 +233,12 @@ DEFAULTS = [
 """Both types: a plain GEMM of each span, one behind a norm, one with a residual, and a head."""
 
 
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    hidden, keys = sizes["heads"] * sizes["head_dim"], 2 * sizes["kv_heads"] * sizes["head_dim"]
-    tokens = draw.tokens(hidden)
-    if layer == "head":
-        return Inputs(tokens, turned_weight=draw.weight(hidden, sizes["vocabulary"], turned=True))
-    if layer == "output":
-        return Inputs(tokens, draw.weight(hidden, hidden), residual=draw.tokens(hidden))
-    return Inputs(tokens, draw.weight(hidden, hidden + keys), norm_weight=draw.norm(hidden))
-
-
 OP = stateless_op(
     PLAN,
     Variant,
     DEFAULTS,
     tile_table,
     naive_dense_matmul,
-    Calls(
-        draw=_draw,
-        flop=lambda inputs: 2.0 * inputs.input[..., 0].numel() * inputs.inner_first.numel(),
-        layers=("query, key, value", "output", "head"),
-        **blocks.gemm_calls((GEMM, []), split="split"),
-    ),
     module="still_kernels.dense_matmul.kernels",
     covers="GEMMs with dense weights have",
     also=(

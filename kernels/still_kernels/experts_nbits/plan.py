@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from still_kernels.common.grouped_plan import SIZES, GroupedVariant, grouped_op, grouped_plan, moves_of
-from still_kernels.common.stateless import Calls
-from still_kernels.experts.plan import flop, plain, unread
+from still_kernels.common.grouped_plan import GroupedVariant, grouped_op, grouped_plan
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from still_kernels.op_kernels import HALVES, imported
 from still_kernels.plan import Check
@@ -17,7 +14,6 @@ from still_kernels.plan import Check
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from still_kernels.common.calls import Draw
     from still_kernels.experts_nbits.meaning import Inputs
 
 
@@ -59,44 +55,11 @@ def _definition(inputs: Inputs) -> Tensor:
     return imported("still_kernels.experts_nbits.meaning", "naive_experts_nbits")()(inputs)  # type: ignore[no-any-return]
 
 
-def _dense(inputs: Inputs) -> Any:
-    """The call with matrices of numbers."""
-    make = imported("still_kernels.experts.meaning", "Inputs")()
-    return make(
-        inputs.input, inputs.expert, inputs.weight, inputs.dequantized("gate_up"), inputs.dequantized("down"), inputs.activation
-    )  # fmt: skip
-
-
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    hidden, many, chosen, block = sizes["heads"] * sizes["head_dim"], sizes["experts"], sizes["chosen"], 32
-    inner = -(-hidden // 128) * 32
-    tokens, expert, weight = draw.tokens(hidden), draw.chosen(many, chosen), draw.shares(chosen)
-
-    def matrix(name: str, rows: int, inputs: int) -> dict[str, Any]:
-        blocks = inputs // block
-        parts = {"": draw.words(many, rows, inputs // 8), "_scales": draw.scales(many, rows, blocks)}
-        return {
-            f"{name}{part}": x for part, x in {**parts, "_zero_points": draw.words(many, rows, -(-blocks // 8))}.items()
-        }
-
-    make = imported("still_kernels.experts_nbits.meaning", "Inputs")()
-    return make(tokens, expert, weight, **matrix("gate_up", 2 * inner, hidden), **matrix("down", hidden, inner))  # type: ignore[no-any-return]
-
-
 OP = grouped_op(
     PLAN,
     Variant,
     [Variant(dtype, zero_points=zero) for dtype, zero in product(HALVES, (1, 0))],
     _definition,
-    Calls(
-        draw=_draw,
-        flop=flop,
-        **moves_of(codes=True),
-        sizes=SIZES,
-        beside=_dense,
-        plain=plain,
-        unread=unread,
-    ),
     covers="experts have",
     module="still_kernels.experts_nbits.kernels",
     also=(

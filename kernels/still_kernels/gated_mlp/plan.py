@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from still_kernels.common import gemm_plan as gemm
 from still_kernels.common import gemm_tiles as blocks
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.gated_mlp.spec import GATED_MLP
 from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Branch, Plan, Region
-from still_kernels.tile import TileTable, one
+from still_kernels.tile import TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-    from still_kernels.common.calls import Draw
 
 
 _GATED_BLOCKS = "gated_outputs", ("some_gated_rows", "some_gated_outputs"), ("gated_rows", "gated_block")
@@ -95,23 +92,12 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
     return TileTable(tiles, blocks.host_constants(span, tma))
 
 
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    width, middle = sizes["heads"] * sizes["head_dim"], sizes["width"]
-    tokens, norm = draw.tokens(width), draw.norm(width)
-    return Inputs(tokens, norm, draw.weight(middle, width), draw.weight(width, 2 * middle))
-
-
 OP = stateless_op(
     PLAN,
     Variant,
     [Variant(dtype, 1, 1, *spans) for dtype in HALVES for spans in ((0, 1), (2, 3))],  # SmolLM2's sizes and Llama's
     tile_table,
     naive_gated_mlp,
-    Calls(
-        draw=_draw,
-        flop=lambda x: 2.0 * x.input[..., 0].numel() * (x.down.numel() + x.gate_up.numel()),
-        **blocks.gemm_calls((GATED, one("BN", 32)), (DOWN, []), split="split_down"),
-    ),
     module="still_kernels.gated_mlp.kernels",
     covers="GEMMs with dense weights have",
     blocks=GATED.constants | DOWN.constants,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, keyed, stateless_op
 from still_kernels.greedy_token.spec import GREEDY_TOKEN
 from still_kernels.op_kernels import DTYPES
 from still_kernels.plan import Launch, Plan
-from still_kernels.tile import KernelTile, TileTable, one
+from still_kernels.tile import KernelTile, TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,12 +57,5 @@ OP = stateless_op(
     [Variant(dtype) for dtype in DTYPES],
     lambda variant, arch: TILES,
     naive_greedy_token,
-    Calls(
-        draw=lambda sizes, layer, draw: Inputs(draw.fresh(sizes["vocabulary"])),
-        flop=lambda inputs: float(inputs.logits.numel()),
-        plain=lambda inputs: inputs.logits.argmax(-1).int(),
-        moves={"greedy": [*one("BC", 4096, 8192, 16384), *one("num_warps", 8, 16, 32)]},
-        decode=frozenset({"greedy"}),
-    ),
     module="still_kernels.greedy_token.kernels",
 )

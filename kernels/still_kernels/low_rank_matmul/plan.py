@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
 from still_kernels.common.gemm_plan import FEW, block_launch, few_launch
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
 from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Branch, Plan, Region
-from still_kernels.tile import KernelTile, TileTable, one, stages
+from still_kernels.tile import KernelTile, TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-    from still_kernels.common.calls import Draw
 
 
 PLAN = Plan(
@@ -77,17 +74,6 @@ _RAISE = {**_MANY, "BN": 128, "BK": 32}
 _LOW_RANK = KernelTile({"BN": 32, "BK": 128, "BR": 64, "STAGES": 3}, 4, 3)
 TILES = TileTable({"low_rank": _LOW_RANK, "lower": KernelTile(_MANY, 4, 3), "raise": KernelTile(_RAISE, 4, 3)})
 """One for every variant and architecture: 60 KB of shared memory for a few rows, all programs of a step at once."""
-_STAGES = stages(2, 3, 4)
-_MOVES = [*one("BM", 64, 128), *one("BN", 64, 128), *one("BK", 32, 64), *_STAGES, *one("num_warps", 4, 8)]
-_FEW = [*one("BN", 16, 32, 64), *one("BK", 64, 128, 256), *one("BR", 32, 64), *_STAGES, *one("num_warps", 2, 4, 8)]
-
-
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    """A LoRA pair of rank 16; those of query, key and value lie side by side."""
-    hidden, key = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
-    rank, outputs = (16, hidden) if layer == "output" else (48, hidden + 2 * key)
-    tokens, base = draw.tokens(hidden), draw.tokens(outputs)
-    return Inputs(tokens, draw.weight(hidden, rank), draw.weight(rank, outputs), base)
 
 
 OP = stateless_op(
@@ -96,14 +82,6 @@ OP = stateless_op(
     [Variant(dtype, base) for dtype, base in product(HALVES, (0, 1))],
     lambda variant, arch: TILES,
     naive_low_rank_matmul,
-    Calls(
-        draw=_draw,
-        flop=lambda x: 2.0 * x.input[..., 0].numel() * (x.inner.numel() + x.outer.numel()),
-        moves={"low_rank": _FEW, "lower": _MOVES, "raise": _MOVES},
-        decode=frozenset({"low_rank"}),
-        layers=("query, key, value", "output"),
-        peer="cuBLAS",
-    ),
     module="still_kernels.low_rank_matmul.kernels",
     covers="GEMMs with dense weights have",
     blocks=dict(zip(PLAN.constants, ("low_rank.BN", "lower.BM", "lower.BN", "raise.BM", "raise.BN"), strict=True)),

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
 from still_graphs.errors import ConfigError
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
-from still_kernels.tile import SHARED_BYTES, KernelTile, Setting, TileTable, one, stages
+from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-    from still_kernels.common.calls import Draw
 
 
 WORD_BITS = 32
@@ -196,43 +193,6 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
     return TileTable(tiles, {"dense_weights": DENSE_WEIGHTS})
 
 
-MOVES: dict[str, list[Setting]] = {
-    "few": [
-        *one("BN", 16, 32, 64),
-        *one("UNITS", 1, 2, 4),
-        *one("AHEAD", 0, 1, 2),
-        {"SPLITS": 2, "num_warps": 2},
-        {"SPLITS": 4, "num_warps": 4},
-        {"SPLITS": 8, "num_warps": 8},
-    ],
-    "unpack": [*one("BN", 4, 8, 16, 32), *one("BW", 16, 32, 64, 128), *one("num_warps", 2, 4, 8)],
-    "multiply": [
-        *one("BM", 64, 128, 256),
-        *one("BN", 64, 128, 256),
-        *one("BK", 32, 64),
-        *stages(2, 3, 4),
-        *one("num_warps", 4, 8),
-    ],
-}
-"""What is tried from the current setting and then from better ones, by kernel."""
-
-
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    """Linear layers of a transformer, those of one value as one; 4 bits have zero points."""
-    hidden, bits, size = sizes["heads"] * sizes["head_dim"], sizes["bits"], sizes["block_size"]
-    outputs, inputs = {
-        "query, key, value": (hidden + 2 * sizes["kv_heads"] * sizes["head_dim"], hidden),
-        "output": (hidden, hidden),
-        "gate and up": (2 * sizes["width"], hidden),
-        "down": (hidden, sizes["width"]),
-        "head": (sizes["vocabulary"], hidden),
-    }[layer]
-    blocks = inputs // size
-    codes, scales = draw.words(outputs, inputs * bits // WORD_BITS), draw.scales(outputs, blocks)
-    zero_points = draw.words(outputs, -(-blocks * bits // WORD_BITS)) if bits == 4 else None
-    return Inputs(draw.tokens(inputs), codes, scales, zero_points, bits, size)
-
-
 OP = stateless_op(
     PLAN,
     Variant,
@@ -242,17 +202,6 @@ OP = stateless_op(
     ],
     tile_table,
     naive_matmul_nbits,
-    Calls(
-        draw=_draw,
-        flop=lambda x: 2.0 * x.input.numel() * x.scales.shape[0],
-        beside=lambda x: (x.input, dequantized(x)),
-        plain=lambda pair: pair[0] @ pair[1].T,
-        moves=MOVES,
-        decode=frozenset({"few"}),
-        layers=("query, key, value", "output", "gate and up", "down", "head"),
-        sizes={"bits": 4, "block_size": 32},
-        peer="cuBLAS, 16 bits",
-    ),
     module="still_kernels.matmul_nbits.kernels",
     covers="GEMMs with weights in blocks have",
     also=(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Check, Launch, Plan
 from still_kernels.rotary_qkv.spec import ROTARY_QKV
-from still_kernels.tile import KernelTile, TileTable, one
+from still_kernels.tile import KernelTile, TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-    from still_kernels.common.calls import Draw
 
 
 COLUMNS = "query_width + key_width + value_width + gate_width"
@@ -95,25 +92,12 @@ TILES = TileTable({"rotary": KernelTile({"BC": 512}, 2)})
 """For all, as time is that of a launch, or of reading memory: SmolLM2's token in three programs, Llama-3.1-8B's with a gate in twenty."""
 
 
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    query, key = (sizes[heads] * sizes["head_dim"] for heads in ("heads", "kv_heads"))
-    gate = query if layer == "gated" else 0
-    numbers, angles = draw.tokens(query + 2 * key + gate), draw.tokens(sizes["head_dim"])
-    return Inputs(numbers, angles.cos(), angles.sin(), query, key, key, gate, draw.weight(gate) if gate else None)
-
-
 OP = stateless_op(
     PLAN,
     Variant,
     [Variant(dtype, gated, gated) for dtype in HALVES for gated in (0, 1)],
     lambda variant, arch: TILES,
     naive_rotary_qkv,
-    Calls(
-        draw=_draw,
-        flop=lambda inputs: 3.0 * inputs.input[..., 0].numel() * (inputs.query_width + inputs.key_width),
-        moves={"rotary": [*one("BC", 128, 256, 512, 1024, 2048), *one("num_warps", 1, 2, 4, 8)]},
-        layers=("plain", "gated"),
-    ),
     module="still_kernels.rotary_qkv.kernels",
     covers="the rotation has",
     blocks={"column_block": "rotary.BC"},

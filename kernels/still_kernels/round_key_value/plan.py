@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, keyed, stateless_op
 from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Check, Launch, Plan
 from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
-from still_kernels.tile import KernelTile, TileTable, one, pow2
+from still_kernels.tile import KernelTile, TileTable, pow2
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from still_kernels.common.calls import Draw
 
 
 PLAN = Plan(
@@ -57,23 +54,12 @@ TILES = TileTable({"round": KernelTile({"BR": 4}, 2)})
 """Heads of tokens of one program; one for every variant and architecture, as time is that of a launch, or of reading memory."""
 
 
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    shape = sizes["kv_heads"], sizes["head_dim"]
-    return Inputs(draw.tokens(*shape), draw.tokens(*shape))
-
-
 OP = stateless_op(
     PLAN,
     Variant,
     [Variant(dtype, head_dim) for dtype, head_dim in product(HALVES, (64, 128))],
     lambda variant, arch: TILES,
     naive_round_key_value,
-    Calls(
-        draw=_draw,
-        flop=lambda inputs: 8.0 * inputs.key.numel(),
-        plain=naive_round_key_value,
-        moves={"round": [*one("BR", 1, 2, 4, 8, 16), *one("num_warps", 1, 2, 4, 8)]},
-    ),
     module="still_kernels.round_key_value.kernels",
     covers="roundings of keys and values have",
     also=(Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from still_kernels.common.gemm_plan import FEW, block_launch
-from still_kernels.common.stateless import Calls, StatelessVariant, keyed, stateless_op
+from still_kernels.common.stateless import StatelessVariant, keyed, stateless_op
 from still_kernels.op_kernels import DTYPES, imported
 from still_kernels.plan import Branch, Check, Launch, Plan, Region
 from still_kernels.route.spec import ROUTE
-from still_kernels.tile import KernelTile, TileTable, one, stages
+from still_kernels.tile import KernelTile, TileTable
 
 if TYPE_CHECKING:
-    from still_kernels.common.calls import Draw
     from still_kernels.route.meaning import Inputs
 
 
@@ -87,32 +85,12 @@ def _definition(inputs: Inputs) -> Any:
     return imported("still_kernels.route.meaning", "naive_route")()(inputs)
 
 
-def _draw(sizes: Mapping[str, int], layer: str, draw: Draw) -> Inputs:
-    """Qwen3.5-35B-A3B's; or Kimi Linear's."""
-    hidden, many = sizes["heads"] * sizes["head_dim"], sizes["experts"]
-    make = imported("still_kernels.route.meaning", "Inputs")()
-    tokens, router = draw.tokens(hidden), draw.stack(1, many, hidden)[0]
-    if layer == "softmax":
-        return make(tokens, router, k=sizes["chosen"], normalize=1)  # type: ignore[no-any-return]
-    return make(tokens, router, draw.shares(many)[0, 0], sizes["chosen"], "sigmoid", 1, 1e-20, 2.446, 8, 4)  # type: ignore[no-any-return]
-
-
-_MOVES = [*one("BN", 16, 32, 64), *one("BK", 32, 64, 128, 256), *stages(2, 3, 4), *one("num_warps", 2, 4, 8)]
 OP = stateless_op(
     PLAN,
     Variant,
     [Variant(dtype) for dtype in DTYPES],
     tile_table,
     _definition,
-    Calls(
-        draw=_draw,
-        flop=lambda x: 2.0 * x.input[..., 0].numel() * x.router.numel(),
-        plain=_definition,
-        layers=("softmax", "sigmoid, groups"),
-        moves={"few_scores": _MOVES, "scores": [*one("BM", 32, 64, 128), *_MOVES], "choose": one("num_warps", 1, 2, 4)},
-        decode=frozenset({"few_scores", "choose"}),
-        sizes={"heads": 16, "experts": 256, "chosen": 8},
-    ),
     module="still_kernels.route.kernels",
     compiled=lambda variant: {
         "SIGMOID": int(variant.score == "sigmoid"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from still_kernels.common.stateless import Calls, StatelessInputs, StatelessVariant, defined, keyed, stateless_op
+from still_kernels.common.stateless import StatelessInputs, StatelessVariant, defined, keyed, stateless_op
 from still_kernels.op_kernels import HALVES
 from still_kernels.plan import Check, Launch, Plan
 from still_kernels.swi_glu.spec import SWI_GLU
-from still_kernels.tile import KernelTile, TileTable, one
+from still_kernels.tile import KernelTile, TileTable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -62,11 +62,6 @@ OP = stateless_op(
     [Variant(dtype) for dtype in HALVES],
     lambda variant, arch: TILES,
     naive_swi_glu,
-    Calls(
-        draw=lambda sizes, layer, draw: Inputs(draw.tokens(2 * sizes["width"]), sizes["width"]),
-        flop=lambda inputs: 2.0 * inputs.input.numel(),
-        moves={"swi_glu": [*one("BC", 256, 512, 1024, 2048, 4096), *one("num_warps", 1, 2, 4, 8)]},
-    ),
     module="still_kernels.swi_glu.kernels",
     covers="gates have",
     blocks={"column_block": "swi_glu.BC"},

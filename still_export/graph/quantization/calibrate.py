@@ -262,12 +262,9 @@ class Rounding:
 
     def to_nearest(self) -> None:
         """Make codes that need no text."""
-        method = DEFAULT_METHOD if self.asked.method == GPTQ else self.asked.method
         for name in self.layers:
             self.say("rounding", len(self.made), len(self.layers))
-            self.made[name] = quantize(
-                self.base(name).cpu(), 4, self.asked.block_size, method, self.asked.layout.zero_points
-            )
+            self.made[name] = quantize(self.base(name).cpu(), 4, self.asked.block_size, self.asked.layout.zero_points)
 
     def by_library(self, rows: Tensor, wide: Sequence[str] = ()) -> None:
         """Make the codes of all weights but the `wide`, which have 8 bits, each right before the model multiplies with it what it makes of

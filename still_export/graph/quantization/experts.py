@@ -59,7 +59,7 @@ class StackedWeight:
             assert isinstance(self.weight, Deferred) and self.weight.blocks is not None
             return self.weight.blocks.read(number).split(size)
         values = read(number)
-        made = quantize(values, self.form.bits, size, self.form.method)
+        made = quantize(values, self.form.bits, size)
         if is_coded(self.weight):  # the largest of the experts
             self.rounded[self.name] = max(self.rounded.get(self.name, 0.0), relative_error(made, values))
         return made

@@ -1,20 +1,12 @@
-"""Who rounds weights: for `rtn` this file, for searches onnxruntime.quantization, one weight at a time.
-
-| method | what it does |
-|---|---|
-| `rtn` | scale and zero point from the least and the largest weight of a block, codes to nearest; bit for bit as onnxruntime.quantization |
-| `k_quant` | llama.cpp's search: scale and offset that lose least squares of the block, large weights counted more |
-| `hqq` | half-quadratic: the zero point that loses least with outliers counted less; its zero points are rounded, as kernels want them |
-"""
+"""Rounding of weights: to the nearest of a block's codes, or of an output's; with zero points bit for bit as onnxruntime.quantization."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,34 +15,32 @@ from still_export.models.read.blocks import BlockWeight, Float8Weight, joined, p
 from still_export.models.read.rows import int8_rows
 
 SLAB_WEIGHTS = 1 << 22
-"""Weights that are rounded at once: the searches take some twenty temporaries of that size."""
+"""Weights that are rounded at once."""
 RTN_WEIGHTS = 1 << 19
-"""The same of `rtn`, whose temporaries then stay in a processor's cache: a quarter of the time of onnxruntime.quantization."""
+"""The same with zero points: temporaries then stay in a processor's cache, a quarter of the time of onnxruntime.quantization."""
 ALMOST_HALF = 0.5 - 2.0**-25
 """What a float32 of at least 0 is raised by before it is cut off to round it, halves up: 0.5 would lift the number before 0.5, too."""
 LEAST_SCALE = 2.0**-24
 """Of float16: what is less would be stored as 0, which TensorRT refuses."""
 
 
-def quantize(weight: torch.Tensor, bits: int, block_size: int, method: str, zero_points: bool = True) -> BlockWeight:
+def quantize(weight: torch.Tensor, bits: int, block_size: int, zero_points: bool = True) -> BlockWeight:
     """Round `weight`.
 
     Args:
         weight: [N, K], of any type of floats, K a multiple of `block_size`.
-        bits: 4, or 8, which is rounded to nearest by every method, without zero points.
+        bits: 4, or 8, without zero points.
         block_size: Of the layout's.
-        method: Of policy.METHODS, but gptq, which needs inputs.
-        zero_points: Of 4 bits; without, `method` is "rtn" and every scale is positive, as TensorRT wants it.
+        zero_points: Of 4 bits; without, every scale is positive, as TensorRT needs it.
 
     Returns:
         The blocks, scales in float32.
     """
-    if zero_points and (bits == 8 or method == "rtn"):
+    if zero_points:
         with _one_thread_each() as pool:
             round_slab = partial(_rtn, bits=bits, block_size=block_size)
             return joined(pool.map(round_slab, _slabs(weight, RTN_WEIGHTS)), len(weight))
-    rounder = _ROUNDERS[method] if zero_points else _positive
-    return joined((rounder(slab.float().numpy(), bits, block_size) for slab in _slabs(weight)), len(weight))
+    return joined((_positive(slab.float().numpy(), bits, block_size) for slab in _slabs(weight)), len(weight))
 
 
 def quantize_outputs(weight: torch.Tensor) -> BlockWeight:
@@ -105,7 +95,7 @@ def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """onnxruntime.quantization sets up the process's logging when it is imported, and tells every step; searches divide by zero."""
+    """onnxruntime.quantization sets up the process's logging when it is imported, and logs every step."""
     root, handler = logging.getLogger(), logging.NullHandler()
     root.addHandler(handler)
     try:
@@ -144,37 +134,3 @@ def _rtn(weight: torch.Tensor, bits: int, block_size: int) -> BlockWeight:
 def _codes(values: torch.Tensor, most: int) -> torch.Tensor:
     """`values`, which are lost, rounded to the nearest of 0 to `most`."""
     return values.clamp_(0, most).add_(ALMOST_HALF).to(torch.uint8)
-
-
-def _k_quant(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
-    with _quiet():
-        from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
-
-        return _packed(weight, bits, block_size, *quant_tensor_k_quant_cpu(weight, bits, block_size))
-
-
-def _hqq(weight: np.ndarray, bits: int, block_size: int) -> BlockWeight:
-    with _quiet():
-        from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
-
-        quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block_size, bits=bits))
-        given = torch.from_numpy(weight)
-        _, scales, zero = (x.numpy() for x in quantizer.quantize_internal(given, bits=bits, group_size=block_size))
-    most = (1 << bits) - 1
-    zero = np.clip(np.round(zero), 0, most)
-    blocks = weight.reshape(len(weight), -1, block_size)
-    codes = np.clip(np.round(blocks / scales[..., None] + zero[..., None]), 0, most)
-    return _packed(weight, bits, block_size, codes, scales, zero)
-
-
-def _packed(weight: np.ndarray, bits: int, block_size: int, codes: Any, scales: Any, zero: Any) -> BlockWeight:
-    shape = (len(weight), weight.shape[1] // block_size)
-    return BlockWeight(
-        pack(codes.reshape(*shape, block_size).astype(np.uint8), bits),
-        scales.reshape(shape).astype(np.float32),
-        pack(zero.reshape(shape).astype(np.uint8), bits),
-        bits,
-    )
-
-
-_ROUNDERS: dict[str, Callable[[np.ndarray, int, int], BlockWeight]] = {"k_quant": _k_quant, "hqq": _hqq}

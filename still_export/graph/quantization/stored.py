@@ -50,7 +50,7 @@ class StoredWeight:
                     self._made = quantize_outputs(values)
                 else:
                     zero_points = self.asked.layout.zero_points
-                    self._made = quantize(values, bits, self.asked.block_size, self.form.method, zero_points)
+                    self._made = quantize(values, bits, self.asked.block_size, zero_points)
                 if self.form.half_scales:
                     self._made = self._with_half_scales(self._made)
                 if is_coded(base):

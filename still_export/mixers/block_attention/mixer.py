@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import LayerOp, layer_of
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
 from still_export.mixers.block_attention.op import read_blocks, select_blocks
+from still_export.mixers.block_attention.settings import BlockSettings
 from still_export.mixers.kept import rounded
 from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.roles import GATE, PROJECTION
@@ -155,6 +157,7 @@ class SelectedBlocksMixer(BlockAttentionMixer):
     """Layers of type "selected_blocks", which softmax layers become without training."""
 
     name = SELECTED
+    settings = tuple(f.name for f in fields(BlockSettings))
     of_families = False
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

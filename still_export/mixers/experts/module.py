@@ -51,6 +51,7 @@ def _groups(base: Any) -> Routing:
 ROUTERS: dict[str, Callable[[Any], Routing]] = {
     "Qwen3_5MoeTopKRouter": _softmax,
     "Qwen3NextTopKRouter": _softmax,
+    "LaraMiniTopKRouter": _softmax,
     "Qwen3MoeTopKRouter": _softmax,
     "GraniteMoeHybridTopKRouter": _softmax,  # over the logits of the chosen: the same
     "MiniMaxTopKRouter": _softmax,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from still_export.mixers.base import Audit, LayerOp, Mixer
-from still_export.mixers.hybrid_attention.audit import audit
+from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.hybrid_attention.paged import PagedHybridAttention
 from still_export.mixers.hybrid_attention.parts import PARTS, without
+from still_export.mixers.hybrid_attention.settings import HybridSettings
 from still_export.mixers.layers import HYBRID
 from still_export.mixers.trainable import SOFTMAX, Trainable
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
@@ -24,6 +25,7 @@ class HybridAttentionMixer(Mixer):
     """Layers of type "hybrid_attention"."""
 
     name = HYBRID
+    settings = tuple(f.name for f in fields(HybridSettings))
     parts = PARTS
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
@@ -53,9 +55,6 @@ class HybridAttentionMixer(Mixer):
     def restore_base(self, model: nn.Module) -> None:
         for attention in make_trainable(model):
             attention.mode = SOFTMAX
-
-    def audit(self, model: Any, tokenizer: Any, ids: Tensor) -> Audit:
-        return audit(model, tokenizer, ids)
 
     def _layer(self, config: Any, index: int) -> HybridAttentionConfig:
         return config.still.layer_config(config, index, config.still.deployment)

@@ -62,11 +62,14 @@ def split_linear_layers(tensors: Weights, config: Any, expected: Collection[str]
             )
         for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
             shape = torch.Size((end - begin, *tensor.shape[1:]))
-            result[f"{found[1]}{part}_proj.weight"] = Deferred(shape, tensor.dtype, partial(_rows, tensor, begin, end))
+            result[f"{found[1]}{part}_proj.weight"] = Deferred(
+                shape, tensor.dtype, partial(rows_of, tensor, begin, end)
+            )
     return result
 
 
-def _rows(tensor: Weight, begin: int, end: int) -> Tensor:
+def rows_of(tensor: Weight, begin: int, end: int) -> Tensor:
+    """Some rows of a weight."""
     return value_of(tensor)[begin:end].clone()
 
 

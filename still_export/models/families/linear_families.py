@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import (
     BailingHybridConfig,
     BailingHybridForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     FalconMambaConfig,
@@ -49,13 +51,16 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from still_export.discovery import Registry
 from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import CACHE
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask
+from still_export.models.families import lara
 from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.families.mamba3 import MAMBA3
 from still_export.models.families.minicpm_sala import SALA
+from still_export.models.families.rwkv6 import RWKV5, RWKV6
 from still_export.models.families.rwkv7 import RWKV7
 from still_export.models.families.softmax_families import Family, make_family
 from still_export.models.families.stack import Stack, StackForCausalLM
@@ -180,9 +185,7 @@ class MiniMaxModelMixin(LinearModelMixin):
 
     def decode(self, positions: Tensor, cache: Any, **kwargs: Any) -> Any:
         masks = no_mask(self.config, self.model.embed_tokens.weight)
-        return self.model(
-            attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=False, **kwargs
-        )
+        return self.model(attention_mask=masks, position_ids=positions, use_cache=False, **{CACHE: cache}, **kwargs)
 
 
 class NemotronModelMixin(LinearModelMixin):
@@ -214,6 +217,11 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
             GraniteMoeHybridForCausalLM,
             {"linear_attention": Place("mamba2", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
             (LinearConfigMixin, GraniteModelMixin),
+        ),
+        _family(
+            BambaConfig,
+            BambaForCausalLM,
+            {"linear_attention": Place("mamba2", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
         ),
         _family(
             KimiLinearConfig,
@@ -291,32 +299,13 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         *FLA_FAMILIES,
         TRANSNORMER,
         SALA,
+        RWKV5,
+        RWKV6,
         RWKV7,
         MAMBA3,
+        *lara.families(),
     ),
     "family",
     "FAMILIES",
 )
 """Families by transformers' model_type, and those of systems."""
-
-_SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
-_SPARSE = "its softmax layers select keys"
-_CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
-_BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
-NOT_COVERED = {
-    **dict.fromkeys(("zamba", "samba"), _SHARED),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text", "deepseek_v32", "nsa"), _SPARSE),
-    **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _CONVOLVED),
-    "zaya": _CONVOLVED,
-    "nemotron_h_omni": "of Nemotron-H models that see and hear the language model alone is (nemotron_h)",
-    **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
-    **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
-    "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
-    "recurrent_gemma": "RG-LRU has no mixer here yet",
-    "bamba": "Bamba has no family here yet",
-    "zamba2": "its softmax blocks are shared between layers",
-    **dict.fromkeys(
-        ("granite_swa", "granitemoe_swa"), "its softmax has a learned logit of each head beside the keys (a sink)"
-    ),
-}
-"""Linear families that are refused, and why."""

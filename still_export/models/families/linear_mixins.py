@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import CACHE
+from still_export.mixers.cache import hear_cache
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import WINDOWED
@@ -60,7 +62,7 @@ class LinearModelMixin(StillModelMixin):
         config = self.config
         for index, layer in enumerate(self.model.layers):
             for name in config.places[config.layer_types[index]].attributes:
-                setattr(layer, name, mixer_of(config, index).module(getattr(layer, name), config, index))
+                setattr(layer, name, hear_cache(mixer_of(config, index).module(getattr(layer, name), config, index)))
             swap_experts(layer, config)
 
 
@@ -70,7 +72,7 @@ class LlamaModelMixin(LinearModelMixin):
     def decode(self, positions: Any, cache: Any, **kwargs: Any) -> Any:
         mask = self.model.embed_tokens.weight.new_zeros(1, 1, 1, 1)
         return self.model(
-            attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None, **kwargs
+            attention_mask=mask, position_ids=positions, use_cache=cache is not None, **{CACHE: cache}, **kwargs
         )
 
 

@@ -12,26 +12,14 @@ from torch import Tensor
 
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, ConfigError, StillExportError
-from still_export.models.families import rwkv7
+from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, TEXT_OF
+from still_export.models.families import rwkv6, rwkv7
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
 
-AHEAD, _IMAGES = "layers that guess tokens ahead", "images"
-_ELSEWHERE = {
-    "mtp.": AHEAD,
-    "backbone.mtp.": AHEAD,
-    "model.visual.": _IMAGES,
-    "model.vision_tower.": _IMAGES,
-    "model.multi_modal_projector.": _IMAGES,
-    "vision_tower.": _IMAGES,
-    "multi_modal_projector.": _IMAGES,
-}
-"""Beginnings of the names of tensors of other things than the language model, and what they are for. transformers leaves them out, too."""
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Fields of configurations whose last layers guess tokens ahead."""
 _FOLLOWS = (*(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),)
 """Tensors of MiniMax that follow from a layer's number."""
 _OLMO_HYBRID = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
@@ -66,16 +54,6 @@ _CONVOLUTIONS = re.compile(r"(.*)\.([qkvfi])_conv1d\.weight")
 _LOWER_BOUNDS = "model.lower_bounds"
 
 
-_TEXT_OF = {
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "lfm2_vl": "lfm2",
-    "lfm3_vl": "lfm3",
-    "gemma3": "gemma3_text",
-}
-"""Models of text and images, and the model_type of their language model."""
-
-
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the language model alone, for those that see images, too; under our names, where transformers has no class.
 
@@ -95,7 +73,7 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
                 f"config.json is no valid {config['model_type']} configuration: {type(error).__name__}: {error}. Fix the named value."
             ) from error
     text = config.get("text_config")
-    kind = _TEXT_OF.get(config["model_type"])
+    kind = TEXT_OF.get(config["model_type"])
     if kind is None or not isinstance(text, dict):
         return config
     inherited = {name: config[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in config}
@@ -113,20 +91,20 @@ def published_names(
     kind = model_type.removeprefix("still_")
     published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
     names = (*_NAMES.get(kind, ()), *published.names)
-    rename = rwkv7.renamed if kind == "rwkv7" else partial(_renamed, parts=names)
+    rename = published.renamed or partial(_renamed, parts=names)
     kept: dict[str, Weight] = {}
     others: dict[str, dict[str, Weight]] = {}
-    behind = config.get("num_hidden_layers") if any(config.get(name) for name in _AHEAD) else None
+    behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
     for name, tensor in tensors.items():
         ours = rename(_LANGUAGE.sub("model.", name))
-        what = next((what for begin, what in _ELSEWHERE.items() if name.startswith(begin)), None)
+        what = next((what for begin, what in ELSEWHERE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD
         if what:
             others.setdefault(what, {})[ours] = tensor
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
-    kept = _bounded(rwkv7.apart(_joined_convolutions(kept)))
+    kept = _bounded(rwkv7.apart(rwkv6.linear(_joined_convolutions(kept))))
     return published.tensors(kept) if published.tensors else kept, others
 
 

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from still_export.errors import UnsupportedModelError
+from still_export.mixers.base import CACHE
 
 KEPT = (
     *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache"),
@@ -96,18 +97,18 @@ class Stack(nn.Module):
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, channels] of token ids, or embeddings, behind the norm."""
+        cache = kwargs.pop(CACHE, None)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if inputs_embeds is None and self.scale != 1.0:
             hidden = hidden * self.scale
         if self.rotary_emb is not None:
             kwargs["position_embeddings"] = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:
-            hidden = layer(hidden, past_key_values, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+            hidden = layer(hidden, cache, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE: cache})
 
 
 class StackForCausalLM(PreTrainedModel, GenerationMixin):

@@ -14,8 +14,8 @@ def write_folder(gguf: Path, folder: Path) -> Path:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    from still_export.gguf.tokenizer import read_tokenizer
     from still_export.models.gguf.model import read_gguf
-    from still_export.models.gguf.tokenizer import read_tokenizer
 
     family, config, weights = read_gguf(gguf)
     values = {name: value for name, value in config.items() if name != "model_type"}

@@ -9,43 +9,15 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError
+from still_export.gguf.types import BLOCK, BLOCKS, FORMS, K_BYTES, undone
 from still_export.models.read.blocks import BlockWeight, pack
-from still_export.models.read.super_blocks import FORMS
 
-BLOCK = 32
-K_BYTES = 144
-"""Of a Q4_K block: two numbers, 12 bytes of factors, 128 of codes."""
-BLOCKS = {
-    "Q4_0": (4, False, True),
-    "Q4_1": (4, True, True),
-    "Q4_K": (4, True, False),
-    "Q8_0": (8, False, True),
-    "Q5_0": (8, False, True),
-    "IQ4_NL": (8, False, True),
-    "IQ4_XS": (8, False, False),
-}
-"""Types whose blocks of 32 are scale and offset of codes, with the bits that hold these, whether they have offsets, whether scales are half
-precision. The blocks of 32 in one of 256 (Q4_K, IQ4_XS) have scales and offsets that are products of two numbers. Codes of Q5_0 and IQ4,
-whose 16 numbers are not evenly spread, are whole numbers of 8 bits."""
-_WHOLE_NUMBERS = ("Q5_0", "IQ4_NL", "IQ4_XS")
+_WHOLE_NUMBERS = ("Q5_0", "IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 def dequantized(data: np.ndarray, kind: Any, shape: torch.Size, origin: str) -> Tensor:
-    """Values of the type `kind` of the gguf package, float32.
-
-    Raises:
-        CheckpointError: The type cannot be undone.
-    """
-    from gguf.quants import dequantize
-
-    try:
-        values = dequantize(data, kind)
-    except (NotImplementedError, ValueError) as error:
-        raise CheckpointError(
-            f"{origin} is stored as {kind.name}, which the gguf package cannot undo. "
-            "Use a file with Q4_0, Q4_1, Q5_*, Q8_0, K-quants, F16 or F32."
-        ) from error
-    return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).reshape(shape)
+    """Values of the type `kind` of the gguf package, float32; errors as of `undone`."""
+    return torch.from_numpy(np.require(undone(data, kind, origin), np.float32, ["C", "W"])).reshape(shape)
 
 
 def read_blocks(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
@@ -91,7 +63,10 @@ def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
 
     kind_of = GGMLQuantizationType[kind]
     blocks = raw.reshape(len(raw), -1, GGML_QUANT_SIZES[kind_of][1])
-    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)[..., 0]
+    if kind == "MXFP4":  # exponents; 255 is no number
+        scales = np.where(blocks[..., 0] == 255, np.nan, np.exp2(blocks[..., 0].astype(np.float32) - 128))
+    else:
+        scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)[..., 0]
     if not np.isfinite(scales).all():
         raise _no_number(origin)
     if kind == "IQ4_XS":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from still_export.models.gguf.quants import BLOCK, BLOCKS, checked_rows, dequantized, read_blocks
+from still_export.gguf.edits import AS_IT_IS, Edit
+from still_export.gguf.types import BLOCK, BLOCKS, FORMS, bits_of
+from still_export.models.gguf.quants import checked_rows, dequantized, read_blocks
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.checkpoint import checked, in_range
-from still_export.models.read.super_blocks import FORMS, SUPER, SuperBlocks
+from still_export.models.read.super_blocks import SUPER, SuperBlocks
 from still_export.models.read.weights import Deferred, SourceBlocks
 
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -61,33 +62,6 @@ class Stored:
         return halves.reshape(self.shape)
 
 
-@dataclass(frozen=True)
-class Edit:
-    """What makes a family's tensor of one that the converter wrote.
-
-    Args:
-        rows, columns: Numbers of the file's rows and columns [N], [K], in the family's order; None: the same.
-        value: After that, of the values; None: the same.
-        flat: The parts of a weight are joined number by number, not row by row.
-    """
-
-    rows: np.ndarray | None = None
-    columns: np.ndarray | None = None
-    value: Callable[[Tensor], Tensor] | None = None
-    flat: bool = False
-
-    def applied(self, tensor: Tensor) -> Tensor:
-        """The family's tensor."""
-        if self.rows is not None:
-            tensor = tensor[torch.from_numpy(self.rows)]
-        if self.columns is not None and tensor.dim() > 1:
-            tensor = tensor[:, torch.from_numpy(self.columns)]
-        return tensor if self.value is None else self.value(tensor)
-
-
-AS_IT_IS = Edit()
-
-
 def weight(name: str, parts: Sequence[Stored], dtype: torch.dtype, edit: Edit = AS_IT_IS) -> Deferred:
     """The weight `name`: rows of `parts` one below the other, edited, as `dtype`."""
     first = parts[0]
@@ -130,22 +104,6 @@ def stack(name: str, stored: Stored, dtype: torch.dtype) -> Deferred:
 def zeros(count: int, dtype: torch.dtype) -> Deferred:
     """A bias that the file does not have and the family has."""
     return Deferred(torch.Size((count,)), dtype, lambda: torch.zeros(count, dtype=dtype))
-
-
-def unpaired(rows: int, heads: int) -> np.ndarray:
-    """Rows [N] of a projection whose rotation pairs neighbours (2i, 2i+1) in the order of one that pairs halves (i, i + D/2)."""
-    return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).ravel()
-
-
-def grouped(heads: int, groups: int, size: int) -> np.ndarray:
-    """Channels [H * size] of heads that lie beside the others of their group, where the file has the first heads of all groups first."""
-    return np.arange(heads * size).reshape(heads // groups, groups, size).transpose(1, 0, 2).ravel()
-
-
-def bits_of(kind: str) -> int:
-    """Of the codes of one of GGUF's types; 0: it has none."""
-    digits = re.match(r"(?:I?Q|MXFP|NVFP|TQ)(\d)", kind)
-    return int(digits[1]) if digits else 0
 
 
 def _read(name: str, parts: Sequence[Stored], edit: Edit, dtype: torch.dtype | None) -> Tensor:

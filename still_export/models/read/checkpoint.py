@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
+from still_export.folders.files import Config, read_checked, read_json
+from still_export.folders.weights import PICKLE_SUFFIXES, damaged, refuse_pickle
 from still_export.models.families.experts import FLOAT32
-from still_export.models.read.files import Config, read_checked, read_json
 from still_export.models.read.rows import FLOAT_TYPES, PARTS, from_rows, is_part
 from still_export.models.read.weights import Deferred
 
@@ -23,7 +24,6 @@ MADV_PAGEOUT = 21
 """Of Linux' madvise: pages are written where they were changed, and dropped."""
 EXPERTS_DIM = 3
 """Dimensions of a tensor that holds all experts of a layer, or a convolution."""
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -59,88 +59,6 @@ def _with_infinities(value: Any) -> Any:
     return [_with_infinities(x) for x in value] if isinstance(value, list) else value
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model or adapter folder, as transformers chooses them: model.safetensors, else the index's shards, beside
-    either an adapter that has its configuration; where there is neither, the one file that there is.
-
-    Raises:
-        CheckpointError: None, a missing shard, several files and no index, or pickles only.
-    """
-    single, index, adapter = (
-        folder / name for name in ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-    )
-    configured = [adapter] if adapter.is_file() and (folder / "adapter_config.json").is_file() else []
-    if single.is_file():
-        return [single, *configured]
-    if index.is_file():
-        return [*_shards(index), *configured]
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files
-    if files:
-        raise CheckpointError(
-            f"{folder} has {', '.join(f.name for f in files[:4])}{' and others' * (len(files) > 4)}, but neither model.safetensors nor "
-            "model.safetensors.index.json, which says what belongs to the model. Fetch the index, too."
-        )
-    pickles = sorted(p for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        raise refuse_pickle(pickles[0])
-    raise CheckpointError(
-        f"{folder} has no weights: neither model.safetensors, adapter_model.safetensors nor another *.safetensors. "
-        "The download is incomplete; fetch it again."
-    )
-
-
-def _shards(index: Path) -> list[Path]:
-    """The files that an index names; their tensors are those that it names, each in one of them."""
-    shards, folder = read_json(index).get("weight_map"), index.parent
-    if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"{index} has no weight_map. Fetch the model again.")
-    for tensor, name in shards.items():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: weight_map of {tensor} is {name!r:.60}, no safetensors file beside it. "
-                "Fetch the model again."
-            )
-    files = [folder / name for name in sorted(set(shards.values()))]
-    missing = [f.name for f in files if not f.is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}, named in {index.name}. The download is incomplete; fetch it again."
-        )
-    seen: dict[str, str] = {}
-    for file in files:
-        for tensor in tensor_names(file):
-            if tensor in seen:
-                raise CheckpointError(
-                    f"{tensor} is in {seen[tensor]} and in {file.name} of {folder}. Delete the file that is stale."
-                )
-            seen[tensor] = file.name
-            if tensor not in shards:
-                raise CheckpointError(
-                    f"{tensor} is in {file}, and {index.name} does not name it: they are of different models. Fetch both again."
-                )
-    return files
-
-
-def tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file; CheckpointError where it is damaged."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-
-
-def refuse_pickle(path: Path) -> CheckpointError:
-    """The error for a pickled checkpoint."""
-    return CheckpointError(
-        f"{path} is a pickle: reading it could run any code that its author put in, so it is refused. "
-        "Use the model's safetensors, or convert the file with an unpickler that runs nothing: "
-        f"python -m still_export.models.read.unpickle {path} {path.with_suffix('.safetensors').name}"
-    )
-
-
 def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of one safetensors file; low-bit rows as float32.
 
@@ -157,14 +75,7 @@ def iterate_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
                     parts = {end: file.get_tensor(name + end) for end in PARTS if name + end in names}
                     yield name, from_rows(file.get_tensor(name), parts)
     except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} ({path.stat().st_size:,} bytes) is no intact safetensors file: {error}. "
-        "It is truncated or damaged; fetch it again."
-    )
+        raise damaged(path, error) from error
 
 
 def open_tensors(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.folders.adapter_config import lora_scale
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.families.fused import whole_pair
-from still_export.models.read.adapter_config import lora_scale
 from still_export.models.read.checkpoint import in_range
 from still_export.models.read.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
 

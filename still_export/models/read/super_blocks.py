@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from still_export.gguf.types import FORMS
+
 SUPER = 256
 """Inputs whose scales share a number."""
 TILE = 8
@@ -18,8 +20,6 @@ SLAB_BYTES = 1 << 20
 """Numbers that are made at once: they stay in a cache."""
 LOW, TWO = np.uint32(0x0F0F0F0F), np.uint32(0x03030303)
 """Of each of four bytes, the codes' low bits and two of their high ones."""
-FORMS = {"Q4_K": (4, 32, 144), "Q6_K": (6, 16, 210)}
-"""By GGUF's name: bits, inputs of a block, bytes of SUPER inputs in a file."""
 WORDS, NUMBERS = {4: 36, 6: 52}, {4: 2, 6: 1}
 """Of SUPER inputs of an output, by bits."""
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]

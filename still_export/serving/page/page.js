@@ -1,5 +1,7 @@
 /** The page: a chat with the model in this tab (data-mode="local"), or with the server that it came from (data-mode="api"). */
 
+import { markdown } from "./markdown.js";
+
 const $ = (id) => document.getElementById(id);
 const local = document.documentElement.dataset.mode === "local";
 const TOKENS = 512; // of an answer of this tab's model, at most
@@ -8,8 +10,10 @@ const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
 
 const say = (text) => ($("status").textContent = text);
 const complain = (text) => ($("error").textContent = text);
+const NEAR = 40; // pixels from the end of the conversation
 let busy = true;
 let ready = false;
+let [topP, topK] = [1, 0];
 
 function show(running) {
   busy = running;
@@ -19,13 +23,38 @@ function show(running) {
   if (!busy) $("progress").hidden = true;
 }
 
+/** A line of the conversation; `said` is its text. */
 function add(kind, text = "") {
-  const line = document.createElement("p");
-  line.className = kind;
-  line.textContent = text;
+  const line = Object.assign(document.createElement("div"), { className: kind, said: text });
+  if (kind !== "assistant") line.textContent = text;
   $("log").append(line);
   $("log").scrollTop = $("log").scrollHeight;
   return line;
+}
+
+/** Show an answer so far, at most once a frame, and follow it unless the reader has scrolled away. */
+function grow(line, text) {
+  line.said += text;
+  line.frame ??= requestAnimationFrame(() => draw(line));
+}
+
+function draw(line) {
+  const log = $("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+  cancelAnimationFrame(line.frame);
+  line.frame = undefined;
+  line.replaceChildren(markdown(line.said));
+  if (follows) log.scrollTop = log.scrollHeight;
+}
+
+/** Show the model, and set what its publisher samples with.
+ *  generation: Fields of generation_config.json; without do_sample it means the likeliest token. */
+function introduce(name, tokens, generation = {}) {
+  document.title = $("name").textContent = name;
+  $("holds").textContent = tokens ? `Holds ${tokens.toLocaleString("en")} tokens of a conversation.` : "Holds conversations of any length.";
+  const { do_sample, temperature = 1, top_p = 1, top_k = 0 } = generation;
+  [topP, topK] = [top_p, top_k];
+  $("temperature").value = do_sample ? temperature : 0;
+  $("temperature").dispatchEvent(new Event("input"));
 }
 
 /** Run something that takes a while; its error becomes a sentence, and nothing that was said is lost. */
@@ -79,8 +108,9 @@ function measure({ memory, length, rate, first, done, total }) {
     const most = Math.max(memory.state, memory.attention, 1);
     $("state-bar").style.width = `${(100 * memory.state) / most}%`;
     $("attention-bar").style.width = `${(100 * memory.attention) / most}%`;
-    $("memory").textContent = `State: ${megabytes(memory.state)}${length === undefined ? "" : ` after ${length.toLocaleString("en")} tokens`}`;
-    $("attention").textContent = `Full attention would hold: ${megabytes(memory.attention)}`;
+    const now = `${megabytes(memory.now)}${length === undefined ? "" : ` after ${length.toLocaleString("en")} tokens`}`, far = memory.tokens.toLocaleString("en");
+    $("memory").textContent = `State: ${now}, ${megabytes(memory.state)} after ${far}`;
+    $("attention").textContent = `Full attention would hold: ${megabytes(memory.attention)} after ${far} tokens`;
   }
   if (rate) $("rate").textContent = `${rate.toFixed(1)} tokens a second, first after ${(first / 1000).toFixed(1)} s`;
   if (total) {
@@ -94,14 +124,15 @@ function measure({ memory, length, rate, first, done, total }) {
 const open = (source) => during("Opening the package: reading and checking its files.", async () => {
   const next = begin();
   const threads = crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency) : 1;
-  const { manifest, proof } = await ask("open", { ...source, threads }, undefined, next).catch((error) => {
+  const { manifest, proof, generation } = await ask("open", { ...source, threads }, undefined, next).catch((error) => {
     next.terminate();
     throw error;
   });
   worker?.terminate();
   [worker, ready] = [next, true];
   if ($("log").childElementCount) add("note", "Another model, which has not read what is above.");
-  const { layers, hidden_size } = manifest.model;
+  const { model: { layers, hidden_size, family }, capacity, config } = manifest;
+  introduce(config?.model?.split("/").filter(Boolean).at(-1) ?? family, capacity.bounded && capacity.capacity_tokens, generation);
   say(`Ready: ${layers} layers of ${hidden_size}${proof ? ", with recorded calls" : ""}, ${threads} thread${threads > 1 ? "s" : ""}.`);
 }).then(() => ready && $("message").focus());
 
@@ -174,11 +205,21 @@ async function request(path, body) {
   throw new Error((await answer.json().catch(() => ({})))?.error?.message ?? `the server answered ${answer.status}.`);
 }
 
+/** Ask the server for its model. */
+async function meet() {
+  const [{ id, max_model_len, generation_config }] = (await (await request("/v1/models")).json()).data;
+  model = id;
+  introduce(id, max_model_len, generation_config);
+}
+
+/** The answer to a message, written into `line`; whether it was cut. */
 async function served(message, line) {
+  let cut = false;
   leaving = new AbortController();
-  model ??= (await (await request("/v1/models")).json()).data[0].id;
+  if (!model) await meet();
   const messages = [...turns, { role: "user", content: message }];
-  const answer = await request("/v1/chat/completions", { model, messages, stream: true });
+  const sampling = { temperature: $("temperature").valueAsNumber, top_p: topP, top_k: topK };
+  const answer = await request("/v1/chat/completions", { model, messages, stream: true, ...sampling });
   let rest = "";
   try {
     for await (const part of answer.body.pipeThrough(new TextDecoderStream())) {
@@ -187,15 +228,17 @@ async function served(message, line) {
       for (const said of lines.filter((l) => l.startsWith("data: {"))) {
         const { error, choices } = JSON.parse(said.slice(6));
         if (error) throw new Error(error.message);
-        const { content, reasoning_content } = choices[0]?.delta ?? {};
+        const { delta: { content, reasoning_content } = {}, finish_reason } = choices[0] ?? {};
         if (reasoning_content) say("Thinking.");
-        line.textContent += content ?? "";
+        cut ||= finish_reason === "length";
+        grow(line, content ?? "");
       }
     }
   } catch (error) {
     if (error.name !== "AbortError") throw error;
   }
-  turns.push({ role: "user", content: message }, { role: "assistant", content: line.textContent });
+  turns.push({ role: "user", content: message }, { role: "assistant", content: line.said });
+  return cut;
 }
 
 // ---- what both have
@@ -208,11 +251,16 @@ $("form").addEventListener("submit", (event) => {
     $("message").value = "";
     const mine = add("user", message), line = add("assistant");
     try {
-      if (local) await ask("ask", { message, tokens: TOKENS, temperature: 0, seed: 0 }, ({ text }) => { line.textContent += text ?? ""; });
-      else await served(message, line);
+      const sampling = { temperature: $("temperature").valueAsNumber, topK, topP, seed: crypto.getRandomValues(new Uint32Array(1))[0] };
+      const cut = local
+        ? (await ask("ask", { message, tokens: TOKENS, ...sampling }, ({ text }) => grow(line, text ?? ""))).cut
+        : await served(message, line);
+      draw(line);
+      if (cut) add("note cut", "The answer was cut here: it is as long as it may be.");
       say("Ready.");
     } catch (error) {
-      if (!line.textContent) [mine, line].forEach((l) => l.remove());
+      draw(line);
+      if (!line.said) [mine, line].forEach((l) => l.remove());
       $("message").value ||= message;
       throw error;
     }
@@ -224,6 +272,7 @@ $("message").addEventListener("keydown", (event) => {
     $("form").requestSubmit();
   }
 });
+$("temperature").addEventListener("input", () => ($("temperature-shown").textContent = $("temperature").value));
 $("stop").addEventListener("click", () => (local ? worker.postMessage({ verb: "stop" }) : leaving?.abort()));
 $("clear").addEventListener("click", () => during("", async () => {
   if (local) await ask("clear");
@@ -254,5 +303,6 @@ if (local) {
   ready = true;
   show(false);
   say("Ready.");
+  await meet().catch((error) => ($("key").hidden ? complain(error.message) : say("This server asks for a key.")));
 }
 document.documentElement.dataset.loaded = "yes";

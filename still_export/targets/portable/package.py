@@ -241,9 +241,12 @@ def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
         return {"chat": None}
     write_tokenizer(tokenizer, folder, options.model)
     found = chat_format(tokenizer)
-    if found is not None:
-        try:
-            found.render([{"role": "user", "content": "Hello."}])
-        except RunError as error:
-            logging.getLogger(__name__).warning("of a message alone, %s", error)
-    return {"chat": found and found.to_dict()}
+    if found is None:
+        return {"chat": None}
+    start = ""
+    try:
+        found.render([{"role": "user", "content": "Hello."}])
+        start = found.start()
+    except RunError as error:
+        logging.getLogger(__name__).warning("of a message alone, %s", error)
+    return {"chat": {**found.to_dict(), "start": start}}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.fields import check_types, option
 
 PREFILL_TOKENS = 2048
@@ -36,6 +37,7 @@ class TrtOptions:
         workspace_mib: Limit of TensorRT's workspace, 0 = none.
         optimization_level: Effort of TensorRT's builder, 0 to 5.
         tensorrt_include: Folders of NvInfer.h to compile the plugin library for; empty = the usual places.
+        cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None = the usual places and NVIDIA's packages.
     """
 
     target: str = "trt"
@@ -49,10 +51,13 @@ class TrtOptions:
     tensorrt_include: tuple[str, ...] = option(
         (), "Folder of NvInfer.h to compile the plugin for; repeatable.", shown="the usual places"
     )
+    cuda_include: Path | None = option(
+        None, "Folder of cuda_runtime_api.h, which NvInfer.h includes.", shown="the usual places, NVIDIA's packages"
+    )
 
     def __post_init__(self) -> None:
         if self.target not in ("trt", "trt-rtx"):
-            raise ConfigError(f"target {self.target!r} is unknown; known: trt, trt-rtx.")
+            raise unknown(self.target, ("trt", "trt-rtx"), f"target {self.target!r}")
         for name in ("prefill_tokens", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")

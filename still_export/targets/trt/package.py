@@ -29,6 +29,7 @@ def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
     manifest, trt = lowering.manifest, lowering.options
     write_programs(lowering.folder, ["tensorrt"])
     config = asdict(trt)
+    del config["cuda_include"]  # of this machine
     manifest.update(
         target=trt.target,
         config={**manifest["config"], **OrtOptions().config()},
@@ -76,7 +77,7 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     for include in find_tensorrt_headers(trt.tensorrt_include):
         say(f"compiling the plugin library for the headers in {include}")
         build = folder / ".build"
-        build_plugins(build, archive=archive, tensorrt_include=include, runner=True)
+        build_plugins(build, archive=archive, tensorrt_include=include, cuda_include=trt.cuda_include, runner=True)
         for library in sorted((build / "tensorrt").glob("libstill_tensorrt*.so")):
             shutil.copyfile(library, folder / library.name)
             trust(library)

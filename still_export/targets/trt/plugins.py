@@ -19,6 +19,9 @@ from still_graphs.errors import StillExportError
 
 INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
 USUAL_CUDA_INCLUDES = ("/usr/local/cuda/include", "/usr/include")
+CUDA_HEADER, CUDA_PART = "cuda_runtime_api.h", "crt/host_defines.h"
+CUDA_12 = ("cuda_runtime", "cuda_nvcc", "nvidia-cuda-nvcc-cu12")
+"""Folders of NVIDIA's packages of CUDA 12 that hold the two, and the package of the second; later ones have one folder, such as cu13."""
 USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = next(
@@ -127,6 +130,7 @@ def build_plugins(
     *,
     archive: Path | None = None,
     tensorrt_include: Path | None = None,
+    cuda_include: Path | None = None,
     runner: bool = False,
 ) -> Path:
     """Compile the core, and the TensorRT adapter where its headers are given, with CMake.
@@ -135,27 +139,61 @@ def build_plugins(
         build: Build folder; kept, so that a second call compiles only what changed.
         archive: Packed archive to embed, or None for libraries without kernels.
         tensorrt_include: Folder of NvInfer.h, or None for the core alone.
+        cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None looks for it.
         runner: Build still_run too.
 
     Returns:
         build.
 
     Raises:
-        PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
+        PluginBuildError: CMake, headers or the sources are missing, or the build fails; carries the tool's output.
     """
-    options = {"STILL_ARCHIVE": archive, "TENSORRT_INCLUDE_DIR": tensorrt_include}
+    cuda = cuda_headers(cuda_include) if tensorrt_include else []
+    options = {
+        "STILL_ARCHIVE": archive,
+        "TENSORRT_INCLUDE_DIR": tensorrt_include,
+        "CUDA_INCLUDE_DIR": ";".join(str(folder.resolve()) for folder in cuda),
+    }
     return run_cmake(SOURCE, build, {**options, "STILL_RUNNER": "ON" if runner else "OFF"})
 
 
-def cuda_headers() -> Path | None:
-    """Include folder of CUDA's runtime among NVIDIA's packages, which PyTorch for GPUs brings; None: CMake looks in the usual places, which
-    come first. Those packages are whole with nvidia-cuda-crt beside."""
-    if any((Path(folder) / "cuda_runtime_api.h").is_file() for folder in USUAL_CUDA_INCLUDES):
-        return None
+def cuda_headers(asked: Path | None = None) -> list[Path]:
+    """Include folders of CUDA's runtime: that asked for, or none where CMake's usual places have it, or those of NVIDIA's packages, which
+    PyTorch for GPUs brings.
+
+    Raises:
+        PluginBuildError: They are not there, or not whole; says which package lacks.
+    """
+    if asked is not None:
+        if not (asked / CUDA_HEADER).is_file():
+            raise PluginBuildError(f"{asked} has no {CUDA_HEADER}. Give the include folder of a CUDA installation.")
+        return [asked]
+    if any((Path(folder) / CUDA_HEADER).is_file() for folder in USUAL_CUDA_INCLUDES):
+        return []
     found = importlib.util.find_spec("nvidia")
-    roots = map(Path, found.submodule_search_locations or ()) if found else ()
-    headers = (path for root in roots for path in sorted(root.glob("*/include/cuda_runtime_api.h")))
-    return next((path.parent for path in headers if (path.parent / "crt/host_defines.h").is_file()), None)
+    includes = [
+        i for root in (found and found.submodule_search_locations) or () for i in sorted(Path(root).glob("*/include"))
+    ]
+    runtimes = [i for i in includes if (i / CUDA_HEADER).is_file()]
+    for runtime in runtimes:  # by name: cu13 before cuda_runtime of 12
+        if (runtime / CUDA_PART).is_file():
+            return [runtime]
+        twelve = runtime.parent.name == CUDA_12[0]
+        if (
+            twelve
+            and (part := runtime.parents[1] / CUDA_12[1] / "include") in includes
+            and (part / CUDA_PART).is_file()
+        ):
+            return [runtime, part]
+    folder = ", or give the include folder of a CUDA installation with --cuda-include"
+    if runtimes:
+        package = CUDA_12[2] if runtimes[0].parent.name == CUDA_12[0] else "nvidia-cuda-crt"
+        raise PluginBuildError(
+            f"{runtimes[0]} has no {CUDA_PART}, which {CUDA_HEADER} includes. Run: pip install {package}{folder}."
+        )
+    raise PluginBuildError(
+        f"{CUDA_HEADER}, which TensorRT's NvInfer.h includes, is not here. Run: pip install nvidia-cuda-runtime nvidia-cuda-crt{folder}."
+    )
 
 
 def json_headers() -> Path | None:
@@ -188,7 +226,6 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
         configure += ["-G", "Ninja"]
     here = {
         "JSON_INCLUDE_DIR": json_headers(),
-        "CUDA_INCLUDE_DIR": cuda_headers(),
         "Python3_EXECUTABLE": sys.executable,
     }
     for option, value in {**here, **options}.items():

@@ -14,7 +14,7 @@ from still_export.package.folder import Package
 from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Target
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
-from still_export.targets.trt.plugins import find_tensorrt_headers
+from still_export.targets.trt.plugins import cuda_headers, find_tensorrt_headers
 from still_export.targets.trt.runtime import TENSORRT
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
@@ -31,9 +31,10 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 def ready(options: TrtOptions, say: Progress) -> None:
-    """Raise where a folder that was named has no headers, or nothing compiles kernels."""
+    """Raise where a folder that was named has no headers, CUDA's are not there, or nothing compiles kernels."""
     demand("triton")
-    find_tensorrt_headers(options.tensorrt_include)
+    if find_tensorrt_headers(options.tensorrt_include):
+        cuda_headers(options.cuda_include)
 
 
 def build(package: Package, options: Any, progress: Any) -> list[Path]:

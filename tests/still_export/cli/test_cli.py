@@ -88,6 +88,17 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
     assert [row["length"] for row in rows] == [40, 100] and all(row["decode_ms"] > 0 for row in rows)
 
+    capsys.readouterr()
+    assert call("inspect", package) == 0
+    first = capsys.readouterr().out.splitlines()[:5]
+    assert [line.split(":")[0] for line in first] == ["what", "size", "length", "speed", "next"]
+    assert first[0].startswith("what: model: llama, 3 layers") and first[2] == "length: 256 tokens, then refuses more"
+    assert f"still-export bench {package}" in first[3] and f"still-export run {package}" in first[4]
+    shutil.copytree(tmp_path / "bench", package / "bench")
+    assert call("inspect", package) == 0
+    shown = capsys.readouterr().out
+    assert "speed: here " in shown and "ms a token after 100" in shown and "MiB" not in shown
+
 
 @pytest.mark.slow
 def test_verify_of_a_half_precision_package(export_tiny: Exporter, tmp_path: Path, capsys: Capture) -> None:
@@ -264,7 +275,7 @@ def test_full_disk(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["verify", "bench", "audit", "evaluate"])
+@pytest.mark.parametrize("verb", ["verify", "bench", "evaluate"])
 def test_results_that_cannot_be_written_are_refused_before_the_work(
     verb: str, model: Path, export_tiny: Exporter, tmp_path: Path, capsys: Capture
 ) -> None:

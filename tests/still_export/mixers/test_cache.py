@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from still_export.errors import CapacityError, PaddingError, UnsupportedError
-from still_export.mixers.cache import StillCache
+from still_export.mixers.cache import StillCache, hear_cache
 from still_export.mixers.hybrid_attention import module as attention
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_kernels.hybrid_attention import call as dispatch
@@ -240,9 +240,17 @@ def test_reset_and_row_operations() -> None:
         assert torch.equal(model(ids, past_key_values=cache).logits, first)
 
 
-def test_a_transformers_that_names_caches_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = still_model("llama")
-    for version in ("5.24.0", "5.30.1.dev0", "6.0"):
-        monkeypatch.setattr("transformers.__version__", version)
-        with pytest.raises(UnsupportedError, match=f"transformers {version} .* pip install"):
-            StillCache.empty(model.config)
+@pytest.mark.parametrize("own", ["past_key_values", "cache_params", "cache"])
+def test_a_layer_hears_its_cache_by_the_name_of_later_transformers(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 5.24 on layers are given `cache`."""
+    made: dict[str, type[torch.nn.Module]] = {}
+    exec(
+        f"import torch\nclass Layer(torch.nn.Module):\n    def forward(self, hidden, {own}=None, **kwargs): return {own}, kwargs",
+        made,
+    )
+    monkeypatch.setattr("still_export.mixers.cache.CACHE", "cache")
+    layer = hear_cache(made["Layer"]())
+    assert layer(1, cache="c", mask=2) == ("c", {"mask": 2}) and layer(1, "c") == ("c", {})
+    if own != "cache":
+        monkeypatch.setattr("still_export.mixers.cache.CACHE", "past_key_values")
+        assert hear_cache(made["Layer"]())(1, cache="c") == (None, {"cache": "c"})

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from still_export.errors import CheckpointError, StillExportError, UnsupportedModelError
+from still_export.gguf.architectures import ARCHITECTURES as READ
 from still_export.models.build import family_of
 from still_export.models.description import describe_model
-from still_export.models.gguf.model import ARCHITECTURES as READ
 from still_export.models.load import open_source
 from tests.still_export.linear_models import SIZES, linear_model
 from tests.still_export.models.gguf_files import ARCHITECTURES, write_gguf

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from still_export.errors import CheckpointError
-from still_export.models.gguf.container import open_gguf
+from still_export.gguf.container import open_gguf
 
 pytest.importorskip("gguf")
 U32, STRING, ARRAY = 4, 8, 9

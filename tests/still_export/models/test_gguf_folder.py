@@ -18,7 +18,7 @@ from tests.still_export.training import byte_tokenizer
 def test_folder_of_a_gguf_file(family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights and the configuration; the tokenizer is read by what tests/still_export/models/test_load.py covers."""
     pytest.importorskip("gguf")
-    monkeypatch.setattr("still_export.models.gguf.tokenizer.read_tokenizer", lambda path: byte_tokenizer())
+    monkeypatch.setattr("still_export.gguf.tokenizer.read_tokenizer", lambda path: byte_tokenizer())
     model = plain_model(family, torch.float32, tie_word_embeddings=tied)
     write_gguf(tmp_path / "m.gguf", model)
     folder = write_folder(tmp_path / "m.gguf", tmp_path / "base")

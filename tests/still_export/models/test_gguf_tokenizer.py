@@ -14,8 +14,8 @@ from transformers import CohereTokenizer, GemmaTokenizer, GPT2Tokenizer, GPTNeoX
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from still_export.gguf.rules import RULES
 from still_export.models.gguf import read_tokenizer
-from still_export.models.gguf.rules import RULES
 from still_export.models.read.tokenizer_file import TEXTS, write_tokenizer
 
 SPECIAL = ["<|begin|>", "<|end|>", "<\uff5cturn\u2581one\uff5c>"]

@@ -25,6 +25,7 @@ from still_export.runtime.sampling import RunError
 from still_export.targets.export import export, plan_job
 from still_graphs.states import EMBEDDINGS, POSITIONS
 from tests.docs.pages import ROOT
+from tests.still_export.proof.plants import planted
 from tests.still_export.targets.portable.test_linear_export import call
 from tests.still_export.vision_models import CHANNELS, IMAGE, PATCH_VALUES, vision_model
 
@@ -128,6 +129,13 @@ def test_another_merger_is_told(prompt: Prompt, tmp_path: Path) -> None:
     assert vision_check(package, options).passed
     save_file(tensors, file, {"format": "pt"})
     assert not vision_check(package, ExportOptions(str(tmp_path / "model"), vision=True)).passed
+
+
+def test_an_encoder_that_cannot_be_loaded_is_one_sentence(prompt: Prompt, tmp_path: Path) -> None:
+    with planted(open_package(prompt.package), tmp_path / "other") as folder:
+        (folder / "vision.onnx").write_bytes(b"no graph")
+    with pytest.raises(RunError, match=r"ONNX Runtime cannot load .*vision\.onnx"):
+        vision_check(open_package(folder), ExportOptions(open_package(folder).manifest["config"]["model"], vision=True))
 
 
 def test_text_alone_says_what_it_leaves_out(prompt: Prompt) -> None:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.folders.adapter_config import lora_scale, read_adapter_config
+from still_export.folders.weights import weight_files
 from still_export.models.load import load_model, load_tokenizer, open_source
-from still_export.models.read.adapter_config import lora_scale, read_adapter_config
-from still_export.models.read.checkpoint import weight_files
 from still_export.models.read.generation import read_generation
 from tests.still_export.tiny import plain_model
 from tests.still_export.training import byte_tokenizer

@@ -189,3 +189,16 @@ def test_pieces_of_turns() -> None:
     ):
         Tokenizer.chat_template = changed
         assert turn_pieces(Tokenizer()) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "start"),
+    [("<|a|><think>\n", "<think>\n"), ("<|a|><think>\n\n</think>\n\n", ""), ("{# </think> #}<|a|>", "")],
+)
+def test_what_of_an_answer_a_prompt_has_already(answer: str, start: str) -> None:
+    text = (
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}{% if add_generation_prompt %}"
+        + answer
+        + "{% endif %}"
+    )
+    assert ChatFormat({"default": text}, {}).start() == start

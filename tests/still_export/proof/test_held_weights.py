@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -121,9 +123,12 @@ def int4(export_tiny: Exporter) -> Package:
 
 
 @pytest.fixture
-def searched(export_tiny: Exporter) -> Package:
-    options = {"quantize": "int4", "native": False, "quantize_method": "k_quant"}
-    return export_tiny("llama", options=options, sizes=SIZES, layer_types=LAYERS)
+def searched(int4: Package, tmp_path: Path) -> Package:
+    """Held to what gptq may lose, which takes a library and text to make."""
+    folder = Path(shutil.copytree(int4.path, tmp_path / "searched"))
+    said = {**int4.manifest, "config": {**int4.manifest["config"], "quantize_method": "gptq"}}
+    (folder / "manifest.json").write_text(json.dumps(said))
+    return open_package(folder)
 
 
 @pytest.mark.parametrize("method", ["int4", "searched"])

@@ -11,8 +11,11 @@ from still_export.proof.answers import Question, chosen_for_layers
 from still_export.proof.chains import Call, Chain
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.layerwise import LayerwiseModel
+from still_export.proof.package import VerifyOptions, verify
+from still_export.proof.verify import NO_PROMPT
 from tests.faults.campaign import Drawn, Subject, outcomes, package_of
 from tests.faults.registry import FAULTS
+from tests.still_export.conftest import Exporter
 from tests.still_export.proof.test_layerwise import MANIFEST, source_of, tokens
 from tests.still_export.tiny import still_model
 
@@ -60,6 +63,14 @@ def test_few_cases_are_asked_again() -> None:
         asked(1, 160, steps=4),
     ]
     assert list(chosen_for_layers(questions)) == [2, 5]
+    assert not chosen_for_layers([asked(1, 1), asked(1, 9), asked(1, 1000)])
+
+
+@pytest.mark.slow
+def test_prompts_that_are_too_short_or_too_long_for_it_are_said(export_tiny: Exporter) -> None:
+    package = export_tiny("llama", "float16", {"native": False})
+    report = verify(package.path, VerifyOptions(lengths=(1, 9), decode_steps=2)).report
+    assert report.passed and NO_PROMPT in report.not_asked
 
 
 @pytest.mark.slow

@@ -15,9 +15,10 @@ from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
 from still_export.proof.package import VerifyOptions, _torch_cases, verify
+from still_export.proof.package_programs import _check_copies, check_programs
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verdict import Verdict
-from still_export.proof.whole_package import check_files, check_programs
+from still_export.proof.whole_package import check_files
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
 from still_graphs.states import StateTable
@@ -107,13 +108,25 @@ FILES: dict[str, tuple[Change, str]] = {
         "generation_config.json",
     ),
     "no sampling": (edited("generation_config.json", lambda said: said.pop("do_sample")), "generation_config.json"),
+    "a setting of its own": (
+        edited("generation_config.json", lambda said: said.update(repetition_penalty=1.3)),
+        "generation_config.json",
+    ),
+    "another chat format in a file": (
+        lambda folder: (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<assistant>", "")),
+        "tokenizer_config.json",
+    ),
+    "another end token in a file": (
+        edited("tokenizer_config.json", lambda said: said.update(eos_token="a")),
+        "tokenizer_config.json",
+    ),
 }
 
 
 def test_every_fault_of_files_is_seen(package: Package, tmp_path: Path) -> None:
     right = check_files(package, model_of(package))
     assert right.passed and not right.not_asked, (right.checks, right.not_asked)
-    assert len(right.checks) == 4
+    assert len(right.checks) == 5
     for number, (fault, (change, where)) in enumerate(FILES.items()):
         with planted(package, tmp_path / str(number)) as folder:
             change(folder)
@@ -131,16 +144,36 @@ def test_what_was_not_asked_is_said(export_tiny: Exporter) -> None:
 def test_every_fault_of_programs_is_seen(package: Package, tmp_path: Path) -> None:
     """The program itself, a module that it imports at its start, and one that no command needs at once."""
     right = check_programs(package)
-    assert right.passed and not right.not_asked, right.checks
-    stop = "raise SystemExit\n"
-    names = ["run_ort.py", "runtime/runners/text.py", "runtime/runners/snapshot.py"]
-    names = [name for name in names if (package.path / name).is_file()]
-    for number, name in enumerate([*names, "runtime/runners/sampling.py"]):
+    assert right.passed and not right.not_asked and len(right.checks) == 2, right.checks
+    faults = {
+        "run_ort.py": lambda text: "raise SystemExit\n",
+        "runtime/runners/text.py": lambda text: "raise SystemExit\n",
+        "runtime/runners/sampling.py": lambda text: text.replace("argmax", "argmin"),
+    }
+    for number, (name, change) in enumerate(faults.items()):
         with planted(package, tmp_path / str(number)) as folder:
-            text = (folder / name).read_text(encoding="utf-8")
-            likeliest = name.endswith("sampling.py")
-            (folder / name).write_text(text.replace("argmax", "argmin") if likeliest else stop, encoding="utf-8")
-        assert not check_programs(open_package(folder)).passed, name
+            path = folder / name
+            path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+        assert not any(check.passed for check in check_programs(open_package(folder)).checks), name
+
+
+def test_programs_are_those_of_this_version(package: Package, tmp_path: Path) -> None:
+    """What twelve greedy tokens do not ask: a bound of sampling, a lost file, a new one; another version's are not compared."""
+    assert _check_copies(package).passed
+    name = "runtime/runners/sampling.py"
+    changes: dict[str, Change] = {
+        name: lambda folder: (folder / name).write_text((folder / name).read_text().replace("top_p", "top_k")),
+        "runtime/states.py": lambda folder: (folder / "runtime" / "states.py").unlink(),
+        "runtime/more.py": lambda folder: (folder / "runtime" / "more.py").write_text(""),
+    }
+    for number, (where, change) in enumerate(changes.items()):
+        with planted(package, tmp_path / str(number)) as folder:
+            change(folder)
+        (check,) = _check_copies(open_package(folder)).checks
+        assert not check.passed and check.where == where, check
+    versions = {**package.manifest["versions"], "still-export": "0.0.1"}
+    older = Package(folder, {**package.manifest, "versions": versions})
+    assert not _check_copies(older).checks and len(_check_copies(older).not_asked) == 1
 
 
 def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -203,7 +236,7 @@ def test_verify_asks_all_of_it(package: Package, tmp_path: Path) -> None:
     names = {check.name.partition(" ")[0] for check in report.checks}
     assert {"every", "the", "generation", "end", "portable.onnx"} <= names
     wrong = [check.where for check in report.checks if not check.passed]
-    assert not report.passed and wrong == ["tokenizer.json", "manifest.json: chat"]
+    assert not report.passed and wrong == ["tokenizer.json", "tokenizer_config.json", "manifest.json: chat"]
 
 
 @pytest.mark.slow

@@ -1,14 +1,19 @@
-"""Streams of another server that pass through."""
+"""Streams of another server that pass through; what the page is told of a model."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import Sampling
+from still_export.serving.app import _sampling_settings
 from still_export.serving.wire import Asked, Reply, line, to_the_end
 
 httpx = pytest.importorskip("httpx2")  # what openai speaks through
@@ -81,3 +86,21 @@ def asked(opened: bool) -> Asked:
     """A request whose prompt has opened reasoning, or not."""
     reasoning = Reasoning(("<think>", "</think>"), opened)
     return Asked(True, [1], 9, Sampling(), (), False, True, False, {}, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 2}', 4),
+        ('{"do_sample": true, "temperature": NaN, "top_k": "many"}', 1),
+        ("[1]", 0),
+        ("{", 0),
+    ],
+)
+def test_the_page_starts_with_the_publishers_settings(tmp_path: Path, said: str, expected: int) -> None:
+    (tmp_path / "generation_config.json").write_text(said)
+    entry = {"sha256": hashlib.sha256(said.encode()).hexdigest(), "size_bytes": len(said)}
+    model: Any = SimpleNamespace(folder=tmp_path, manifest={"files": {"generation_config.json": entry}})
+    assert len(_sampling_settings(model)) == expected
+    (tmp_path / "generation_config.json").write_text(said.replace("t", "T"))
+    assert _sampling_settings(model) == {} or "t" not in said

@@ -96,6 +96,10 @@ def test_bits_are_chosen_at_export() -> None:
     target_of("genai").check_model({**manifest, "still": {}}, OrtOptions())
     with pytest.raises(ConfigError, match=r"int4 weights as com\.microsoft, trt-rtx as dequantized"):
         target_of("trt-rtx").check_model(manifest, TrtOptions("trt-rtx"))
+    for kernels, to in (("plugin", "genai"), ("plugin", "web")):
+        manifest = {"model": {"dtype": "float32"}, "ops": {}, "quantization": {**quantization, "nodes": kernels}}
+        with pytest.raises(ConfigError, match="with --to onnx --no-native --quantize int4 and lower that"):
+            target_of(to).check_model({**manifest, "still": {}}, OrtOptions())
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("triton")
 
 from still_kernels import aot
-from still_kernels.linear_attention.work import STEPS, misfit
 from still_kernels.registry import kernels_of
 from still_kernels.tile import SHARED_BYTES, changed
 from tests.still_kernels.test_descriptors import descriptors, instructions
+from tools.kernels.ops.linear_attention import STEPS, misfit
 
 
 def compiled(

@@ -78,15 +78,13 @@ def test_what_tensorrt_has_not_is_refused_before_anything_is_read(
     monkeypatch.setattr("still_export.targets.trt.plugins.USUAL_INCLUDES", ())
     with pytest.raises(ConfigError, match=r"--quantize-block 32: TensorRT's INT4 has 64, 128\."):
         plan("trt", quantize="int4", quantize_block=32)
-    with pytest.raises(ConfigError, match="--quantize-method hqq gives zero points, which TensorRT's INT4 has not"):
-        plan("trt", quantize="int4", quantize_method="hqq")
     with pytest.raises(ConfigError, match="--quantize-block is for --quantize int4: --to trt has a scale for each"):
         plan("trt", quantize="int8", quantize_block=64)
     plan("trt", quantize="int4", quantize_block=128)
     plan("trt-rtx", quantize="int8", quantize_block=32)
     monkeypatch.setattr("still_export.targets.export.write_portable", lambda *_, **__: pytest.fail("exported first"))
     old = (str(headers(tmp_path / "8", "#define NV_TENSORRT_MAJOR 8\n")),)
-    plan("trt", quantize="int4", quantize_block=32, quantize_method="hqq", tensorrt_include=old)
+    plan("trt", quantize="int4", quantize_block=32, quantize_method="rtn", tensorrt_include=old)
     with pytest.raises(ConfigError, match=r"--quantize-block 16: the plugin for TensorRT 8\.6 has 32, 64, 128\."):
         plan("trt", quantize="int4", quantize_block=16, tensorrt_include=old)
     for dtype in ("float32", "bfloat16"):
@@ -131,7 +129,7 @@ def test_scales_are_positive() -> None:
     weight[3] -= 8  # the signed extreme is negative
     weight[4] += 8
     for bits in (4, 8):
-        found = quantize(torch.from_numpy(weight), bits, 32, "rtn", zero_points=False)
+        found = quantize(torch.from_numpy(weight), bits, 32, zero_points=False)
         assert found.zero_points is None and (found.scales.astype(np.float16) > 0).all()
         step = np.repeat(found.scales, 32, axis=1)
         assert (np.abs(found.dequantized() - weight) <= 0.51 * step).all()

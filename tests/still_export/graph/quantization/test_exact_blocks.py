@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from still_export.errors import CheckpointError
+from still_export.gguf.edits import AS_IT_IS, Edit, unpaired
+from still_export.gguf.types import BLOCKS
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.forms import EXACT, form_of
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import held_model, with_held_weights
 from still_export.mixers.roles import EMBEDDING, PROJECTION
-from still_export.models.gguf.quants import BLOCKS
-from still_export.models.gguf.tensors import AS_IT_IS, Edit, Stored, unpaired
+from still_export.models.gguf.tensors import Stored
 from still_export.models.gguf.tensors import weight as of_file
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.source import find_source
@@ -51,6 +52,8 @@ def stored(kind: str, rows: int, columns: int, seed: int) -> Any:
     fields = 2 if BLOCKS[kind][1] else 1
     numbers = random.standard_normal((*data.shape[:2], fields)).astype("<f2")
     data[..., : 2 * fields] = numbers.view(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = random.integers(100, 150, data.shape[:2])
     tensor_type = gguf.GGMLQuantizationType[kind]
     return SimpleNamespace(
         name="w", tensor_type=tensor_type, data=data.reshape(rows, -1), shape=np.array([columns, rows])
@@ -150,7 +153,7 @@ def test_pairs_stay_apart(adapted: ExportOptions, tmp_path: Path) -> None:
         weight = source.weights[name]
         assert isinstance(weight, Deferred) and weight.adapted is not None and weight.adapted.base is not None
         (pair,) = weight.adapted.pairs
-        base = quantize(value_of(weight.adapted.base), 4, 32, "rtn").dequantized()
+        base = quantize(value_of(weight.adapted.base), 4, 32).dequantized()
         delta = pair.scale * value_of(pair.b) @ value_of(pair.a)
         torch.testing.assert_close(value_of(held.weights[name]), torch.from_numpy(base) + delta)
     errors = {}
@@ -174,7 +177,7 @@ def test_merged_pairs_are_rounded_with_the_weight(adapted: ExportOptions, tmp_pa
     source = find_source(adapted)
     name = "model.layers.0.self_attn.q_proj.weight"
     held = with_held_weights(source, package.path, package.manifest).weights[name]
-    expected = quantize(value_of(source.weights[name]), 4, 32, "rtn").dequantized()
+    expected = quantize(value_of(source.weights[name]), 4, 32).dequantized()
     assert np.array_equal(value_of(held).numpy(), expected)
 
 

@@ -62,7 +62,7 @@ def test_blocks_of_a_file_stay_as_they_are() -> None:
 
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     for bits in (4, 8):
-        blocks = SourceBlocks(bits, False, True, lambda bits=bits: quantize(weight, bits, 32, "rtn"))  # type: ignore[misc]
+        blocks = SourceBlocks(bits, False, True, lambda bits=bits: quantize(weight, bits, 32))  # type: ignore[misc]
         given = Deferred((6, 64), torch.float32, lambda: weight, blocks=blocks)
         role = "feed_forward" if bits == 4 else "head"
         methods = [form_of(given, role, Quantization("int4", layout=target_of(t).layout)) for t in ("trt8", "trt")]

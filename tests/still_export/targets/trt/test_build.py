@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -102,19 +103,51 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 
 def test_headers_of_cuda_are_found_among_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are whole; those of the system come first."""
-    include = tmp_path / "nvidia/cu13/include"
-    include.mkdir(parents=True)
-    (include / "cuda_runtime_api.h").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    """Where they are whole, else the package that lacks is named; those of the system come first."""
+
+    def install(*names: str) -> None:
+        for name in names:
+            path = tmp_path / "nvidia" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+
+    packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(plugins, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: packages)))
     monkeypatch.setattr(plugins, "USUAL_CUDA_INCLUDES", ())
-    assert plugins.cuda_headers() != include
-    (include / "crt").mkdir()
-    (include / "crt/host_defines.h").write_text("")
-    assert plugins.cuda_headers() == include
-    monkeypatch.setattr(plugins, "USUAL_CUDA_INCLUDES", (str(include),))
-    assert plugins.cuda_headers() is None
+    with pytest.raises(
+        plugins.PluginBuildError, match=r"pip install nvidia-cuda-runtime nvidia-cuda-crt, or .*--cuda-include"
+    ):
+        plugins.cuda_headers()
+    twelve, part = (tmp_path / "nvidia" / name / "include" for name in ("cuda_runtime", "cuda_nvcc"))
+    install("cuda_runtime/include/cuda_runtime_api.h")
+    with pytest.raises(plugins.PluginBuildError, match="pip install nvidia-cuda-nvcc-cu12"):
+        plugins.cuda_headers()
+    install("cuda_nvcc/include/crt/host_defines.h")
+    assert plugins.cuda_headers() == [twelve, part]
+    install("cu13/include/cuda_runtime_api.h")
+    assert plugins.cuda_headers() == [twelve, part], "that of 13 is not whole"
+    install("cu13/include/crt/host_defines.h")
+    thirteen = tmp_path / "nvidia/cu13/include"
+    assert plugins.cuda_headers() == [thirteen]
+    (twelve / "cuda_runtime_api.h").unlink()
+    assert plugins.cuda_headers() == [thirteen]
+    (thirteen / "crt/host_defines.h").unlink()
+    with pytest.raises(plugins.PluginBuildError, match="pip install nvidia-cuda-crt"):
+        plugins.cuda_headers()
+    monkeypatch.setattr(plugins, "USUAL_CUDA_INCLUDES", (str(thirteen),))
+    assert plugins.cuda_headers() == []
+    assert plugins.cuda_headers(thirteen) == [thirteen]
+    with pytest.raises(plugins.PluginBuildError, match="has no cuda_runtime_api"):
+        plugins.cuda_headers(tmp_path)
+
+
+def test_what_lacks_of_cuda_is_said_before_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "USUAL_CUDA_INCLUDES", ())
+    (tmp_path / "NvInfer.h").write_text("")
+    (tmp_path / "NvInferVersion.h").write_text("#define NV_TENSORRT_MAJOR 11\n")
+    named = TrtOptions(tensorrt_include=(str(tmp_path),), cuda_include=tmp_path)
+    with pytest.raises(plugins.PluginBuildError, match="has no cuda_runtime_api"):
+        target_of("trt", named).ready(named, lambda *_: None)
 
 
 VERSIONS = ("8.6.1", "10.3.0", "11.1.0")

@@ -1,0 +1,55 @@
+"""adapter_config.json of PEFT, by a list of what is understood: everything else that is set is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import UnsupportedModelError
+from still_export.folders.files import Adapter, read_checked, read_json
+
+INERT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *("exclude_modules", "layers_pattern", "layers_to_transform", "modules_to_save", "target_modules"),
+        *("bias", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "runtime_config"),
+    )
+)
+"""Fields that change no weight: what was trained, and how; the adapter's tensors say which weights there are."""
+UNDERSTOOD = frozenset(
+    ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "still_config")
+)
+MERGE = "Where PEFT can merge the adapter into its base (merge_and_unload), take the merged model."
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base as it is; others subtract from it what the pair began with."""
+
+
+def read_adapter_config(path: Path) -> dict[str, Any]:
+    """adapter_config.json at `path`.
+
+    Raises:
+        CheckpointError: It is damaged.
+        UnsupportedModelError: It is no LoRA, or sets what is not understood.
+    """
+    kind = read_json(path).get("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{path}: peft_type is {kind!r:.40}; LORA is read. {MERGE}")
+    values = read_checked(path, Adapter)
+    start = values.get("init_lora_weights", True)
+    unknown = {n: v for n, v in values.items() if n not in INERT | UNDERSTOOD and v not in (None, False, "", [], {})}
+    if unknown:
+        name, value = next(iter(unknown.items()))
+        raise UnsupportedModelError(f"{path} sets {name} to {value!r:.60}, which is not understood here. {MERGE}")
+    if start not in STARTS:
+        raise UnsupportedModelError(f"{path}: init_lora_weights is {start!r:.40}, which also changes the base. {MERGE}")
+    return values
+
+
+def lora_scale(adapter: Mapping[str, Any], module: str, rank: int) -> float:
+    """What the pair of a module is multiplied with; the pair says its rank, which `rank_pattern` may have set."""
+    patterns = adapter.get("alpha_pattern") or {}
+    found = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
+    alpha = float(adapter["lora_alpha"] if found is None else found)
+    return alpha / (rank**0.5 if adapter.get("use_rslora") else rank)

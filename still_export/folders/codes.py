@@ -1,0 +1,70 @@
+"""How few bits the weights of a folder have, by `quantization_config` and the heads of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from still_export.folders.weights import Head
+
+TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8",
+    "F8_E5M2": "float8",
+}
+_OF_CODES = (
+    *(".qzeros", ".scales", ".g_idx", ".SCB"),
+    *(f".weight_{name}" for name in ("scale", "scale_inv", "scale_2", "zero_point", "shape", "g_idx", "global_scale")),
+    *(".input_scale", ".input_global_scale", ".k_scale", ".v_scale", ".output_scale"),
+)
+"""Ends of names of what belongs to codes."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How few bits the weights of a folder have, by `quantization_config`."""
+
+    config: Mapping[str, Any]
+
+    @property
+    def method(self) -> str:
+        return str(self.config.get("quant_method", ""))
+
+    @property
+    def bits(self) -> int:
+        """Of most codes."""
+        config = self.config
+        found = config.get("bits") or config.get("w_bit") or (4 if config.get("load_in_4bit") else 0)
+        for group in (config.get("config_groups") or {}).values():
+            found = found or (group.get("weights") or {}).get("num_bits")
+        algorithm = re.search(r"\d+", str(config.get("quant_algo", config.get("fmt", ""))))
+        return int(found or (algorithm[0] if algorithm else 0))
+
+    @property
+    def group(self) -> str:
+        """Inputs that share a scale, in words."""
+        size = self.config.get("group_size") or self.config.get("q_group_size")
+        for one in (self.config.get("config_groups") or {}).values():
+            size = size or (one.get("weights") or {}).get("group_size")
+        return f", groups of {size}" if isinstance(size, int) and size > 0 else ""
+
+    def of(self, name: str, head: Head, names: Mapping[str, Head]) -> tuple[str, int]:
+        """The type of a tensor in words, and the weights that it has."""
+        if head.dtype in ("I32", "U8", "I8") and self.method:
+            bits = self.bits or (8 if head.dtype == "I8" else 4)
+            held = {"I32": 32, "U8": 8, "I8": 8}[head.dtype]
+            return f"{bits} bits ({self.method}{self.group})", head.numbers * max(held // bits, 1)
+        scaled = any(f"{name}{end}" in names for end in ("_scale", "_scale_inv"))
+        kind = TYPES.get(head.dtype, head.dtype)
+        return (f"{kind} ({self.method})" if scaled and self.method else kind), head.numbers
+
+    def counted(self, heads: Mapping[str, Head]) -> Iterator[tuple[str, Head, str, int]]:
+        """Name, head, type in words and numbers of each weight; what belongs to codes is left out."""
+        for name, head in heads.items():
+            if not name.endswith(_OF_CODES) and ".weight." not in name:
+                yield name, head, *self.of(name, head, heads)

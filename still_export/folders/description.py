@@ -1,0 +1,189 @@
+"""What was understood of a model's or an adapter's folder, in few lines: from its small files and the heads of its weights."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from still_export.discovery import recognised
+from still_export.errors import CheckpointError, StillExportError
+from still_export.folders.adapter_config import read_adapter_config
+from still_export.folders.adapter_description import files_beside, lora_of
+from still_export.folders.codes import Codes
+from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, IMAGES, LINEAR, TEXT_OF, demand_softmax_folder
+from still_export.folders.files import check_tokenizer_files, read_json
+from still_export.folders.weights import METHODS, Head, heads_of, weight_files
+from still_export.folders.words import layers_of, template_of
+from still_export.sources import SOFTMAX
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
+_EMBEDDING = re.compile(r"(embed_tokens|embeddings?|wte|word_embeddings)\.weight$")
+_BLOCKS = {"M": "mamba", "*": "full", "-": "feed-forward", "E": "experts"}
+"""Letters of Nemotron-H's hybrid_override_pattern."""
+
+
+def describe_folder(folder: Path) -> dict[str, str]:
+    """What a model's folder is: model, weights, tokenizer, template, adapter, and what is ignored; a line each.
+
+    Raises:
+        CheckpointError: config.json or the weights are damaged or incomplete.
+    """
+    try:
+        return _described(folder)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(
+            f"the JSON files of {folder} hold values of other types than models have: {type(error).__name__}: {error}. "
+            "Fetch the model again."
+        ) from error
+
+
+def _described(folder: Path) -> dict[str, str]:
+    whole = read_json(folder / "config.json")
+    demand_softmax_folder(folder)
+    model_type, config = language_config(whole)
+    files = weight_files(folder)
+    heads = heads_of(files)
+    others = {name: what for name in heads if (what := _purpose(name, config))}
+    own = {name: head for name, head in heads.items() if name not in others}
+    quantized = whole.get("quantization_config") or config.get("quantization_config")
+    if quantized is None and (folder / "hf_quant_config.json").is_file():
+        quantized = {"quant_method": "modelopt", **read_json(folder / "hf_quant_config.json").get("quantization", {})}
+    codes = Codes(quantized if isinstance(quantized, dict) else {})
+    size = config.get("vocab_size")
+    return {
+        "model": _model(model_type, config, own, codes, len(files)),
+        "weights": _weights(own, codes),
+        "tokenizer": _tokenizer(folder, size if isinstance(size, int) else None),
+        "template": template_of(templates_of(folder)),
+        "adapter": _adapter(folder),
+        "ignored": _ignored(folder, files, others, model_type),
+    }
+
+
+def language_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """model_type and values of the language model in a config.json."""
+    kind = recognised(dict(config))
+    text = config.get("text_config")
+    if not kind:
+        raise CheckpointError("config.json names no model_type, so the family is unknown. Fetch the model again.")
+    return (TEXT_OF[kind], text) if kind in TEXT_OF and isinstance(text, dict) else (kind, config)
+
+
+def is_known(model_type: str) -> bool:
+    """Whether it is known without torch that the family is read; systems have others."""
+    name = model_type.removeprefix("still_")
+    return name in SOFTMAX or name in LINEAR or name in TEXT_OF or name == "still"
+
+
+def _purpose(name: str, config: Mapping[str, Any]) -> str:
+    """What a tensor is for that is none of the language model's; "": it is."""
+    for begin, what in ELSEWHERE.items():
+        if name.startswith(begin):
+            return what
+    count, layer = config.get("num_hidden_layers"), _LAYER.search(name)
+    ahead = any(config.get(field) for field in AHEAD_FIELDS)
+    return AHEAD if ahead and layer and isinstance(count, int) and int(layer[1]) >= count else ""
+
+
+def _model(model_type: str, config: Mapping[str, Any], heads: Mapping[str, Head], codes: Codes, files: int) -> str:
+    name = model_type.removeprefix("still_")
+    layers = {int(m[1]) for tensor in heads if (m := _LAYER.search(tensor))}
+    count = config.get("num_hidden_layers")
+    still = config.get("still_config")
+    kinds = (still or {}).get("layer_types") or config.get("layer_types") or config.get("layers_block_type") or ()
+    if not kinds and isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        kinds = [_BLOCKS.get(letter, letter) for letter in pattern]
+    numbers = sum(count for *_, count in codes.counted(heads))
+    how = ""
+    if model_type.startswith("still_"):
+        how = "; linearized"
+    elif name in SOFTMAX:
+        how = "; softmax layers, which linearize replaces"
+    parts = f", in {files} files" if files > 1 else ""
+    said = layers_of(count if isinstance(count, int) else len(layers), map(str, kinds))
+    return f"{name}, {said}, {numbers / 1e6:,.1f} M parameters{parts}{how}"
+
+
+def _weights(heads: Mapping[str, Head], codes: Codes) -> str:
+    if codes.method and codes.method not in METHODS:
+        return f"not read: quantized by {codes.method}; {', '.join(METHODS)} are"
+    found: dict[str, Counter[str]] = {}
+    for name, head, said, _ in codes.counted(heads):
+        if len(head.shape) > 1 and "lora_" not in name:
+            place = "embedding" if _EMBEDDING.search(name) else "head" if name.endswith("lm_head.weight") else "layers"
+            found.setdefault("experts" if ".experts." in name else place, Counter())[said] += 1
+    parts = []
+    for kind, types in found.items():
+        named = ", ".join(
+            f"{count} in {said}" if len(types) > 1 else f"in {said}" for said, count in types.most_common()
+        )
+        parts.append(f"{kind} {named}")
+    return "; ".join(parts)
+
+
+def _tokenizer(folder: Path, vocabulary: int | None) -> str:
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
+        return f"{others[0]}, which transformers converts" if others else "none, so that a package takes token ids"
+    try:
+        check_tokenizer_files(folder)
+        read = Tokenizer.from_file(str(path))
+    except StillExportError as error:
+        return f"not read: {error}"
+    except BaseException as error:  # the library panics beside Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        return f"not read: {path.name}: {' '.join(str(error).split())}"
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    size = read.get_vocab_size()
+    said = f"{type(read.model).__name__}, {size:,} tokens"
+    for name in ("bos", "eos"):
+        token = config.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        said += f", {name} {text!r}" if text else ""
+    off = [name for name, value in (("truncation", read.truncation), ("padding", read.padding)) if value is not None]
+    said += f"; {' and '.join(off)} switched off" if off else ""
+    beyond = vocabulary is not None and sum(number >= vocabulary for number in read.get_vocab().values())
+    return said + (f"; {beyond} tokens beyond the model's vocabulary, texts with them are refused" if beyond else "")
+
+
+def templates_of(folder: Path) -> dict[str, str]:
+    """Chat templates by name, as transformers finds them."""
+    found: dict[str, str] = {}
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        found |= {str(one.get("name")): str(one.get("template")) for one in given if isinstance(one, dict)}
+    single, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
+    if single.is_file() or more.is_dir():
+        found = {"default": single.read_text("utf-8")} if single.is_file() else {}
+        found |= {path.stem: path.read_text("utf-8") for path in sorted(more.glob("*.jinja"))}
+    return found
+
+
+def _adapter(folder: Path) -> str:
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return "none"
+    try:
+        values = read_adapter_config(path)
+    except StillExportError as error:
+        return f"not read: {error}"
+    return lora_of(values, heads_of([f for f in [folder / "adapter_model.safetensors"] if f.is_file()]))
+
+
+def _ignored(folder: Path, files: Iterable[Path], others: Mapping[str, str], model_type: str) -> str:
+    flags = {AHEAD: "--speculate", IMAGES: "--vision"}
+    said = [
+        f"{count} tensors of {what} ({flags[what]} exports them)" for what, count in Counter(others.values()).items()
+    ]
+    adapter = [folder / "adapter_model.safetensors"] if (folder / "adapter_config.json").is_file() else []
+    return ", ".join([*said, *files_beside(folder, [*files, *adapter])]) or "nothing"

@@ -1,0 +1,111 @@
+"""What was understood of a GGUF file, in few lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from still_export.errors import ModelNotFoundError, StillExportError
+from still_export.folders.words import layers_of, template_of
+from still_export.gguf.architectures import ROPE_TABLE, place, read_config, target_of
+from still_export.gguf.container import Container, open_gguf
+from still_export.gguf.shared import BLOCK, Architecture, Config, View
+from still_export.gguf.tokenizer import make_tokenizer, templates
+from still_export.gguf.types import BLOCKS, FORMS, bits_of
+from still_export.sources import SOFTMAX
+
+_KEPT = {*BLOCKS, *FORMS}
+"""Types whose blocks packages keep (docs/reference/quantization.md)."""
+
+
+def quantize_policy(file: Container) -> str | None:
+    """The policy of --quantize that keeps most of a file's blocks: by the bits that most of its numbers have; None: they are floats."""
+    counts: Counter[int] = Counter()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            counts[bits_of(tensor.tensor_type.name)] += int(tensor.n_elements)
+    bits = counts.most_common(1)[0][0] if counts else 0
+    return None if bits == 0 else "int4" if bits <= 4 else "int8"
+
+
+def describe_gguf(path: Path) -> dict[str, str]:
+    """What a file is: model, weights, tokenizer, template, adapter, and what is ignored; a line each.
+
+    Raises:
+        StillExportError: The model cannot be read.
+    """
+    file = open_gguf(path)
+    view, architecture, config = read_config(path)
+    _demand_places(view, architecture)
+    return {
+        "model": _model(file, config),
+        "weights": _weights(file),
+        "tokenizer": _tokenizer(file),
+        "template": template_of(templates(file)),
+        "adapter": "none",
+        "ignored": _ignored(file, config),
+    }
+
+
+def _demand_places(view: View, architecture: Architecture) -> None:
+    """Raise UnsupportedModelError where a tensor has no place in the family."""
+    owned = {part for parts in architecture.joined.values() for part in parts}
+    for name in view.file.tensors:
+        prefix, part = place(view, name)
+        if name != ROPE_TABLE and not architecture.skips(name) and not (prefix and part in owned):
+            target_of(view, architecture, prefix, part, name)
+
+
+def _model(file: Container, config: Config) -> str:
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+    numbers = sum(int(tensor.n_elements) for tensor in file.tensors.values())
+    parts = f", in {len(file.parts)} files" if len(file.parts) > 1 else ""
+    family = config["model_type"]
+    softmax = "; softmax layers, which linearize replaces" if family in SOFTMAX else ""
+    return (
+        f"{family} (architecture {file.architecture}), {layers_of(config['num_hidden_layers'], kinds)}, "
+        f"{numbers / 1e6:,.1f} M parameters{parts}{softmax}"
+    )
+
+
+def _weights(file: Container) -> str:
+    """Types by kind of tensor."""
+    found: dict[str, Counter[str]] = {}
+    for name, tensor in file.tensors.items():
+        match = BLOCK.fullmatch(name)
+        part = match[2] if match else name
+        kind = "experts" if "_exps" in part else "layers" if match else part.removesuffix(".weight")
+        if len(tensor.shape) > 1:
+            found.setdefault(kind, Counter())[tensor.tensor_type.name] += 1
+    said = []
+    for kind, types in found.items():
+        named = ", ".join(f"{count} {name}" if len(types) > 1 else name for name, count in types.most_common())
+        said.append(f"{kind} in {named}")
+    coded = {name for types in found.values() for name in types if bits_of(name)}
+    lost = sorted(coded - _KEPT)
+    said.append(f"dequantized, as no kernel reads them: {', '.join(lost)}" if lost else "")
+    many = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    numbers = sum(int(tensor.n_elements) for tensor in many)
+    said.append(f"{8 * sum(int(t.n_bytes) for t in many) / numbers:.1f} bits a weight" if numbers else "")
+    return "; ".join(part for part in said if part)
+
+
+def _tokenizer(file: Container) -> str:
+    try:
+        made = make_tokenizer(file)
+    except ModelNotFoundError as error:
+        return f"none, so that a package takes token ids: {error}"
+    except StillExportError as error:
+        return f"not read: {error}"
+    rule = file.value("tokenizer.ggml.pre", None)
+    names = "".join(f", {n} {made.names[f'{n}_token']!r}" for n in ("bos", "eos") if f"{n}_token" in made.names)
+    return (
+        f"{file.value('tokenizer.ggml.model')}{f' ({rule})' if rule else ''}, {made.tokenizer.get_vocab_size():,} tokens{names}"
+        f"{', texts begin with bos' if made.begins else ''}"
+    )
+
+
+def _ignored(file: Container, config: Config) -> str:
+    behind = config["num_hidden_layers"]
+    ahead = {int(m[1]) for name in file.tensors if (m := BLOCK.fullmatch(name)) and int(m[1]) >= behind}
+    return f"{len(ahead)} layers that guess tokens ahead (--speculate exports them)" if ahead else "nothing"

@@ -1,0 +1,29 @@
+"""Sentences that descriptions of GGUF files and of folders share."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+_ARGUMENTS = ("tools", "documents", "enable_thinking", "reasoning_content", "add_generation_prompt")
+
+
+def layers_of(count: int, kinds: Iterable[str]) -> str:
+    """ "24 layers (18 linear, 6 full)"."""
+    counted = Counter(kind.removesuffix("_attention").replace("_", " ") for kind in kinds)
+    mixed = ", ".join(f"{number} {kind}" for kind, number in counted.items())
+    return f"{count} layers" + (f" ({mixed})" if mixed else "")
+
+
+def template_of(templates: Mapping[str, str]) -> str:
+    """Chat templates by name, and which of the usual arguments they name."""
+    if not templates:
+        return "none, so that there are no chats"
+    said = []
+    for name, text in templates.items():
+        named = [word for word in _ARGUMENTS if re.search(rf"\b{word}\b", text)]
+        thinks = ["<think>"] if "<think>" in text else []
+        known = f", with {', '.join(named + thinks)}" if named or thinks else ""
+        said.append(f"{'' if name == 'default' else f'{name}: '}{len(text):,} characters{known}")
+    return "; ".join(said)

@@ -1,0 +1,114 @@
+"""Architectures of GGUF files by name: what a file says of its model as config.json says it, and where its tensors belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import UnsupportedModelError
+from still_export.gguf.container import open_gguf
+from still_export.gguf.ends import token_ids
+from still_export.gguf.hybrids import HYBRIDS
+from still_export.gguf.mamba import MAMBA
+from still_export.gguf.shared import BLOCK, Architecture, Config, View
+from still_export.gguf.softmax import SOFTMAX
+
+ARCHITECTURES: dict[str, Architecture] = {**SOFTMAX, **HYBRIDS, **MAMBA}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "final_logit_softcapping": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),
+    "expert_feed_forward_length": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "use_parallel_residual": (False,),
+    "ssm.dt_b_c_rms": (False,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.finetuned": (True, False),
+    "tensor_data_layout": ("reference", "Meta AI original pth"),
+}
+"""Values of keys that change nothing for an architecture that has no such thing."""
+ROPE_TABLE = "rope_freqs.weight"
+"""Whose numbers the configuration has."""
+
+
+def read_config(path: Path) -> tuple[View, Architecture, Config]:
+    """The file, its architecture, and the values of config.json, `model_type` included.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        UnsupportedModelError: Its architecture or a key that changes numbers is not covered.
+    """
+    file = open_gguf(path)
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None:
+        raise UnsupportedModelError(
+            f"{path} has architecture {file.architecture!r}; GGUF files of {', '.join(ARCHITECTURES)} are read. "
+            "Use the model's Hugging Face folder if its family is covered."
+        )
+    view = View(file)
+    config = architecture.config(view)
+    _refuse_unread(view)
+    config |= token_ids(file, config["vocab_size"])
+    return view, architecture, config
+
+
+def _refuse_unread(view: View) -> None:
+    for name, value in view.keys.unread():
+        neutral = _NEUTRAL.get(name, ())
+        values = value if isinstance(value, list) else [value]
+        if not all(any(one == known for known in neutral) for one in values):
+            raise view.refuse(f"{view.keys.prefix}{name}={str(value)[:60]}, a key that may change numbers")
+
+
+def place(view: View, name: str) -> tuple[str, str]:
+    """Where a tensor lies: "model.layers.N." or "", and its name there without `.weight`. Layers that guess tokens ahead come last."""
+    match = BLOCK.fullmatch(name)
+    if match is None:
+        return "", name.removesuffix(".weight")
+    layer = int(match[1])
+    part = match[2].removesuffix(".weight")
+    if layer < view.layers:
+        return f"model.layers.{layer}.", part
+    return f"mtp.layers.{layer - view.layers}.", part
+
+
+def target_of(view: View, architecture: Architecture, prefix: str, part: str, name: str) -> str:
+    """transformers' name of a tensor, without its layer and `.weight`.
+
+    Raises:
+        UnsupportedModelError: It has none.
+    """
+    table = architecture.parts if prefix else architecture.whole
+    if (target := table.get(part)) is not None:
+        return target
+    if prefix.startswith(
+        "mtp."
+    ):  # of layers that guess tokens ahead, which are left out where the family has no place for them
+        return part
+    base = part.removesuffix(".bias")
+    if base != part and base in table and _takes_bias(architecture, base):
+        return table[base]
+    raise view.refuse(f"the tensor {name}, which has no place in the family")
+
+
+def _takes_bias(architecture: Architecture, part: str) -> bool:
+    """Whether a projection may have a bias: those of no group may, where the family's class says so later."""
+    grouped = {name for group in architecture.biases for name in group}
+    return part in grouped or not (grouped and part.startswith(("attn_", "ffn_")))

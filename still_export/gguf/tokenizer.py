@@ -1,0 +1,239 @@
+"""The tokenizer of a GGUF file, by llama.cpp's rules for what its keys leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from still_export.gguf.container import Container, open_gguf
+from still_export.gguf.rules import rule_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5
+_SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "mask")
+"""As keys spell them."""
+_SPACE = "\u2581"
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Tokens of a file by id, and what kind each is of."""
+
+    path: Path
+    tokens: list[str]
+    kinds: list[int]
+    ids: dict[str, int | None]
+
+    @property
+    def added(self) -> list[tuple[str, bool]]:
+        """Tokens that are found in a text before it is split, and whether decoders leave them out."""
+        marked = {token for token in self.ids.values() if token is not None}
+        return [
+            (token, kind != _USER)
+            for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
+            if token and (kind in (_UNKNOWN, _CONTROL, _USER) or number in marked)
+        ]
+
+    def named(self, name: str) -> str | None:
+        """The text of a special token."""
+        token = self.ids.get(name)
+        return None if token is None else self.tokens[token]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A file's tokenizer.
+
+    Attributes:
+        tokenizer: Of the library tokenizers.
+        names: Special tokens, as transformers names them: bos_token, eos_token, unk_token, pad_token.
+        begins: Each text begins with the token bos.
+    """
+
+    tokenizer: Tokenizer
+    names: dict[str, str]
+    begins: bool
+
+
+def make_tokenizer(file: Container) -> Made:
+    """The tokenizer of a GGUF file.
+
+    Raises:
+        CheckpointError: Its parts do not fit each other.
+        UnsupportedModelError: It is of a kind, or splits texts by a rule, that is not covered.
+        ModelNotFoundError: The file has none.
+    """
+    path = file.path
+    kind = str(file.value("tokenizer.ggml.model", "none"))
+    if kind in ("none", "no_vocab", "rwkv"):
+        why = f"no library's ({kind})" if kind == "rwkv" else "none"
+        raise ModelNotFoundError(f"the tokenizer of {path} is {why}.")
+    if kind not in _MAKERS:
+        raise UnsupportedModelError(
+            f"the tokenizer of {path} is of kind {kind!r} (tokenizer.ggml.model); covered: {', '.join(_MAKERS)}. "
+            "Use the model's Hugging Face folder."
+        )
+    vocabulary = _vocabulary(file)
+    try:
+        made, adds_bos, adds_eos = _MAKERS[kind](file, vocabulary)
+    except (CheckpointError, UnsupportedModelError):
+        raise
+    except BaseException as error:  # the library panics beside Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(
+            f"the tokenizer of {path} cannot be made: {' '.join(str(error).split())}. The file is damaged; fetch it again."
+        ) from error
+    _add(made, vocabulary)
+    _check(made, vocabulary)
+    adds_bos = bool(file.value("tokenizer.ggml.add_bos_token", adds_bos))
+    adds_eos = bool(file.value("tokenizer.ggml.add_eos_token", adds_eos))
+    _surround(made, vocabulary, adds_bos, adds_eos)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {ours: token for ours, name in names.items() if (token := vocabulary.named(name)) is not None}
+    return Made(made, found, adds_bos and "bos_token" in found)
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file, for transformers; errors as of `make_tokenizer`."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = open_gguf(path)
+    made = make_tokenizer(file)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made.tokenizer, clean_up_tokenization_spaces=False, **made.names
+    )
+    named = templates(file)
+    tokenizer.chat_template = named if named.keys() - {"default"} else named.get("default")
+    return tokenizer
+
+
+def _vocabulary(file: Container) -> _Vocabulary:
+    """Tokens that the model has an embedding of."""
+    tokens = [str(token) for token in file.value("tokenizer.ggml.tokens")]
+    kinds = [int(kind) for kind in file.value("tokenizer.ggml.token_type", [1] * len(tokens))]
+    if len(kinds) != len(tokens):
+        raise CheckpointError(
+            f"the tokenizer of {file.path} has {len(tokens)} tokens and {len(kinds)} types of tokens. The file is damaged; fetch it again."
+        )
+    embedding = file.tensors.get("token_embd.weight")
+    rows = len(tokens) if embedding is None else int(embedding.shape[1])
+    beyond = [token for token, kind in zip(tokens[rows:], kinds[rows:], strict=True) if kind != _UNUSED]
+    if beyond:
+        raise CheckpointError(
+            f"the tokenizer of {file.path} has {len(tokens)} tokens, the model embeddings of {rows}: {beyond[0]!r} lies outside of its "
+            "vocabulary. They belong to different models; fetch the file again."
+        )
+    tokens, kinds = tokens[:rows], kinds[:rows]
+    ids = {name: file.value(f"tokenizer.ggml.{name}_token_id", None) for name in _SPECIAL}
+    ids = {name: None if token is None or token >= len(tokens) else int(token) for name, token in ids.items()}
+    seen: set[str] = set()
+    for number, token in enumerate(tokens):
+        if token in seen:  # two tokens of one text: the first is what the text gives
+            tokens[number] = f"<token {number} of the vocabulary>"
+        seen.add(token)
+    return _Vocabulary(file.path, tokens, kinds, ids)
+
+
+def _byte_level(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    """Merges of bytes, as GPT-2 has them."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    rule = rule_of(file.value("tokenizer.ggml.pre", None), file.path)
+    merges = _pairs(file, file.value("tokenizer.ggml.merges", []))
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    made = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.ignore_merges))
+    made.pre_tokenizer, made.decoder = rule.pre_tokenizer(), decoders.ByteLevel()
+    if rule.composed:
+        made.normalizer = normalizers.NFC()
+    return made, rule.adds_bos, False
+
+
+def _pairs(file: Container, merges: Sequence[str]) -> list[tuple[str, str]]:
+    """Merges, whose parts a space divides; it may be a part's first letter only where that is no byte's."""
+    pairs = []
+    for merge in merges:
+        left, space, right = str(merge).partition(" ")
+        if not (left and space and right):
+            raise CheckpointError(f"the tokenizer of {file.path} has the merge {merge!r}, which is no pair of tokens.")
+        pairs.append((left, right))
+    return pairs
+
+
+def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    """Merges by the scores of what they make, bytes for what no token has."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, kinds = vocabulary.tokens, vocabulary.kinds
+    scores = file.value("tokenizer.ggml.scores", [0.0] * len(tokens))
+    plain = {token: number for number, token in enumerate(tokens) if kinds[number] == 1}
+    merges = []
+    for token, number in plain.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in plain and right in plain:
+                merges.append((-scores[number], number, cut, (left, right)))
+    merges.sort()
+    unknown = vocabulary.named("unknown") or next(
+        (token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None
+    )
+    ids = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(
+        models.BPE(ids, [pair for *_, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefixed = bool(file.value("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return made, True, False
+
+
+_MAKERS = {"gpt2": _byte_level, "llama": _sentence_piece}
+"""By `tokenizer.ggml.model`: the tokenizer, and whether it adds a token before and behind each text."""
+
+
+def _add(made: Tokenizer, vocabulary: _Vocabulary) -> None:
+    from tokenizers import AddedToken
+
+    special = [AddedToken(token, normalized=False, special=True) for token, hidden in vocabulary.added if hidden]
+    made.add_special_tokens(special)
+    made.add_tokens([AddedToken(token, normalized=False) for token, hidden in vocabulary.added if not hidden])
+
+
+def _check(made: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Raise CheckpointError where a token that texts may name has another id than the model's."""
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    for token, _ in vocabulary.added:
+        if (found := made.encode(token, add_special_tokens=False).ids) != [ids[token]]:
+            raise CheckpointError(
+                f"the tokenizer of {vocabulary.path} reads its token {token!r} ({ids[token]}) as {found}. The file is damaged; "
+                "fetch another."
+            )
+
+
+def _surround(made: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos: bool) -> None:
+    """Put the tokens before and behind each text that the file asks for."""
+    from tokenizers import processors
+
+    begin = vocabulary.named("bos") if adds_bos else None
+    end = vocabulary.named("eos") if adds_eos else None
+    if begin is None and end is None:
+        return
+    around = [token for token in (begin, "$A", end) if token is not None]
+    again = [token.replace("$A", "$B") for token in around]
+    known = [(token, vocabulary.tokens.index(token)) for token in dict.fromkeys((begin, end)) if token is not None]
+    made.post_processor = processors.TemplateProcessing(single=around, pair=around + again, special_tokens=known)
+
+
+def templates(file: Container) -> dict[str, str]:
+    """Chat templates by name; that of most files is "default"."""
+    names = file.value("tokenizer.chat_templates", [])
+    default = file.value("tokenizer.chat_template", None)
+    named = {str(name): str(file.value(f"tokenizer.chat_template.{name}")) for name in names}
+    return {**({} if default is None else {"default": str(default)}), **named}

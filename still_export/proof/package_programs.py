@@ -1,0 +1,123 @@
+"""The programs that were copied into a package: byte by byte this version's, and run in a process of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from still_export.errors import StillExportError
+from still_export.package.files import MODEL
+from still_export.package.folder import Package
+from still_export.package.refusals import RunError
+from still_export.proof.reference import open_runner
+from still_export.proof.texts_asked import PROSE
+from still_export.proof.verdict import Check, Verdict
+from still_export.runtime.bundle import PROGRAMS, RUNTIME, write_programs
+from still_export.runtime.sampling import Sampling
+from still_export.runtime.text import Answer, Text
+from still_export.version import __version__
+
+TOKENIZER = "tokenizer.json"
+TOKENS = 12
+"""That a program generates."""
+TIMEOUT_S = 600
+SHOWN = 60
+"""Characters of a text that a message shows."""
+ALONE = """
+import importlib, pathlib, runpy, sys
+_, folder, program, *words = sys.argv
+sys.path.insert(0, folder)
+for path in sorted(pathlib.Path(folder, "{runtime}").rglob("*.py")):
+    name = ".".join(path.relative_to(folder).with_suffix("").parts)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("{runtime}"):
+            sys.exit(f"{{name}}: {{error}}")
+    except BaseException as error:
+        sys.exit(f"{{name}}: {{type(error).__name__}}: {{error}}")
+sys.argv = [program, *words]
+runpy.run_path(program, run_name="__main__")
+"""
+"""Imports every module of the copied runner, as far as other libraries are here, then runs a program of the package."""
+
+
+def check_programs(package: Package, provider: str = "cpu") -> Verdict:
+    """Run the programs of a package as a stranger does, and compare their tokens with those of the runner here."""
+    manifest, verdict = package.manifest, _check_copies(package)
+    program = package.path / PROGRAMS["ort"]
+    if not program.is_file() or program.name not in manifest["files"]:
+        others = [name for name in PROGRAMS.values() if name in manifest["files"]]
+        verdict.not_asked.append(
+            f"{', '.join(others)}, run in a process of its own: it needs the GPU that the engine was built for"
+            if others
+            else "a program of its own: this package has none"
+        )
+        return verdict
+    text = TOKENIZER in manifest["files"] and importlib.util.find_spec("tokenizers") is not None
+    prompt = PROSE[:40]
+    vocabulary = int(manifest["model"]["vocab_size"])
+    ids = [1 + 7 * i % (vocabulary - 1) for i in range(9)] if vocabulary > 1 else [0]
+    asked = ["--prompt", prompt] if text else ["--prompt-ids", ",".join(map(str, ids))]
+    asked += ["--tokens", str(TOKENS), "--provider", provider]
+    command = [sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *asked]
+    name = f"every file of {RUNTIME}/ can be imported, and {program.name} says the same, in a process of its own"
+    try:
+        runner = open_runner(package.path, manifest, "ort", provider, check=False)
+        runner.start()
+        speaks = Text(runner) if text else None
+        answer = Answer(runner, speaks, speaks.encode(prompt) if speaks else ids, TOKENS, Sampling())
+        right = "".join(answer)
+    except RunError as error:
+        return Verdict.of([Check(name, False, f"the runner here: {error}", MODEL)])
+    done = _run(command)
+    found, wrong = done.stdout.removesuffix("\n"), ""
+    if done.returncode:
+        wrong = f"it ends with exit code {done.returncode}: {_last_line(done)}"
+    elif found != right:
+        wrong = f"it says {found[:SHOWN]!r}, the runner here {right[:SHOWN]!r}"
+    verdict.checks.append(Check(name, not wrong, wrong, program.name * bool(wrong)))
+    return verdict
+
+
+def _check_copies(package: Package) -> Verdict:
+    """The programs of a package, byte by byte those that this version writes."""
+    made, here = package.manifest["versions"].get("still-export"), __version__
+    names = {name for name in package.manifest["files"] if name in PROGRAMS.values() or name.startswith(f"{RUNTIME}/")}
+    if made != here:
+        return Verdict(
+            not_asked=[f"programs byte by byte: still-export {made} wrote them, and this is {here}"] if names else []
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_programs(folder, [runner for runner, name in PROGRAMS.items() if name in names])
+        right = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {name: (package.path / name).read_bytes() for name in names if (package.path / name).is_file()}
+    wrong = sorted(name for name in right.keys() | found.keys() if right.get(name) != found.get(name))
+    what = f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not; export again" if wrong else ""
+    name = "its programs are those that this version writes"
+    return Verdict.of([Check(name, not wrong, what, wrong[0] if wrong else "")] if names else [])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """In a process that sees nothing of this project but the package."""
+    apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    apart |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", env=apart, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"it did not end in {TIMEOUT_S} seconds")
+    except OSError as error:
+        raise StillExportError(f"{command[0]} cannot be started: {error}.") from error
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1][:300] if lines else "it says nothing"

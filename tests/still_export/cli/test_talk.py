@@ -1,0 +1,103 @@
+"""`run --chat` in a terminal: its opening, a cut answer's mark, and what is typed during an answer."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from still_export.cli.chat import opening, talk
+from still_export.cli.output import Output
+
+PROMPT = "\x1b[?2004h"  # what the editor prints as it begins to read
+
+TALK = """
+import json, pathlib, sys, time
+from types import SimpleNamespace
+from still_export.cli import chat
+from still_export.cli.output import Output
+folder = pathlib.Path(sys.argv[1])
+asked = []
+def ask(message, stream, progress, stopped):
+    asked.append(message)
+    (folder / "asked").write_text(json.dumps(asked))
+    print("the answer begins", flush=True)
+    while not stopped() and not (folder / "answered").exists():
+        time.sleep(0.01)
+    print("the answer ends", flush=True)
+    return SimpleNamespace(ended="end", tokens=[])
+chat.opening = lambda conversation: "opened"
+chat.talk(SimpleNamespace(ask=ask), Output(), "stop")
+"""
+
+
+class Terminal:
+    """A pseudo-terminal with a process; `shown` is what it has printed."""
+
+    def __init__(self, *words: object, home: Path) -> None:
+        self.here, there = pty.openpty()
+        begin = "import os; os.setsid(); import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+        command = [sys.executable, "-c", begin + TALK, *map(str, words)]
+        environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.process = subprocess.Popen(command, stdin=there, stdout=there, stderr=there, env=environment)
+        os.close(there)
+        self.shown = ""
+
+    def until(self, text: str, timeout_s: float = 20) -> None:
+        """Read until `text` was printed behind what was waited for before."""
+        begin, end = len(self.shown), time.monotonic() + timeout_s
+        while text not in self.shown[begin:]:
+            assert time.monotonic() < end, f"{text!r} is not in {self.shown[begin:]!r}"
+            if select.select([self.here], [], [], 0.1)[0]:
+                self.shown += os.read(self.here, 4096).decode(errors="replace")
+
+    def type(self, keys: str) -> None:
+        os.write(self.here, keys.encode())
+
+
+def test_what_is_typed_during_an_answer_is_the_next_message(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, home=tmp_path)
+    terminal.until(PROMPT)
+    terminal.type("one\r")
+    terminal.until("the answer begins")
+    terminal.type("two w")
+    time.sleep(0.1)
+    terminal.type("\x03")  # Ctrl-C ends the answer, and not what was typed
+    terminal.until("the answer ends")
+    assert "two" not in terminal.shown, "typing is mixed into the answer"
+    (tmp_path / "answered").touch()
+    terminal.until("two w")
+    terminal.type("ords\r")
+    terminal.until("the answer ends")
+    terminal.until(PROMPT)
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
+    assert (tmp_path / "asked").read_text() == '["one", "two words"]'
+
+
+def test_a_talk_opens_with_the_model_and_marks_a_cut_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = SimpleNamespace(bounded=True, capacity_tokens=4096)
+    manifest = {"config": {"model": "hub/Some-Model-1B"}, "model": {"family": "llama"}}
+    runner = SimpleNamespace(manifest=manifest, table=table, folder=Path("made"))
+    answers = iter(("end", "length"))
+    talked: Any = SimpleNamespace(
+        model=runner, ask=lambda *_: SimpleNamespace(ended=next(answers), tokens=[1] * 7, text="")
+    )
+    lines = iter(["Hello\n", "Go on\n", ""])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines)))
+    talk(talked, Output(), "stop")
+    said = capsys.readouterr().err
+    assert said.startswith("Some-Model-1B (made) holds 4,096 tokens.") and "/help" in said and "Ctrl-C" in said
+    assert said.count("[cut at 7 tokens, by --tokens]") == 1
+    table.bounded, manifest["config"] = False, {}
+    assert opening(talked).startswith("llama (made) holds conversations of any length.")

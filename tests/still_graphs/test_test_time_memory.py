@@ -1,0 +1,155 @@
+"""still::TestTimeMemory, definition and function body, against autograd and singular values in float64; faults that must be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from still_graphs.errors import ShapeError, UnsupportedError
+from still_kernels.test_time_memory.meaning import Inputs, MemoryState, read_and_learn
+from still_kernels.test_time_memory.spec import TEST_TIME_MEMORY
+from tests.linear_attention_cases import SPLITS, error
+from tests.still_graphs.node_model import NodeOfStates, node_model
+
+SIZES = {"H": 3, "G": 2, "D": 10, "M": 14}
+CHUNK, BOUND = 32, 2e-5
+FAULTS = ("early", "no_momentum", "no_norm", "one_rate")
+
+
+def network(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    before = x @ gate.T
+    return (before / (1 + (-before).exp()) * (x @ up.T)) @ down
+
+
+def polar(x: Tensor) -> Tensor:
+    """The quintic polynomials of LaCT's code on singular values."""
+    left, values, right = torch.linalg.svd(x / (x.norm() + 1e-7), full_matrices=False)
+    for a, b, c in (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ):
+        values = a * values + b * values**3 + c * values**5
+    return left @ values.diag() @ right
+
+
+def looped(x: Mapping[str, Tensor], initial: Tensor, chunk: int, muon: bool = True, fault: str = "") -> Tensor:
+    """Outputs [T, H, G, D] of one sequence, in float64. `fault`: "early", a chunk's step is there for its own tokens; others say what is
+    left out, or that all matrices have the gate's rate."""
+    outputs = torch.zeros_like(x["query"])
+    for head in range(len(initial)):
+        weights = list(initial[head].clone().unbind(0))
+        momentum = [torch.zeros_like(w) for w in weights]
+        for start in range(0, len(outputs), chunk):
+            part = slice(start, start + chunk)
+            key, value = x["key"][part, head], x["value"][part, head]
+            old = list(weights)
+            if len(key) == chunk:
+                leaves = [w.clone().requires_grad_() for w in weights]
+                fit = (value * network(key, *leaves)).sum(-1)
+                for i, leaf in enumerate(leaves):
+                    rates = x["rate"][part, head, 0 if fault == "one_rate" else i]
+                    (gradient,) = torch.autograd.grad((rates * fit).sum(), leaf, retain_graph=True)
+                    keep = 0.0 if fault == "no_momentum" else x["momentum"][part, head].mean()
+                    momentum[i] = gradient + keep * momentum[i]
+                    moved = weights[i] + (polar(momentum[i]) if muon else momentum[i])
+                    axis = 0 if i == 2 else 1
+                    if fault != "no_norm":
+                        size = initial[head, i].norm(dim=axis, keepdim=True)
+                        moved = moved / (moved.norm(dim=axis, keepdim=True) + 1e-5) * size
+                    weights[i] = moved
+            used = weights if fault == "early" else old
+            for query in range(outputs.shape[2]):
+                outputs[part, head, query] = network(x["query"][part, head, query], *used)
+    return outputs
+
+
+def calls(dtype: torch.dtype = torch.float32, muon: bool = True, fault: str = "") -> Iterator[tuple[Inputs, Tensor]]:
+    """Calls of two sequences with NaN where there is no token, and outputs."""
+    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(2, tokens, *shape, generator=generator, dtype=torch.float64)
+
+    heads, group, dim, hidden = (SIZES[n] for n in "HGDM")
+    x = {"query": drawn(heads, group, dim), "key": drawn(heads, dim), "value": drawn(heads, dim)}
+    x = {name: tensor.to(dtype) for name, tensor in x.items()}
+    x |= {"rate": 0.05 * drawn(heads, 3).exp().float(), "momentum": drawn(heads).sigmoid().float()}
+    initial = torch.randn(heads, 3, hidden, dim, generator=generator) * dim**-0.5
+    made = [
+        looped({n: t[row].double() for n, t in x.items()}, initial.double(), CHUNK, muon, fault) for row in range(2)
+    ]
+    past = torch.zeros(2, dtype=torch.int64)
+    for new in counts:
+        longest = max(int(new.max()), 1)
+        feeds = {n: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=t.dtype) for n, t in x.items()}
+        output = torch.zeros(2, longest, heads, group, dim, dtype=torch.float64)
+        for row, count in enumerate(new.tolist()):
+            place = slice(int(past[row]), int(past[row]) + count)
+            for name, t in x.items():
+                feeds[name][row, :count] = t[row, place]
+            output[row, :count] = made[row][place]
+        step = "muon" if muon else "gradient"
+        counted: dict[str, Any] = {"new_tokens": new, "past_length": past, "chunk_size": CHUNK, "memory_update": step}
+        yield Inputs(**feeds, initial=initial, **counted), output
+        past = past + new
+
+
+def empty() -> MemoryState:
+    heads, _, dim, hidden = SIZES.values()
+    return MemoryState(*(torch.zeros(2, heads, 3, hidden, dim) for _ in range(3)), torch.zeros(2, heads))
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, BOUND), (torch.float16, 1e-3)], ids=str)
+@pytest.mark.parametrize("muon", [True, False])
+def test_definition_and_body_equal_the_chunks(dtype: torch.dtype, bound: float, muon: bool) -> None:
+    model = node_model(TEST_TIME_MEMORY, SIZES, dtype, chunk_size=CHUNK, memory_update="muon" if muon else "gradient")
+    state, worst = empty(), 0.0
+    nodes = [NodeOfStates(model, empty()._asdict(), in_place) for in_place in (True, False)]
+    for inputs, output in calls(dtype, muon):
+        found, state = read_and_learn(inputs, state)
+        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)}
+        made = [node(feeds, output.to(dtype)) for node in nodes]
+        worst = max(worst, *(error(x, output) for x in (found, *made)))
+        for node in nodes:
+            for name, kept in node.states().items():
+                assert error(kept, getattr(state, name).double()) <= bound, name
+    print(dtype, muon, worst)
+    assert worst <= bound
+
+
+def test_a_sequence_without_tokens_keeps_its_state() -> None:
+    state = empty()
+    for inputs, _ in calls():
+        before, (_, state) = state, read_and_learn(inputs, state)
+        for row in range(2):
+            if not inputs.new_tokens[row]:
+                assert all(torch.equal(a[row], b[row]) for a, b in zip(before, state, strict=True))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: str) -> None:
+    """Each beyond a hundred times the bound."""
+    state, worst = empty(), 0.0
+    for inputs, output in calls(fault=fault):
+        found, state = read_and_learn(inputs, state)
+        worst = max(worst, error(found, output))
+    assert worst > 1e2 * BOUND, fault
+
+
+def test_what_does_not_fit_is_named() -> None:
+    inputs, _ = next(calls())
+    with pytest.raises(ShapeError, match=r"memory_step: expected \[2, 3, 3, 14, 10\], got \[2, 3, 3, 14, 9\]"):
+        read_and_learn(inputs, empty()._replace(memory_step=torch.zeros(2, 3, 3, 14, 9)))
+    with pytest.raises(ShapeError, match="memory_update='adam' is unknown; known: gradient, muon"):
+        read_and_learn(replace(inputs, memory_update="adam"), empty())
+    with pytest.raises(UnsupportedError, match="chunk_size=0"):
+        node_model(TEST_TIME_MEMORY, SIZES, torch.float32, chunk_size=0)
