@@ -45,6 +45,7 @@ def bench(
     from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.package.folder import open_package
+    from still_export.package.inspect import state_sizes
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.report import bench as looks
@@ -81,6 +82,8 @@ def bench(
         "batch": options.batch,
         "runtime": runtime.name,
         "provider": options.provider,
+        "machine": machine()["processor"],
+        "state": state_sizes(opened.manifest),
         "rows": to_dict(rows),
         "beside": to_dict(peer),
     }

@@ -141,6 +141,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "parallax": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "local_linear": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "minicpm_sala": dict(_HEADS, head_dim=64, lightning_nh=2, lightning_nkv=2, lightning_head_dim=64),
+    **{name: dict(_WIDE, head_size=64, attention_hidden_size=128) for name in ("rwkv5", "rwkv6")},
     "rwkv7": dict(_WIDE, head_dim=64, value_dim=None),
     "moh_llama": dict(_WIDE, num_attention_heads=8),
     "polaformer": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),

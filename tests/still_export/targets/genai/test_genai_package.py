@@ -34,7 +34,7 @@ REFUSED = {
     "lfm3": "one size",
     "transnormer": "one size",
     "minicpm_sala": "one size",
-    "rwkv7": "one size",
+    **dict.fromkeys(("rwkv5", "rwkv6", "rwkv7"), "one size"),
     "neural_attention_search_linear_attn_gdn": "one size",
     "routing_transformer": "one key and one value",
     "llama_with_landmark": "a token of its own",
