@@ -1,6 +1,7 @@
 // The ops of the domain "still" as custom ops of ONNX Runtime: for the CPU in float32 and float16, and where the library holds kernels of
 // the GPU for the CUDA provider in float32, float16 and bfloat16.
 #include <algorithm>
+#include <cstdio>
 #include <deque>
 #include <memory>
 
@@ -196,14 +197,26 @@ bool for_cpu(OrtSessionOptions const* options)
     return std::string(value.c_str()) == "cpu";
 }
 
+// Whether packages run in this ONNX Runtime: older ones serve the API, and 1.23 ends by SIGSEGV in these ops.
+bool new_enough(char const* version)
+{
+    int major = 0, minor = 0;
+    return std::sscanf(version, "%d.%d", &major, &minor) == 2 && (major > 1 || (major == 1 && minor >= kLeastMinor));
+}
+
 } // namespace
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(
     OrtSessionOptions* options, OrtApiBase const* base)
 {
+    char const* const version = base->GetVersionString();
     g_api = base->GetApi(kApiVersion);
-    if (!g_api)
-        return base->GetApi(1)->CreateStatus(ORT_NOT_IMPLEMENTED, "this library needs ONNX Runtime 1.18 or later");
+    if (!g_api || !new_enough(version))
+    {
+        std::string const said = "ONNX Runtime " + std::string(version) + " is too old: this library needs 1."
+            + std::to_string(kLeastMinor) + " or later";
+        return base->GetApi(1)->CreateStatus(ORT_NOT_IMPLEMENTED, said.c_str());
+    }
     return guarded(
         [&]
         {

@@ -146,7 +146,7 @@ OrtApi make_api()
 }
 
 OrtApi const gApi = make_api();
-OrtApiBase const gBase{[](uint32_t) noexcept { return &gApi; }, []() noexcept { return "stand-in"; }};
+OrtApiBase const gBase{[](uint32_t) noexcept { return &gApi; }, []() noexcept { return "1.26.0"; }};
 
 // Whether an op has words where the call has them: there is one of its name for states in 8 bits, too.
 bool takes(OrtCustomOp const& op)

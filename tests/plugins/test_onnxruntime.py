@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import onnx
 import pytest
 import torch
 
+from still_export.runtime.ort import LEAST_VERSION
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention
 from tests.still_graphs import test_functions as body
@@ -131,6 +133,23 @@ def test_the_kernel_takes_the_node(library: str, tmp_path: Path) -> None:
     model = body.node_model(body.config(), torch.float32, 2)
     body.ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     assert [n.op_type for n in onnx.load(tmp_path / "run.onnx").graph.node] == ["HybridAttention"] * 2
+
+
+@pytest.mark.parametrize("version", ["1.23.2", "1.24.9", "0.9", "unknown"])
+def test_an_old_runtime_is_refused_in_a_sentence(library: str, version: str) -> None:
+    """1.23 would end by SIGSEGV in the kernels. The first function of the API makes a status, of which nothing else is asked."""
+    said: list[bytes] = []
+    make = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(lambda code, text: said.append(text) or 1)
+    functions = (ctypes.c_void_p * 1000)(ctypes.cast(make, ctypes.c_void_p))
+    get = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(lambda number: ctypes.addressof(functions))
+    name = ctypes.create_string_buffer(version.encode())
+    told = ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(name))
+    base = (ctypes.c_void_p * 2)(ctypes.cast(get, ctypes.c_void_p), ctypes.cast(told, ctypes.c_void_p))
+    register = ctypes.CDLL(library).RegisterCustomOps
+    register.restype = ctypes.c_void_p
+    assert register(None, ctypes.byref(base)) == 1
+    least = ".".join(map(str, LEAST_VERSION))
+    assert said == [f"ONNX Runtime {version} is too old: this library needs {least} or later".encode()]
 
 
 def test_one_session_from_several_threads(library: str) -> None:
