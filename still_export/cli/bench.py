@@ -40,6 +40,7 @@ def bench(
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     demand_package(package, "bench")
+    from still_export.cli.gguf_package import package_of
     from still_export.doctor import machine
     from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
     from still_export.evaluation.bench import bench as measure
@@ -51,7 +52,9 @@ def bench(
     from still_export.report.render import write_report
     from still_export.targets.registry import runtime_of
 
-    opened, out = open_package(package), Output(as_json, quiet)
+    out = Output(as_json, quiet)
+    package = package_of(package, out)
+    opened = open_package(package)
     if trust_native:
         trust_package(package)
     runtime = runtime_of(opened.manifest["target"], asked.get("runtime"))

@@ -32,11 +32,11 @@ def build(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build the kernels (cmake, g++, half a minute) where neither the wheel nor the cache has them; print the library's path."""
-    from still_export.errors import ConfigError
+    from still_export.errors import unknown
     from still_export.targets.ort.library import CPUS, build_library
 
     if cpu not in (None, *CPUS):
-        raise ConfigError(f"--cpu {cpu} is unknown; known: {', '.join(CPUS)}.")
+        raise unknown(cpu, CPUS, f"--cpu {cpu}")
     with Output(False, quiet).steps() as progress:
         progress("building the kernels")
         library = build_library(cpu, onnxruntime_include)

@@ -38,13 +38,25 @@ class Reuse:
 
     @classmethod
     def of(cls, lost: Sequence[Sequence[float]], base: str) -> Reuse:
-        """Each layer reads the blocks of the latest layer that chooses its own and misses little more than it would itself."""
-        layers: list[str | int] = []
+        """The fewest softmax layers, of these the fewest that choose, of these the least that is missed; by dynamic programming.
+
+        A layer reads the blocks of the latest one before it that chooses, where these miss little more than its own would.
+        """
+        # By the latest layer that chooses: softmax layers, choosing layers and what is missed so far, and what the layers are.
+        best: dict[int | None, tuple[tuple[int, int, float], tuple[str | int, ...]]] = {None: ((0, 0, 0.0), ())}
         for layer, row in enumerate(lost):
-            own = [i for i, kind in enumerate(layers) if kind == "own" and row[i] <= row[layer] + MORE_LOST]
-            near = [i for i in own if row[i] <= MOST_LOST]
-            layers.append(near[-1] if near else "own" if row[layer] <= MOST_LOST else "full")
-        return cls(tuple(layers), tuple(map(tuple, lost)), base)
+            after: dict[int | None, tuple[tuple[int, int, float], tuple[str | int, ...]]] = {}
+            for source, ((full, own, missed), layers) in best.items():
+                if source is not None and row[source] <= min(MOST_LOST, row[layer] + MORE_LOST):
+                    after[source] = (full, own, missed + row[source]), (*layers, source)
+                else:
+                    after[source] = (full + 1, own, missed), (*layers, "full")
+            if row[layer] <= MOST_LOST:
+                (full, own, missed), layers = min(best.values(), key=lambda found: found[0])
+                after[layer] = (full, own + 1, missed + row[layer]), (*layers, "own")
+            best = after
+        _, layers = min(best.values(), key=lambda found: found[0])
+        return cls(layers, tuple(map(tuple, lost)), base)
 
     def fields(self) -> dict[str, Any]:
         """`layer_types` and `reuse` of a STILL configuration."""

@@ -391,6 +391,112 @@ class Rwkv7Model(OwnModel):
         return normed(x, "model.norm") @ self.tensors["lm_head.weight"].T
 
 
+class Rwkv6Model(OwnModel):
+    """RWKV-5 and RWKV-6 as their published folders have them, the state as the paper has it: read before a token, whose own part has a
+    bonus."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        attention_hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        head_size=8,
+        head_size_divisor=8,
+        layer_norm_epsilon=1e-5,
+        rescale_every=6,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    ranks: ClassVar[dict[str, int]] = {"time_mix_rank": 5, "time_decay_rank": 7}
+    """Of RWKV-6."""
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        self.old = family == "rwkv5"
+        super().__init__(family, draw, **({} if self.old else self.ranks), **changes)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner, head = c["hidden_size"], c["intermediate_size"], c["head_size"]
+        pairs = (width // head, head)
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"rwkv.embeddings.weight": embeddings, "head.weight": embeddings}
+        norms = ["rwkv.ln_out"]
+        parts = ("key", "value", "receptance", "gate") if self.old else "wkvrg"
+        for i in range(c["num_hidden_layers"]):
+            mixed = "time_mix_{}" if self.old else "time_maa_{}"
+            own: dict[str, tuple[int, ...]] = {f"attention.{mixed.format(x)}": (1, 1, width) for x in parts}
+            own |= {f"attention.{x}.weight": (width, width) for x in ("key", "value", "receptance", "gate", "output")}
+            own |= {"attention.time_faaaa": pairs, "attention.time_decay": pairs if self.old else (1, 1, width)}
+            if not self.old:
+                mix, decay = c["time_mix_rank"], c["time_decay_rank"]
+                own |= {"attention.time_maa_x": (1, 1, width), "attention.time_maa_w1": (width, 5 * mix)}
+                own |= {"attention.time_maa_w2": (5, mix, width)}
+                own |= {"attention.time_decay_w1": (width, decay), "attention.time_decay_w2": (decay, width)}
+            shares = ("key", "receptance") if self.old else "kr"
+            own |= {f"feed_forward.{mixed.format(x)}": (1, 1, width) for x in shares}
+            own |= {"feed_forward.key.weight": (inner, width), "feed_forward.value.weight": (width, inner)}
+            own |= {"feed_forward.receptance.weight": (width, width)}
+            found |= {f"rwkv.blocks.{i}.{name}": shape for name, shape in own.items()}
+            norms += [f"rwkv.blocks.{i}.{x}" for x in ("ln1", "ln2", "attention.ln_x", *([] if i else ["pre_ln"]))]
+        return found | {f"{name}.{x}": (width,) for name in norms for x in ("weight", "bias")}
+
+    def layer(self, i: int) -> dict[str, Tensor]:
+        prefix = f"rwkv.blocks.{i}."
+        return {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, heads = self.config, self.config["hidden_size"] // self.config["head_size"]
+        x = self.tensors["rwkv.embeddings.weight"][ids]
+
+        def normed(h: Tensor, name: str) -> Tensor:
+            weight, bias = (self.tensors[f"{name}.{kind}"] for kind in ("weight", "bias"))
+            return layer_norm(h, h.shape[-1:], weight, bias, c["layer_norm_epsilon"])
+
+        def before(h: Tensor, layer: int, columns: int) -> Tensor:
+            seen.conv[layer] = pad(h, (0, 0, columns, 0))[:, -columns:].transpose(1, 2)
+            return pad(h, (0, 0, 1, 0))[:, :-1]
+
+        for i in range(c["num_hidden_layers"]):
+            name, w = f"rwkv.blocks.{i}", self.layer(i)
+            x = normed(x, f"{name}.pre_ln") if i == 0 else x
+            h = normed(x, f"{name}.ln1")
+            past = before(h, 2 * i, 2)
+            a = {n.removeprefix("attention."): t for n, t in w.items() if n.startswith("attention.")}
+            if self.old:
+                parts = ("key", "value", "receptance", "gate")
+                k, v, r, g = (h * a[f"time_mix_{n}"] + past * (1 - a[f"time_mix_{n}"]) for n in parts)
+                decay = a["time_decay"].flatten().expand_as(x)
+            else:
+                shares = torch.tanh((h + (past - h) * a["time_maa_x"]) @ a["time_maa_w1"]).unflatten(-1, (5, -1))
+                more = torch.einsum("btnr,nrc->nbtc", shares, a["time_maa_w2"])
+                d, k, v, r, g = (h + (past - h) * (a[f"time_maa_{n}"] + m) for n, m in zip("wkvrg", more, strict=True))
+                decay = a["time_decay"] + torch.tanh(d @ a["time_decay_w1"]) @ a["time_decay_w2"]
+            r, k, v, g = (y @ a[f"{n}.weight"].T for n, y in {"receptance": r, "key": k, "value": v, "gate": g}.items())
+            r, k, v, kept = (y.unflatten(-1, (heads, -1)) for y in (r, k, v, (-decay.exp()).exp()))
+            state, outputs = x.new_zeros(len(x), heads, c["head_size"], c["head_size"]), []
+            for t in range(x.shape[1]):
+                seen.recurrent[2 * i] = state
+                own = k[:, t, :, :, None] * v[:, t, :, None]  # [B, H, K, V]
+                outputs.append((r[:, t, :, :, None] * (a["time_faaaa"][:, :, None] * own + state)).sum(2))
+                state = kept[:, t, :, :, None] * state + own
+            epsilon = c["layer_norm_epsilon"] * c["head_size_divisor"] ** 2
+            rows = torch.stack(outputs, 1).flatten(0, 1).flatten(1)
+            rows = group_norm(rows, heads, a["ln_x.weight"], a["ln_x.bias"], epsilon).view_as(x)
+            x = x + (rows * silu(g)) @ a["output.weight"].T
+            h = normed(x, f"{name}.ln2")
+            past = before(h, 2 * i + 1, 1)
+            f = {n.removeprefix("feed_forward."): t for n, t in w.items() if n.startswith("feed_forward.")}
+            if self.old:
+                k, r = (h * f[f"time_mix_{n}"] + past * (1 - f[f"time_mix_{n}"]) for n in ("key", "receptance"))
+            else:
+                k, r = (h + (past - h) * f[f"time_maa_{n}"] for n in "kr")
+            inner = (k @ f["key.weight"].T).relu().square() @ f["value.weight"].T
+            x = x + (r @ f["receptance.weight"].T).sigmoid() * inner
+        return normed(x, "rwkv.ln_out") @ self.tensors["head.weight"].T
+
+
 class VisionModel(OwnModel):
     """PolaFormer's, InLine's and MirrorLA's attention by their formulas, whose n is the number of tokens so far."""
 
@@ -423,18 +529,35 @@ class VisionModel(OwnModel):
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
         found["model.norm.weight"] = (width,)
         for i in range(c["num_hidden_layers"]):
-            names = "qkvg" if c["kernel_size"] else "qkv"
+            polar, taps = c["model_type"] == "polaformer", c["kernel_size"]
+            names = "qkvg" if polar else "qkv"
             own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
             own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
             own |= {"attn.mirrors": (c["mirrors"], width)} if c["mirrors"] else {}
-            if c["kernel_size"]:
-                size = width // heads
+            size = width // heads
+            if taps and not polar:
+                own |= {"attn.residual.0.weight": (width, size, 1), "attn.residual.2.weight": (width * taps, size, 1)}
+                own |= {"attn.residual.0.bias": (width,), "attn.residual.2.bias": (width * taps,)}
+            if polar:
                 own |= {"attn.power": (heads, size), "attn.scale": (width,), "attn.dwc.bias": (size,)}
                 own["attn.dwc.weight"] = (size, 1, c["kernel_size"])
             own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
             own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
             own["mlp.down_proj.weight"] = (width, inner)
             found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+        return found
+
+    def residual(self, w: dict[str, Tensor], h: Tensor, v: Tensor) -> Tensor:
+        """InLine's: of each channel the latest values, weighted as convolutions in groups say of the mean input so far, [B, T, C]."""
+        heads, taps = self.config["num_attention_heads"], self.config["kernel_size"]
+        found = torch.zeros_like(v)
+        for t in range(h.shape[1]):
+            mean = h[:, : t + 1].mean(1)[..., None]  # [B, C, 1]
+            inner = gelu(conv1d(mean, w["attn.residual.0.weight"], w["attn.residual.0.bias"], groups=heads))
+            weights = conv1d(inner, w["attn.residual.2.weight"], w["attn.residual.2.bias"], groups=heads)
+            weights = weights[..., 0].unflatten(1, (-1, taps))  # [B, C, taps]
+            for back in range(min(taps, t + 1)):
+                found[:, t] += weights[..., back] * v[:, t - back]
         return found
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
@@ -453,7 +576,8 @@ class VisionModel(OwnModel):
                 wide |= {n: wide[n] - 2 * (wide[n] @ unit)[..., None] * unit for n in "qk"}
             q, k, v = (wide[n].unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
             scale, ones, outputs = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1]), []
-            if taps := c["kernel_size"]:
+            taps = c["kernel_size"] if "attn.dwc.weight" in w else 0
+            if taps:
                 sharp = 1 + 4 * w["attn.power"].sigmoid()[:, None]
                 q, k = (y / softplus(w["attn.scale"]).view(heads, 1, -1) for y in (q, k))
                 (qa, qb), (ka, kb) = (((y.relu() ** sharp), ((-y).relu() ** sharp)) for y in (q, k))
@@ -478,8 +602,13 @@ class VisionModel(OwnModel):
                         own @ (past.transpose(2, 3) @ values) * scale / n + rest * values.mean(2, keepdim=True)
                     )
             keys = k if taps or c["mirrors"] else torch.cat((k, ones), -1)
-            seen.recurrent[i] = keys.transpose(2, 3) @ torch.cat((v, ones), -1) / ids.shape[1]
             rows = torch.cat(outputs, 2).transpose(1, 2).flatten(2)
+            kept: tuple[Tensor, ...] = (v,)
+            if "attn.residual.0.weight" in w:
+                kept, rows = (v, h.unflatten(-1, (heads, -1)).transpose(1, 2)), rows + self.residual(w, h, wide["v"])
+                copies = wide["v"].repeat_interleave(c["kernel_size"], -1).transpose(1, 2)
+                seen.conv[i] = copies[..., 1 - c["kernel_size"] :]
+            seen.recurrent[i] = keys.transpose(2, 3) @ torch.cat((*kept, ones), -1) / ids.shape[1]
             if taps:
                 columns = v.transpose(2, 3).flatten(1, 2)
                 seen.conv[i] = columns[..., 1 - taps :]
@@ -576,9 +705,10 @@ class RatModel(OwnModel):
         found: dict[str, tuple[int, ...]] = {"embedding.wte.weight": embeddings, "head.lm_head.weight": embeddings}
         found["backbone.ln.weight"] = (width,)
         for i in range(c["num_layers"]):
+            local = i % (c.get("interleave_step") or 1) > 0
             own: dict[str, tuple[int, ...]] = {
-                "seq_layer.in_proj.weight": (3 * width + 2 * few, width),
-                "seq_layer.gate_bias": (width,),
+                "seq_layer.in_proj.weight": (3 * width + (0 if local else 2 * few), width),
+                **({} if local else {"seq_layer.gate_bias": (width,)}),
                 "seq_layer.input_norm.weight": (width,),
                 "seq_layer.out_proj.weight": (width, width),
                 "hidden_layer.ln.weight": (width,),
@@ -598,6 +728,14 @@ class RatModel(OwnModel):
             prefix = f"backbone.layers.{i}."
             w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
             h = rms(x, w["seq_layer.input_norm.weight"]) @ w["seq_layer.in_proj.weight"].T
+            if "seq_layer.gate_bias" not in w:
+                x = x + self.local(h, dim) @ w["seq_layer.out_proj.weight"].T
+                x = (
+                    x
+                    + gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
+                    @ w["hidden_layer.fc2.weight"].T
+                )
+                continue
             z, v, g, q, k = h.split((width, width, width, few, few), -1)
             g = (g + w["seq_layer.gate_bias"]).sigmoid()
             q, k = (y.repeat(1, 1, width // few) for y in (q, k))
@@ -618,6 +756,17 @@ class RatModel(OwnModel):
             h = gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
             x = x + h @ w["hidden_layer.fc2.weight"].T
         return rms(x, self.tensors["backbone.ln.weight"]) @ self.tensors["head.lm_head.weight"].T
+
+    def local(self, projected: Tensor, dim: int) -> Tensor:
+        """Softmax to the `window_size` tokens before each and itself, turned by tokens' positions."""
+        v, q, k = (y.unflatten(-1, (-1, dim)) for y in projected.chunk(3, -1))
+        place = torch.arange(q.shape[1])
+        angles = place[:, None] / self.config.get("base", 1e4) ** (torch.arange(0, dim, 2).double() / dim)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        scores = torch.einsum("bthd,bshd->bhts", turned(q, turn), turned(k, turn)) / dim**0.5
+        behind = place[:, None] - place
+        scores = scores.masked_fill((behind < 0) | (behind > self.config["window_size"]), -torch.inf)
+        return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).flatten(2)
 
 
 class FluxModel(OwnModel):
@@ -820,6 +969,8 @@ OWN: dict[str, type[OwnModel]] = {
     "moh_llama": MohModel,
     "transnormer": TransNormerModel,
     "minicpm_sala": SalaModel,
+    "rwkv5": Rwkv6Model,
+    "rwkv6": Rwkv6Model,
     "rwkv7": Rwkv7Model,
     "polaformer": VisionModel,
     "inline": VisionModel,

@@ -11,9 +11,11 @@ from torch import Tensor, nn, zeros
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.errors import ConfigError
+from still_export.mixers.layers import MOST_ROWS
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
 from still_export.models.families.softmax_families import Published, make_family
 from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.support import SLIDING
 
 NAMES = (
     ("embedding.wte.", "model.embed_tokens."),
@@ -31,6 +33,7 @@ class RatConfig(StackConfig):
     Args:
         row_tokens: Of a chunk.
         groups: Of heads; all heads of one share queries and keys.
+        sliding_window: Tokens that a layer of local attention sees, its own among them.
     """
 
     vocab_size: int = 32000
@@ -42,19 +45,26 @@ class RatConfig(StackConfig):
     head_dim: int = 128
     row_tokens: int = 16
     groups: int = 2
+    sliding_window: int | None = None
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] | None = None
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a RatConfig from a config.json with the names of the published settings; errors as of `language_model`."""
-    covered = {"interleave_step": (None, 0), "ln": ("rmsnorm",), "act_fn": ("gelu",), "bias": (False,)}
+    covered = {"ln": ("rmsnorm",), "act_fn": ("gelu",), "bias": (False,)}
     demand_covered("a rat", config, covered)
     width, layers, dim = (int(config[name]) for name in ("d_model", "num_layers", "d_head"))
     groups, chunk = int(config.get("ngroups", 2)), int(config.get("chunk_size", 16))
     if width % dim or (width // dim) % groups:
         raise ConfigError(
             f"d_model={width} in config.json must be a multiple of d_head={dim}, and their quotient of ngroups={groups}. Fix one of them."
+        )
+    step, window = int(config.get("interleave_step") or 1), int(config.get("window_size", 1024))
+    if step < 1 or not 1 <= window < MOST_ROWS:
+        raise ConfigError(
+            f"interleave_step={step} and window_size={window} in config.json; they must be at least 1, and the latter less than "
+            f"{MOST_ROWS}. Fix them."
         )
     return {
         **kept(config),
@@ -68,7 +78,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "row_tokens": chunk,
         "groups": groups,
         "rope_parameters": {"rope_type": "default", "rope_theta": float(config.get("base", 1e4))},
-        "layer_types": ["full_attention"] * layers,
+        "layer_types": ["full_attention" if i % step == 0 else SLIDING for i in range(layers)],
+        "sliding_window": window + 1,
     }
 
 
@@ -86,6 +97,18 @@ class RatMixer(nn.Module):
         width = config.hidden_size
         self.in_proj = nn.Linear(width, 3 * width + 2 * self.groups * self.head_dim, bias=False)
         self.gate_bias = nn.Parameter(zeros(width))
+        self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.out_proj = nn.Linear(width, width, bias=False)
+
+
+class RatLocal(nn.Module):
+    """The same of a layer of local attention."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        width = config.hidden_size
+        self.in_proj = nn.Linear(width, 3 * width, bias=False)
         self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.out_proj = nn.Linear(width, width, bias=False)
 
@@ -108,7 +131,8 @@ class RatBlock(nn.Module):
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
-        self.seq_layer: nn.Module = RatMixer(config, index)
+        kind = RatLocal if config.layer_types[index] == SLIDING else RatMixer
+        self.seq_layer: nn.Module = kind(config, index)
         self.hidden_layer = RatFeedForward(config)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
@@ -118,15 +142,17 @@ class RatBlock(nn.Module):
 
 
 class ChunkPositions(LlamaRotaryEmbedding):
-    """Cosines and sines of the chunks that tokens are in, [B, T, D] each, and whether a token is its chunk's first one, [B, T, 1]."""
+    """Cosines and sines of the chunks that tokens are in, [B, T, D] each, and whether a token is its chunk's first one, [B, T, 1]; where
+    there are layers of local attention, cosines and sines of the tokens, too."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.row_tokens = config.row_tokens
+        self.row_tokens, self.local = config.row_tokens, SLIDING in config.layer_types
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         cos, sin = super().forward(x, position_ids // self.row_tokens)
-        return cos, sin, (position_ids % self.row_tokens == 0)[..., None]
+        own = super().forward(x, position_ids) if self.local else ()
+        return cos, sin, (position_ids % self.row_tokens == 0)[..., None], *own
 
 
 class RatModelMixin(LinearModelMixin):
@@ -146,6 +172,9 @@ FAMILIES = (
         name="rat",
         linear=True,
         published=Published(values, NAMES),
-        places={"full_attention": Place("strided_attention", ("seq_layer",))},
+        places={
+            "full_attention": Place("strided_attention", ("seq_layer",)),
+            SLIDING: Place("rat_window", ("seq_layer",)),
+        },
     ),
 )

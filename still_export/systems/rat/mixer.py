@@ -1,4 +1,5 @@
-"""RAT's layers: a scan inside chunks, softmax attention to their ends, over still::LinearAttention and still::StridedAttention."""
+"""RAT's layers: a scan inside chunks and softmax attention to their ends, over still::LinearAttention and still::StridedAttention; and
+those of local attention between them in its hybrid."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
 from still_export.mixers.attention.mixer import KeysMixer
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import BesideFixedStates, class_for, states_of
+from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import PROJECTION
+from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
 from still_kernels.attention.meaning import AttentionState
+from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.linear_attention.meaning import Inputs as ScanInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 from still_kernels.strided_attention.meaning import Inputs
@@ -89,7 +93,7 @@ class Rat(KeyedAttention):
         return output.flatten(2)
 
     def mix(self, hidden: Tensor, position_embeddings: Any, past_key_values: Any) -> Tensor:
-        cos, sin, first = position_embeddings
+        cos, sin, first = position_embeddings[:3]
         width, few = self.head_count * self.head_dim, self.groups * self.head_dim
         out, value, gate, query, key = self.in_proj(hidden).split((width, width, width, few, few), dim=-1)
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32)) + self.gate_bias
@@ -101,6 +105,39 @@ class Rat(KeyedAttention):
         sizes = {"row_tokens": self.row_tokens}
         output = self.attended(strided_attention, Inputs, (query, key, value), past_key_values, **sizes)
         return self.out_proj(out.sigmoid() * output.flatten(2))
+
+
+class LocalAttention(WindowModule):
+    """The layers of RAT's hybrid that lie between: softmax over the latest tokens, by their own positions.
+
+    Args:
+        base: The family's module; its submodules are taken over, not copied.
+        window: The layer.
+    """
+
+    weight_roles: ClassVar[dict[str, str]] = Rat.weight_roles
+
+    def __init__(self, base: Any, window: HybridAttentionConfig) -> None:
+        nn.Module.__init__(self)  # the projections have other names
+        self.layer_idx, self.head_dim = base.layer_idx, window.head_dim
+        self.in_proj, self.out_proj, self.input_norm = base.in_proj, base.out_proj, base.input_norm
+        self.still, self.watch = window, None
+
+    def mix(self, hidden: Tensor, position_embeddings: Any, past_key_values: Any) -> Tensor:
+        cos, sin = (x[:, :, None] for x in position_embeddings[3:])
+        value, query, key = self.in_proj(hidden).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
+        query, key = (rotate(x, cos, sin) for x in (query, key))
+        return self.out_proj(self.windowed(query, key, value, past_key_values).flatten(2))
+
+
+class LocalAttentionMixer(WindowedAttentionMixer):
+    """Layers of type "rat_window"."""
+
+    name = "rat_window"
+
+    def module(self, base: nn.Module, config: Any, index: int) -> Any:
+        kind = class_for(base, {"RatLocal": LocalAttention}, "local attention")
+        return kind(base, window_of(config, config.sliding_window))
 
 
 class StridedAttentionMixer(KeysMixer):
@@ -127,4 +164,4 @@ class StridedAttentionMixer(KeysMixer):
         return kind(base, self.ops(config, index)[:1], config.row_tokens)
 
 
-MIXERS = (StridedAttentionMixer(),)
+MIXERS = (StridedAttentionMixer(), LocalAttentionMixer())

@@ -1,7 +1,7 @@
 """Vision models' linear attention in a language model: our causal reading, in Llama's layers. No folder is published; the format is ours.
 
-Of PolaFormer the positions of patches are left out, of InLine the residual, whose weights follow from the whole sequence, of MirrorLA the
-modulation, which follows from it, too.
+Of PolaFormer the positions of patches are left out, of MirrorLA the modulation, which follows from the whole sequence. So do the weights of
+InLine's residual; here they follow from the tokens so far, and weigh the latest ones, which is ours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class VisionConfig(StackConfig):
     """What the layers have, under transformers' names where it has the like.
 
     Args:
-        kernel_size: Taps of PolaFormer's convolution; 0: InLine, which has none.
+        kernel_size: Taps of PolaFormer's convolution; tokens of InLine's residual, 0: it has none.
         alpha: PolaFormer's powers are between 1 and 1 + alpha.
         feature_map: Of InLine's queries and keys, "identity" or "relu".
         mirrors: MirrorLA's reflections of queries and keys, `attn.mirrors` [mirrors, channels], which fold into the projections.
@@ -64,6 +64,16 @@ class InLineMixer(nn.Module):
         width = config.hidden_size
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
         self.o_proj = nn.Linear(width, width)
+
+
+class ResidualMixer(InLineMixer):
+    """The same with a residual."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, taps = config.hidden_size, config.kernel_size
+        first, last = (nn.Conv1d(width, width * n, 1, groups=self.heads) for n in (1, taps))
+        self.residual = nn.Sequential(first, nn.GELU(), last)
 
 
 class PolarMixer(InLineMixer):
@@ -105,7 +115,9 @@ def _reflected(weight: Weight, mirrors: Weight) -> Tensor:
 
 
 def _layer(config: Any, index: int) -> LlamaBlock:
-    return LlamaBlock(config, _MIXERS[config.model_type.removeprefix("still_")](config, index))
+    name = config.model_type.removeprefix("still_")
+    kind = ResidualMixer if name == "inline" and config.kernel_size else _MIXERS[name]
+    return LlamaBlock(config, kind(config, index))
 
 
 class VisionConfigMixin(LinearConfigMixin):
@@ -125,9 +137,11 @@ class VisionConfigMixin(LinearConfigMixin):
             raise ConfigError(
                 f"hidden_size={config.hidden_size} in config.json is no multiple of {parts}, the heads' parts. Fix it."
             )
-        if not (2 <= config.kernel_size <= 64 if polar else config.kernel_size == 0):
+        taps = range(2, 65)
+        if config.kernel_size not in (taps if polar else (0,) if mirrored else (0, *taps)):
+            known = "2 to 64, taps" if polar else "0" if mirrored else "0, or 2 to 64, tokens of the residual"
             raise ConfigError(
-                f"kernel_size={config.kernel_size} in config.json; it must be {'2 to 64, taps' if polar else '0'} for "
+                f"kernel_size={config.kernel_size} in config.json; it must be {known} for "
                 f"{config.model_type.removeprefix('still_')}."
             )
         if config.feature_map not in ("identity", "relu") or ((polar or mirrored) and config.feature_map != "identity"):

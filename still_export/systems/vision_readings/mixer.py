@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import gelu, softplus
 
 from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
@@ -47,6 +47,14 @@ class InLineAttention(FixedStateModule):
         queries = torch.cat((query * query.shape[-1] ** -0.5, zero), -1), torch.cat((torch.zeros_like(query), one), -1)
         return queries, torch.cat((key, one), -1)
 
+    def written(self, value: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What heads keep means of, of values [B, T, H, V] and of the layer's input."""
+        return (value,)
+
+    def convolved(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What goes through the convolution, of values [B, T, C], its weight and its bias."""
+        raise NotImplementedError
+
     def mixed(self, *read: Tensor) -> Tensor:
         """What heads give, of what the rule gives to the queries, [B, T, H, V + 1] each: means of values, and of ones."""
         first, second = read
@@ -70,11 +78,10 @@ class InLineAttention(FixedStateModule):
         one = torch.ones_like(value[..., :1])
         queries, keys = self.parts(query, key, one)
         if "conv_state" in before:
-            weight, bias = self.dwc.weight.repeat(self.heads, 1, 1), self.dwc.bias.repeat(self.heads)
-            taps = ConvInputs(beside, weight, bias, new_tokens, "none")
+            taps = ConvInputs(*self.convolved(beside), new_tokens, "none")
             beside, after["conv_state"] = causal_conv(taps, before["conv_state"])
         places = position_embeddings[:, :, None]
-        written = torch.cat((value, one), -1)
+        written = torch.cat((*self.written(value, hidden_states), one), -1)
         inputs = Inputs(
             torch.stack(queries, dim=3),
             keys,
@@ -89,6 +96,45 @@ class InLineAttention(FixedStateModule):
             layer.store(after)
         rows = self.mixed(*output.to(places.dtype).unbind(3)).flatten(2)
         return self.o_proj(self.finish(rows, beside, hidden_states))
+
+
+class ResidualInLine(InLineAttention):
+    """The same and a residual: the latest tokens' values, weighted by channel. The weights are a small network's, a group of channels a
+    head, of the mean of the layer's inputs; published is the mean of the whole sequence, ours that of the tokens so far."""
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **InLineAttention.weight_roles,
+        **dict.fromkeys(("residual.0.weight", "residual.2.weight"), GATE),
+    }
+
+    def written(self, value: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        return value, hidden.unflatten(-1, (self.heads, -1))
+
+    def convolved(self, value: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Each channel once for each token back: taps that are 1 once."""
+        channels = value.shape[-1]
+        taps = self.residual[2].weight.shape[0] // channels
+        one = torch.eye(taps, dtype=value.dtype, device=value.device).flip(1).repeat(channels, 1)[:, None]
+        return value.repeat_interleave(taps, dim=-1), one, None
+
+    def mixed(self, *read: Tensor) -> Tensor:
+        first, second = read
+        size = first.shape[-1] // 2
+        values = first[..., :size] + (1 - first[..., -1:]) * second[..., :size]
+        return torch.cat((values, second[..., size:-1]), -1)
+
+    def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
+        values, mean = rows.unflatten(-1, (self.heads, 2, -1)).unbind(3)  # [B, T, H, D]
+        first, last = (layer for layer in self.residual if hasattr(layer, "weight"))
+        weights = self.by_head(last, gelu(self.by_head(first, mean.to(hidden.dtype))))
+        local = beside.unflatten(-1, (self.heads, values.shape[-1], -1))
+        found = (weights.unflatten(-1, local.shape[-2:]) * local).sum(-1)
+        return (values + found).flatten(2).to(hidden.dtype)
+
+    def by_head(self, layer: Any, x: Tensor) -> Tensor:
+        """A convolution of one token in groups, of heads [B, T, H, D]."""
+        weight = layer.weight[..., 0].unflatten(0, (self.heads, -1))  # [H, outputs, D]
+        return (x[..., None, :] @ weight.mT)[..., 0, :] + layer.bias.unflatten(0, (self.heads, -1))
 
 
 class PolarAttention(InLineAttention):
@@ -113,6 +159,9 @@ class PolarAttention(InLineAttention):
         (above, below), keys = signs(query), signs(key)
         return (torch.cat((above, below), -1), torch.cat((below, above), -1)), torch.cat(keys, -1)
 
+    def convolved(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return value, self.dwc.weight.repeat(self.heads, 1, 1), self.dwc.bias.repeat(self.heads)
+
     def mixed(self, *read: Tensor) -> Tensor:
         half = read[0].shape[-1] // 2
         same, other = (x[..., :-1] / (x[..., -1:] + EPSILON) for x in read)
@@ -135,6 +184,7 @@ class MirrorAttention(InLineAttention):
 
 MODULES: dict[str, type[InLineAttention]] = {
     "InLineMixer": InLineAttention,
+    "ResidualMixer": ResidualInLine,
     "PolarMixer": PolarAttention,
     "MirrorMixer": MirrorAttention,
 }
@@ -149,11 +199,12 @@ class MeanAttentionMixer(FixedStatesMixer):
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        sizes = {"H": heads, "D": config.key_size, "V": size + 1}
+        residual = config.kernel_size if config.key_size == size + 1 else 0  # InLine's
+        sizes = {"H": heads, "D": config.key_size, "V": (2 if residual else 1) * size + 1}
         rule = LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, sizes)
         if not config.kernel_size:
             return (rule,)
-        taps = {"C": config.hidden_size, "P": config.kernel_size - 1}
+        taps = {"C": config.hidden_size * (residual or 1), "P": config.kernel_size - 1}
         return LayerOp(CAUSAL_CONV, {"activation": "none"}, taps), rule
 
 

@@ -138,6 +138,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
     "family, changes",
     [
         ("falcon_h1", {"mamba_rms_norm": False}),
+        ("bamba", {}),
         ("kimi_linear", {"q_lora_rank": 9}),
         ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
         ("gla", {"attn": {**SOFTMAX, "window_size": 37}}),
@@ -148,8 +149,10 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
         ("transnormer", {"hidden_dim": 36, "linear_use_lrpe_list": [0, 0, 0], "tie_word_embeddings": True}),
         ("moh_llama", {"shared_heads": 1, "routed_heads": 3}),
         ("inline", {"feature_map": "relu", "qkv_bias": False}),
+        ("inline", {"kernel_size": 3}),
         ("polaformer", {"kernel_size": 2, "qkv_bias": False}),
         ("rat", {"chunk_size": 1, "ngroups": 4, "base": 50.0}),
+        ("rat", {"interleave_step": 2, "window_size": 19}),
         ("mamba3", {"is_outproj_norm": True, "use_bias": True, "rope_fraction": 1.0, "n_groups": 1}),
         ("parallax", {"num_kv_heads": None, "qkv_bias": False, "qk_norm": False}),
         ("local_linear", {"ridge": 0.5}),
@@ -398,6 +401,8 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         (NATS, {"attn_apply_pos_encoding": True}, "attn_apply_pos_encoding=True in .* covered: False"),
         ("llama_with_landmark", {"cache_top_k": 5}, "cache_top_k=5 in config.json of a llama_with_landmark model"),
         ("llama_with_landmark", {"include_landmark_in_loss": False}, "include_landmark_in_loss=false in config.json"),
+        ("rwkv6", {"expand_k": 0.5}, "expand_k in config.json of an rwkv6 model: flash-linear-attention's form"),
+        ("rwkv5", {"attention_hidden_size": 48}, "attention_hidden_size=48 in .* covered: None or 24"),
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
@@ -414,7 +419,6 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         ),
         ("flux_qwen3", {"use_softmax": False}, "use_softmax=False in config.json of a flux_qwen3 model; covered: True"),
         ("mamba3", {"is_mimo": True}, "is_mimo=True in config.json of a mamba3 model; covered: False"),
-        ("rat", {"interleave_step": 2}, "interleave_step=2 in config.json of a rat model; covered: None or 0"),
         ("parallax", {"window_size": 37}, "window_size=37 in config.json of a parallax model; covered: None"),
         (
             "parallax",
@@ -436,7 +440,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["zamba", "rwkv", "ttt", "xlstm", "deepseek_v32", "bamba"])
+@pytest.mark.parametrize("name", ["zamba", "rwkv", "ttt", "xlstm", "deepseek_v32", "zamba2", "hypenet"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
@@ -498,7 +502,12 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             {"feature_map": "relu"},
             r"feature_map='relu' in config\.json; covered: identity, and relu of InLine",
         ),
-        ("inline", {"kernel_size": 3}, r"kernel_size=3 in config\.json; it must be 0 for inline"),
+        (
+            "inline",
+            {"kernel_size": 1},
+            r"kernel_size=1 in config\.json; it must be 0, or 2 to 64, tokens of the residual",
+        ),
+        ("mirrorla", {"kernel_size": 3}, r"kernel_size=3 in config\.json; it must be 0 for mirrorla"),
         ("polaformer", {"kernel_size": 1}, r"kernel_size=1 in config\.json; it must be 2 to 64, taps for polaformer"),
         ("polaformer", {"num_attention_heads": 8, "num_key_value_heads": 8}, r"hidden_size=24 .* no multiple of 16"),
         ("inline", {"feature_map": "exp"}, r"feature_map='exp' in config\.json; covered: identity, and relu of InLine"),
@@ -508,6 +517,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             r"sink_size=0, local_window_size=100 and pool_size=0 in config\.json; they must",
         ),
         ("mamba3", {"head_dim": 7}, r"config\.json gives 48 channels of heads of head_dim=7 in n_groups=2"),
+        ("rat", {"window_size": 0}, r"interleave_step=1 and window_size=0 in config\.json; they must be at least 1"),
         ("rat", {"chunk_size": 0}, r"config\.json: chunk_size: Input should be greater than or equal to 1, not 0"),
         (
             "rat",
@@ -518,6 +528,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("local_linear", {"ridge": 0.0}, r"ridge=0 in config\.json; a ridge is above 0"),
         ("local_linear", {"ridge": -1.0}, r"ridge=-1 in config\.json; a ridge is above 0"),
         ("local_linear", {"ridge": "inf"}, r"ridge=inf in config\.json; a ridge is above 0"),
+        ("rwkv6", {"head_size": 7}, r"hidden_size=24 in config\.json is no multiple of head_size=7"),
         ("rwkv7", {"head_dim": 7}, r"hidden_size=24 in config\.json is no multiple of head_dim=7"),
         ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],
