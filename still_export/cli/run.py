@@ -113,17 +113,18 @@ def run(
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
         sampling = Sampling(temperature, top_k, top_p, seed)
-        model = load(
-            package,
-            runtime=runtime,  # type: ignore[arg-type]  # checked there
-            provider=provider,  # type: ignore[arg-type]
-            threads=threads,
-            plugin=plugin,
-            trust_native=trust_native,
-            check=check,
-            adapter=adapter,
-            guess=guess,
-        )
+        with out.opening(str(package)):
+            model = load(
+                package,
+                runtime=runtime,  # type: ignore[arg-type]  # checked there
+                provider=provider,  # type: ignore[arg-type]
+                threads=threads,
+                plugin=plugin,
+                trust_native=trust_native,
+                check=check,
+                adapter=adapter,
+                guess=guess,
+            )
         prefix = Snapshot.load(load_state) if load_state else None
         if not given:
             cache = open_prefixes(model.runner, prefix_cache, prefix_dir)

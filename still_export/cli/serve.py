@@ -116,7 +116,8 @@ def serve(
 
     with listen(host, port) as sock:
         try:
-            worker = Worker(open_scheduler)
+            with out.opening(str(package)):
+                worker = Worker(open_scheduler)
         except (RunError, CudaError) as error:
             raise PackageError(str(error)) from error
         scheduler = worker.scheduler

@@ -407,5 +407,5 @@ def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     shown = capsys.readouterr().out
     places = [shown.index(f"─ {panel} ─") for panel in PANELS]
-    assert len(set(places)) == len(PANELS)
+    assert places == sorted(places) and len(set(places)) == len(PANELS)
     assert sorted(verb for verbs in PANELS.values() for verb in verbs) == sorted([*VERBS, "kernels"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from still_export.cli.chat import opening, talk
 from still_export.cli.output import Output
@@ -101,3 +103,17 @@ def test_a_talk_opens_with_the_model_and_marks_a_cut_answer(
     assert said.count("[cut at 7 tokens, by --tokens]") == 1
     table.bounded, manifest["config"] = False, {}
     assert opening(talked).startswith("llama (made) holds conversations of any length.")
+
+
+def test_what_takes_long_says_so_at_once() -> None:
+    """In a terminal: a spinner while a package is opened, a bar before the first phase of a proof is told."""
+    console = Console(file=io.StringIO(), force_terminal=True)
+    output = Output()
+    output.errors = console
+    with output.opening("package"):
+        time.sleep(0.2)
+    with output.phases() as progress:
+        time.sleep(0.2)
+        progress("layers", 1, 2)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "opening package" in shown and "loading" in shown and shown.index("loading") < shown.index("layers")
