@@ -64,8 +64,6 @@ ELSEWHERE = {
     "still-export bench PACKAGE --provider cuda --lengths 16384,32000": Elsewhere(GPU),
     ". tools/env.sh cpu": Elsewhere(NETWORK),
     "bash tools/demo.sh": Elsewhere(REAL),
-    "bash tools/test.sh": Elsewhere("is what runs this test"),
-    "bash tools/test.sh --fast": Elsewhere("is what runs this test"),
     "python -m tools.fetch_texts TEXTS": Elsewhere(NETWORK),
     "docker build -f docker/cpu.Dockerfile -t still-export .": Elsewhere("needs Docker"),
     "python -m tools.write_chats BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
