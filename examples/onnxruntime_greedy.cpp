@@ -1,22 +1,27 @@
-// Token ids from a package by plain ONNX Runtime: greedy, state by value, nothing of this project.
-//   g++ -std=c++17 -Iheaders examples/onnxruntime_greedy.cpp libonnxruntime.so.1 -o greedy
-//   ./greedy DIR/model.onnx 20 5 6 7 8
+// Token ids from a package by plain ONNX Runtime: greedy, state by value, with the package's kernels. Text: genai_text.cpp.
+//   g++ -std=c++17 -O2 examples/onnxruntime_greedy.cpp $(still-export kernels flags) -o greedy
+//   ./greedy DIR 20 5 6 7 8
 #include <onnxruntime_cxx_api.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <string>
 #include <vector>
 
 int main(int argc, char** argv) {
-    if (argc < 4) return std::fprintf(stderr, "usage: greedy MODEL.onnx TOKENS ID...\n"), 2;
+    if (argc < 4) return std::fprintf(stderr, "usage: greedy PACKAGE TOKENS ID...\n"), 2;
     int64_t const wanted = std::stoll(argv[2]), room = wanted + argc;
     std::vector<int64_t> ids;
     for (int i = 3; i < argc; ++i) ids.push_back(std::stoll(argv[i]));
 
     Ort::Env env;
-    Ort::Session session(env, argv[1], Ort::SessionOptions{});
+    Ort::SessionOptions options;
+    std::string const folder = argv[1], kernels = std::filesystem::absolute(folder + "/libstill_onnxruntime.so");
+    options.AddConfigEntry("still.provider", "cpu");
+    if (std::filesystem::exists(kernels)) options.RegisterCustomOpsLibrary(kernels.c_str());  // without it function bodies run
+    Ort::Session session(env, (folder + "/model.onnx").c_str(), options);
     Ort::AllocatorWithDefaultOptions allocator;
     std::vector<std::string> inputs, outputs;
     std::vector<Ort::Value> feed;

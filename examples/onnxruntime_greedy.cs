@@ -1,8 +1,9 @@
-// Token ids from a package by plain ONNX Runtime: greedy, state by value, nothing of this project.
+// Token ids from a package by plain ONNX Runtime: greedy, state by value, with the package's kernels.
 //   dotnet add package Microsoft.ML.OnnxRuntime
-//   dotnet run -- DIR/model.onnx 20 5 6 7 8
+//   dotnet run -- DIR 20 5 6 7 8
 using System;
 using System.Collections.Generic;
+using System.IO;
 using System.Linq;
 using Microsoft.ML.OnnxRuntime;
 
@@ -12,13 +13,17 @@ static class Greedy
     {
         if (args.Length < 3)
         {
-            Console.Error.WriteLine("usage: greedy MODEL.onnx TOKENS ID...");
+            Console.Error.WriteLine("usage: greedy PACKAGE TOKENS ID...");
             return 2;
         }
         int wanted = int.Parse(args[1]);
         long[] ids = args.Skip(2).Select(long.Parse).ToArray();
         long room = wanted + ids.Length;
-        using (var session = new InferenceSession(args[0]))
+        string kernels = Path.GetFullPath(Path.Combine(args[0], "libstill_onnxruntime.so"));
+        var settings = new SessionOptions();
+        settings.AddSessionConfigEntry("still.provider", "cpu");
+        if (File.Exists(kernels)) settings.RegisterCustomOpLibrary(kernels); // without it function bodies run
+        using (var session = new InferenceSession(Path.Combine(args[0], "model.onnx"), settings))
         using (var options = new RunOptions())
         {
             var feed = new Dictionary<string, OrtValue>();

@@ -194,9 +194,7 @@ def _runs_on_cpu(package: Package) -> Finding:
     weights = sum(entry["size_bytes"] for entry in manifest["files"].values())
     needed = weights + 2 * table.size_bytes(1, table.rows(manifest["capacity"]["capacity_tokens"]))
     if (size := _memory_bytes()) and needed > size:
-        detail = (
-            f"needs {needed / 2**30:.1f} GiB for weights and the state at its capacity; here are {size / 2**30:.1f}"
-        )
+        detail = f"needs {needed / 1e9:.1f} GB for weights and the state at its capacity; here are {size / 1e9:.1f}"
         return Finding(what, False, detail, "quantize it (--quantize int4), or use a machine with more memory")
     native = manifest.get("native")
     if native is None:
@@ -260,7 +258,7 @@ def _processor() -> str:
 
 def machine() -> dict[str, str]:
     """What it is."""
-    memory = f"{_memory_bytes() / 2**30:.0f} GiB"
+    memory = f"{_memory_bytes() / 1e9:.0f} GB"
     return {
         "still-export": version(DISTRIBUTION) or "not installed",
         "Python": platform.python_version(),

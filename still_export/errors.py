@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from still_graphs.errors import CapacityError, ConfigError, ShapeError, StillExportError, UnsupportedError
+from still_graphs.errors import CapacityError, ConfigError, ShapeError, StillExportError, UnsupportedError, unknown
 
 __all__ = [
     "CapacityError",
@@ -18,6 +18,7 @@ __all__ = [
     "TrainingError",
     "UnsupportedError",
     "UnsupportedModelError",
+    "unknown",
 ]
 
 

@@ -125,7 +125,7 @@ def look(source: str | Path) -> Found:
     return Found(path, "none")
 
 
-GGUF_VERBS = ("run", "verify")
+GGUF_VERBS = ("run", "serve", "bench", "verify")
 """Verbs that take a GGUF file in the place of a package."""
 
 

@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     left = {id(item) for _, *others in cannot.values() for item in others}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
     items[:] = [item for item in items if id(item) not in left]
+    if config.getoption("fast"):
+        durations.leave_slow(items, config)
     durations.longest_first(items)
 
 

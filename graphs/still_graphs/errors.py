@@ -1,5 +1,9 @@
 """Errors a user can cause, shared by all packages; each says what is wrong, why, and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class StillExportError(Exception):
     """Base of every error that the user, not a bug, causes. The command line turns it into exit code 2."""
@@ -19,3 +23,16 @@ class CapacityError(StillExportError, ValueError):
 
 class UnsupportedError(StillExportError):
     """No kernel, body or target covers the request; the message lists what is covered."""
+
+
+def unknown(name: object, known: Iterable[str], where: str) -> ConfigError:
+    """The error for a name that is none of `known`: it lists them, and the nearest one.
+
+    where: Subject of the sentence, which shows the name: "--cpu zen9".
+    """
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"{where} is unknown; known: {', '.join(names)}.{hint}")

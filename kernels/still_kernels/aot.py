@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from still_graphs.errors import ConfigError, UnsupportedError
+from still_graphs.errors import ConfigError, UnsupportedError, unknown
 from still_kernels.common.cubin import read_entry, trailing_pointers
 from still_kernels.common.cuda_function import CudaFunction, nvrtc
 from still_kernels.op_kernels import Build, OpKernels
@@ -36,7 +36,7 @@ TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32
 def parse_arch(name: str) -> int:
     """90 for "sm_90"; ConfigError for an architecture without a tile table."""
     if name not in ARCHS:
-        raise ConfigError(f"--arch {name!r} is unknown; known: {', '.join(ARCHS)}.")
+        raise unknown(name, ARCHS, f"--arch {name!r}")
     return int(name.removeprefix("sm_"))
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from still_graphs.errors import ConfigError, UnsupportedError
+from still_graphs.errors import ConfigError, UnsupportedError, unknown
 from still_graphs.spec import OpSpec
 from still_kernels.plan import Call, Check, Plan
 from still_kernels.plan.compiled import failures
@@ -28,7 +28,7 @@ def check_known(variant: Any, dtype: Sequence[str] = DTYPES, **more: Sequence[st
     """Raise ConfigError for a type, or another field of a variant, whose value there are no kernels for."""
     for name, known in {"dtype": dtype, "count_dtype": COUNT_DTYPES, **more}.items():
         if getattr(variant, name) not in known:
-            raise ConfigError(f"{name}={getattr(variant, name)!r} is unknown; known: {', '.join(known)}.")
+            raise unknown(getattr(variant, name), known, f"{name}={getattr(variant, name)!r}")
 
 
 def combinations(variant: Callable[..., Any], **fields: Sequence[Any]) -> Callable[[], list[Any]]:

@@ -40,17 +40,21 @@ def bench(
 ) -> None:
     """Measure prefill, decode and peak memory by context length with ONNX Runtime or TensorRT."""
     demand_package(package, "bench")
+    from still_export.cli.gguf_package import package_of
     from still_export.doctor import machine
     from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
     from still_export.evaluation.bench import bench as measure
     from still_export.package.folder import open_package
+    from still_export.package.inspect import state_sizes
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.report import bench as looks
     from still_export.report.render import write_report
     from still_export.targets.registry import runtime_of
 
-    opened, out = open_package(package), Output(as_json, quiet)
+    out = Output(as_json, quiet)
+    package = package_of(package, out)
+    opened = open_package(package)
     if trust_native:
         trust_package(package)
     runtime = runtime_of(opened.manifest["target"], asked.get("runtime"))
@@ -78,6 +82,8 @@ def bench(
         "batch": options.batch,
         "runtime": runtime.name,
         "provider": options.provider,
+        "machine": machine()["processor"],
+        "state": state_sizes(opened.manifest),
         "rows": to_dict(rows),
         "beside": to_dict(peer),
     }

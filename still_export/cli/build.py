@@ -40,6 +40,6 @@ def build(
         engines = build_engines(opened, BuildOptions(**asked), progress)
     out.result(
         {"package": str(package), "engines": [str(e) for e in engines]},
-        *(f"{engine}: {engine.stat().st_size / 2**20:.0f} MiB" for engine in engines),
+        *(f"{engine}: {engine.stat().st_size / 1e6:,.0f} MB" for engine in engines),
         next_commands(package, opened.manifest["target"]),
     )

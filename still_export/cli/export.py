@@ -102,7 +102,7 @@ def export(
     manifest = package.manifest
     size = sum(entry["size_bytes"] for entry in manifest["files"].values())
     content = {"package": str(output), "size_bytes": size, "config": manifest["config"]}
-    made = f"{len(manifest['files'])} files, {size / 2**20:.0f} MiB"
+    made = f"{len(manifest['files'])} files, {size / 1e6:,.0f} MB"
     if target.built:
         content |= {"engines": [str(e) for e in engines], "trt": manifest.get("trt")}
         made = ", ".join(e.name for e in engines) or "no engine yet"

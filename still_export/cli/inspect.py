@@ -42,43 +42,48 @@ def inspect(
             )
         _describe(looked, Output(as_json, quiet))
         return
+    from still_export.cli.next_commands import next_commands
     from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
     from still_export.package.inspect import inspect as inspect_package
-    from still_export.package.inspect import spans
+    from still_export.package.inspect import spans, summary
     from still_export.report import inspect as pages
     from still_export.report.render import write_report
+    from still_export.targets.registry import packaged_target
 
     opened = open_package(package, check_hashes=False)
     found, here = inspect_package(opened), runs_here(opened)
+    first = summary(opened, machine()["processor"])
     out = Output(as_json, quiet)
     if report is not None:
-        write_report(pages.page(found, str(package), here, machine()), report)
+        write_report(pages.page(found, first, str(package), here, machine()), report)
         out.log(f"report to look at: {report}")
     lines = [f"{'context':>9} {'state':>12} {'full attention':>15}"]
     for row in found["state"]:
-        state, cache = (row[key] / 2**20 for key in ("state_bytes", "full_attention_cache_bytes"))
-        lines.append(f"{row['tokens']:>9} {state:>8.1f} MiB {cache:>11.1f} MiB")
+        state, cache = (row[key] / 1e6 for key in ("state_bytes", "full_attention_cache_bytes"))
+        lines.append(f"{row['tokens']:>9} {state:>9.1f} MB {cache:>12.1f} MB")
     if not quiet:
-        model, capacity = found["model"], found["capacity"]
-        beyond = "refuses more" if capacity["bounded"] else capacity["overflow"]
+        target = found["target"]
+        ready = not packaged_target(opened.manifest).built or bool(opened.manifest.get("engines"))
         lines = [
-            f"{model['family']}, {model['layers']} layers, {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}",
-            f"capacity: {capacity['capacity_tokens']} tokens, then {beyond}",
+            *(f"{name}: {said}" for name, said in first.items()),
+            next_commands(package, target, ready),
+            "",
             *lines,
             "",
         ]
         for kind in found["layers"]:
-            size = kind["bytes_at_capacity"] / 2**20
-            lines.append(f"{kind['kind']}: layers {spans(kind['layers'])}; {size:.1f} MiB of state at the capacity")
+            size = kind["bytes_at_capacity"] / 1e6
+            name = kind["kind"].replace("_", " ")
+            lines.append(f"{name}: layers {spans(kind['layers'])}; {size:.1f} MB of state at the capacity")
         lines += [f"{what}: {dtype}" for what, dtype in found["precision"].items()]
         lines += ["", *(f"{'yes' if f.able else 'no ':<4} {f.what}: {f.detail}" for f in here)]
         opsets = ", ".join(f"{domain} {version}" for domain, version in found["opset"].items())
         lines += ["", f"IR {found['ir_version']}, opsets: {opsets}; functions: {', '.join(found['functions'])}"]
         lines += [f"{count:>6} {name}" for name, count in found["nodes"].items()]
-        lines += ["", *(f"{size / 2**20:>9.2f} MiB  {name}" for name, size in found["files"].items())]
+        lines += ["", *(f"{size / 1e6:>9.2f} MB  {name}" for name, size in found["files"].items())]
         lines += ["", f"made by: {found['command']}"]
-    out.result({**found, "here": [asdict(finding) for finding in here]}, *lines)
+    out.result({**found, "summary": first, "here": [asdict(finding) for finding in here]}, *lines)
 
 
 def _describe(found: Found, out: Output) -> None:

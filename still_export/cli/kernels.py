@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ def register(app: typer.Typer, panel: str) -> None:
     kernels = typer.Typer(help="Build the kernels for CPUs once; exports take them from then on.", no_args_is_help=True)
     kernels.command("build")(build)
     kernels.command("headers")(headers)
+    kernels.command("flags")(flags)
     app.add_typer(kernels, name="kernels", rich_help_panel=panel)
 
 
@@ -30,11 +32,11 @@ def build(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Build the kernels (cmake, g++, half a minute) where neither the wheel nor the cache has them; print the library's path."""
-    from still_export.errors import ConfigError
+    from still_export.errors import unknown
     from still_export.targets.ort.library import CPUS, build_library
 
     if cpu not in (None, *CPUS):
-        raise ConfigError(f"--cpu {cpu} is unknown; known: {', '.join(CPUS)}.")
+        raise unknown(cpu, CPUS, f"--cpu {cpu}")
     with Output(False, quiet).steps() as progress:
         progress("building the kernels")
         library = build_library(cpu, onnxruntime_include)
@@ -46,3 +48,12 @@ def headers() -> None:
     from still_export.targets.ort.headers import fetch_headers
 
     print(fetch_headers())
+
+
+def flags(
+    genai: Annotated[bool, typer.Option("--genai", help="For a program over onnxruntime-genai.")] = False,
+) -> None:
+    """Print what a C++ compiler needs for a program over ONNX Runtime: g++ program.cpp $(still-export kernels flags)."""
+    from still_export.targets.ort.headers import compiler_flags
+
+    print(shlex.join(compiler_flags(genai)))

@@ -73,7 +73,7 @@ def linearize(
     from still_export.doctor import machine
 
     demand(*EXTRAS["train"])
-    from still_export.linearization.folder import apply
+    from still_export.linearization.folder import RunFolder, apply
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.linearize import linearize as run
     from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
@@ -121,7 +121,9 @@ def linearize(
             result = run(
                 recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log
             )
-        except StopTraining:
+        except BaseException as end:  # Ctrl-C, while it trains or measures, keeps what a run can go on from
+            if isinstance(end, Exception) or not RunFolder(output).holds_a_run():
+                raise
             words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]
             complain("Interrupted", f"a checkpoint is kept. Go on: {shlex.join(['still-export', *words, '--resume'])}")
             raise typer.Exit(2) from None
@@ -130,7 +132,10 @@ def linearize(
     if report is not None and out.first:
         write_report(looks.page(content, str(output), machine(), command_line()), report)
         out.log(f"report to look at: {report}")
-    lines = [result.plan["said"]] if result.plan else []
+    lines = [
+        looks.trained(content["recipe"], result.to_dict()["stages"]),
+        *([result.plan["said"]] if result.plan else []),
+    ]
     lines += [f"bits per byte of held-out text, {name}: {bits:.4f}" for name, bits in result.bits_per_byte.items()]
     lines += [
         f"stage {s.name}: {s.steps} steps, {s.tokens / max(s.seconds, 1e-9):,.0f} tokens/s, loss {s.losses[-1]:.4f}"

@@ -47,7 +47,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
     "evaluate": {"records": ("still_export.evaluation.evaluate.EvaluationOptions",)},
-    **dict.fromkeys(("run", "serve", "inspect", "fetch_texts", "write_chats"), PLAIN),
+    **dict.fromkeys(("run", "serve", "inspect"), PLAIN),
     "linearize": RECIPE,
     "select_layers": RECIPE,
     "doctor": PLAIN,
@@ -58,7 +58,7 @@ PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
     "Make": ("export", "lower", "build", "kernels"),
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
-    "Train": ("linearize", "select_layers", "fetch_texts", "write_chats"),
+    "Train": ("linearize", "select_layers"),
 }
 """Verbs by what they are for."""
 _PANEL_OF = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}

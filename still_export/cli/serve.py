@@ -80,6 +80,7 @@ def serve(
     demand_package(package, "serve")
     demand("starlette", "uvicorn")
     from still_export.api import load
+    from still_export.cli.gguf_package import package_of
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.ort import OrtModel
     from still_export.runtime.prefix_folder import open_prefixes
@@ -92,6 +93,8 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty: give one, or none.")
     out = Output(False, quiet)
+    name = name or package.resolve().name.removesuffix(".gguf")
+    package = package_of(package, out)
 
     def open_scheduler() -> Scheduler:
         model = load(
@@ -120,7 +123,7 @@ def serve(
         body_bytes = 1024 * max_body_kb if max_body_kb else (64 << 10) + 64 * scheduler.context
         local = is_local(sock)
         hosts = frozenset(map(str.lower, [host, *(allowed_host or ())])) if local or allowed_host else None
-        settings = Settings(name or package.resolve().name, api_key, body_bytes, hosts)
+        settings = Settings(name, api_key, body_bytes, hosts)
         size = scheduler.state_bytes(scheduler.context) / 1e6
         where = f"[{host}]" if ":" in host else host
         url = f"http://{where}:{sock.getsockname()[1]}"

@@ -14,7 +14,7 @@ import numpy as np
 from still_export.errors import ConfigError
 
 _FILE = re.compile(r"^# (\S+\.py)$", re.MULTILINE)
-"""Stands before every file of a text of source code, as `still-export fetch-texts` writes them."""
+"""Stands before every file of a text of source code, as `python -m tools.fetch_texts` writes them."""
 
 
 @dataclass(frozen=True)

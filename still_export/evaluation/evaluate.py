@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from still_export.errors import ConfigError, DataError, NotLinearizedError
+from still_export.errors import ConfigError, DataError, NotLinearizedError, unknown
 from still_export.evaluation.chat import chat_ends, template
 from still_export.evaluation.code import code_prompts
 from still_export.evaluation.intervals import share
@@ -87,7 +87,7 @@ class EvaluationOptions:
                 task_named(name, (CODE, *MAKERS))
         for name in self.variants:
             if name not in VARIANTS:
-                raise ConfigError(f"the variant {name!r} is unknown; known: {', '.join(VARIANTS)}.")
+                raise unknown(name, VARIANTS, f"the variant {name!r}")
         if not 0 <= self.chat <= len(CHAT):
             raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
         if any(self.chat_lengths) and not (self.chat and self.texts):

@@ -27,9 +27,11 @@ LINEAR = (
         "jamba",
         "minimax",
         "nemotron_h",
+        "bamba",
         "gla",
     ),
-    *("hgrn2", "hgrn", "retnet", "delta_net", "gated_deltanet", "transnormer", "minicpm_sala", "rwkv7", "mamba3"),
+    *("rwkv5", "rwkv6", "rwkv7"),
+    *("hgrn2", "hgrn", "retnet", "delta_net", "gated_deltanet", "transnormer", "minicpm_sala", "mamba3"),
 )
 """Families whose layers are linear, but those of systems; they are exported as they are."""
 TEXT_OF = {
@@ -43,7 +45,7 @@ TEXT_OF = {
 _SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
 _SPARSE = "its softmax layers select keys"
 _CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
-_BEFORE = "RWKV reads its state before the token's update, which no rule of the op does"
+_UNBOUNDED = "RWKV-4 weights tokens by exponentials of keys without a bound, which no op here does"
 _IN_LLAMA = "Mamba-in-Llama's layers have no family here yet"
 _ZEBRA = "Zebra-Llama's layers of Mamba-2 and latent attention have no family here yet"
 NOT_COVERED = {
@@ -52,11 +54,10 @@ NOT_COVERED = {
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _CONVOLVED),
     "zaya": _CONVOLVED,
     "nemotron_h_omni": "of Nemotron-H models that see and hear the language model alone is (nemotron_h)",
-    **dict.fromkeys(("rwkv", "rwkv6"), _BEFORE),
+    "rwkv": _UNBOUNDED,
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
-    "bamba": "Bamba has no family here yet",
     "lara_mini": "transformers has it from 5.24 on: pip install 'transformers>=5.24'",
     "hypenet": "its layers, Lightning attention beside softmax without positions, have no family here yet",
     **dict.fromkeys(("mambainllama_mamba", "mambainllama_mamba2"), _IN_LLAMA),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import dataclass
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 
 ENTRY = re.compile(r"([a-z]+) (-?\d+(?:\.\d+)?)(%?)")
 RANGES = {"loss": (0.0, 1000.0), "state": (1.0, 100.0), "found": (0.0, 100.0), "time": (1.0, 100_000.0)}
@@ -45,9 +44,7 @@ class Budget:
                 raise ConfigError(f"budget {text!r}: {part.strip()!r} is no key with a number, as in {SHOWN!r}.")
             key, number, percent = entry[1], float(entry[2]), bool(entry[3])
             if key not in RANGES:
-                near = difflib.get_close_matches(key, RANGES, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"budget {text!r}: {key!r} is unknown; known: {', '.join(RANGES)}.{hint}")
+                raise unknown(key, RANGES, f"budget {text!r}: {key!r}")
             if key in values:
                 raise ConfigError(f"budget {text!r} names {key} twice; give it once.")
             if percent != (key != "time"):

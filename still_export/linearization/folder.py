@@ -58,6 +58,10 @@ class RunFolder:
         (self.work / REPLACED_FILE).write_text(json.dumps(replaced), encoding="utf-8")
         (self.work / RUN_FILE).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
 
+    def holds_a_run(self) -> bool:
+        """Whether a run that was begun can go on."""
+        return (self.work / RUN_FILE).is_file()
+
     def discard(self) -> None:
         """Remove a run that left nothing to go on from: no checkpoint, no result of a stage."""
         if any(self.work.glob("*/step-*/report.json")) or any(self.work.glob("*.safetensors")):

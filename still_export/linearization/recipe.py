@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.discovery import Registry, systems
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.fields import option
 from still_export.linearization.budget import Budget
 from still_export.mixers.layers import HYBRID, SELECTED, Linearizer
@@ -169,7 +169,7 @@ class Recipe:
                 object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(choices)}.")
+                raise unknown(getattr(self, name), choices, f"{name}={getattr(self, name)!r}")
         for name in (
             "batch_size",
             "lora_rank",
@@ -339,9 +339,7 @@ def preset(name: str) -> Path:
     """
     known = presets()
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"the recipe {name!r} is unknown; known: {', '.join(sorted(known))}.{hint}")
+        raise unknown(name, sorted(known), f"the recipe {name!r}")
     return known[name]
 
 

@@ -12,7 +12,7 @@ from still_export.mixers.block_attention.settings import BlockSettings
 from still_export.mixers.hybrid_attention.settings import HybridSettings
 from still_export.mixers.layers import HYBRID, Deployment
 from still_export.mixers.registry import MIXERS
-from still_graphs.errors import ConfigError
+from still_graphs.errors import ConfigError, unknown
 
 DEPLOYMENT = tuple(f.name for f in fields(Deployment))
 """Names that no training fixes."""
@@ -39,9 +39,7 @@ class LayersConfig:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
         for index, name in enumerate(self.layer_types or ()):
             if name not in MIXERS:
-                near = difflib.get_close_matches(str(name), MIXERS, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"layer_types[{index}]={name!r} is unknown; known: {', '.join(MIXERS)}.{hint}")
+                raise unknown(name, MIXERS, f"layer_types[{index}]={name!r}")
 
     def layer_type(self, layer: int) -> str:
         """The mixer of layer `layer`, by name."""

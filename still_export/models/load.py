@@ -17,6 +17,7 @@ from still_export.errors import (
     ModelNotFoundError,
     NotLinearizedError,
     UnsupportedModelError,
+    unknown,
 )
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.families import AHEAD, demand_softmax_folder
@@ -329,7 +330,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if dtype == "auto":
         return None
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is unknown; known: auto, {', '.join(DTYPES)}.")
+        raise unknown(dtype, ("auto", *DTYPES), f"dtype={dtype!r}")
     return DTYPES[dtype]
 
 

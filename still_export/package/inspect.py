@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 from still_export.errors import PackageError
@@ -81,6 +84,48 @@ def spans(layers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def state_sizes(manifest: dict[str, Any]) -> list[dict[str, int]]:
+    """Bytes of a row's state and of full attention's cache, by tokens."""
+    sizes = [(n, state_bytes(manifest, n), cache_bytes(manifest, n)) for n in contexts(manifest)]
+    return [{"tokens": n, "state_bytes": state, "full_attention_cache_bytes": cache} for n, state, cache in sizes]
+
+
+def summary(package: Package, machine: str) -> dict[str, str]:
+    """What a user asks first of a package: what it is, how big, how long, how fast; a sentence each.
+
+    Args:
+        machine: This machine, as `bench` names it in bench.json.
+    """
+    manifest = package.manifest
+    model, capacity = manifest["model"], manifest["capacity"]
+    made_of = (manifest.get("config") or {}).get("model")
+    name = Path(made_of).name if made_of else package.path.name
+    scheme = (manifest.get("quantization") or {}).get("scheme")
+    bits = f"{scheme}, computing in {model['dtype']}" if scheme else model["dtype"]
+    size = sum(entry["size_bytes"] for entry in manifest["files"].values())
+    last = state_sizes(manifest)[-1]
+    beyond = "refuses more" if capacity["bounded"] else manifest["still"].get("overflow", "error").replace("_", " ")
+    return {
+        "what": f"{name}: {model['family']}, {model['layers']} layers, {model['parameters'] / 1e6:,.1f} M parameters, {bits}, for "
+        f"{manifest['target']}",
+        "size": f"{size / 1e6:,.1f} MB of files, and {last['state_bytes'] / 1e6:,.1f} MB of state a conversation at {last['tokens']:,} "
+        f"tokens (full attention: {last['full_attention_cache_bytes'] / 1e6:,.1f} MB)",
+        "length": f"{capacity['capacity_tokens']:,} tokens, then {beyond}",
+        "speed": _speed(package.path, machine),
+    }
+
+
+def _speed(folder: Path, machine: str) -> str:
+    """Of the last `bench` in its usual place."""
+    try:
+        said = json.loads((folder / "bench/bench.json").read_text(encoding="utf-8"))
+        rows = [f"{row['decode_ms']:,.1f} ms a token after {row['length']:,}" for row in said["rows"]]
+        where = "here" if said["machine"] == machine else f"on {said['machine']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"not measured: still-export bench {shlex.quote(str(folder))}"
+    return f"{where} {', '.join(rows)} ({said['runtime']}, {said['provider']})"
+
+
 def inspect(package: Package) -> dict[str, Any]:
     """Capacity, sizes, layers, types, operator counts of the graph (function bodies apart) and files of `package`."""
     import onnx
@@ -99,14 +144,7 @@ def inspect(package: Package) -> dict[str, Any]:
         "still": manifest["still"],
         "command": manifest["command"],
         "capacity": {**manifest["capacity"], "overflow": manifest["still"].get("overflow", "error")},
-        "state": [
-            {
-                "tokens": n,
-                "state_bytes": state_bytes(manifest, n),
-                "full_attention_cache_bytes": cache_bytes(manifest, n),
-            }
-            for n in contexts(manifest)
-        ],
+        "state": state_sizes(manifest),
         "layers": layer_kinds(manifest),
         "precision": precision(manifest),
         "opset": {o.domain or "ai.onnx": o.version for o in graph.opset_import},

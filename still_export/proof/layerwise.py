@@ -274,7 +274,7 @@ class _Layer:
             return found[0] if self.after is None else _with_hidden(found[0], self.after)
 
         def skip(given: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (given,) if isinstance(hidden, tuple) else given
+            return (given, *hidden[1:]) if isinstance(hidden, tuple) else given
 
         for layer in layers[: self.index]:
             layer.forward = skip

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import still_export
 from still_export.errors import StillExportError
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
@@ -21,6 +20,7 @@ from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.bundle import PROGRAMS, RUNTIME, write_programs
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.text import Answer, Text
+from still_export.version import __version__
 
 TOKENIZER = "tokenizer.json"
 TOKENS = 12
@@ -87,7 +87,7 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
 
 def _check_copies(package: Package) -> Verdict:
     """The programs of a package, byte by byte those that this version writes."""
-    made, here = package.manifest["versions"].get("still-export"), still_export.__version__
+    made, here = package.manifest["versions"].get("still-export"), __version__
     names = {name for name in package.manifest["files"] if name in PROGRAMS.values() or name.startswith(f"{RUNTIME}/")}
     if made != here:
         return Verdict(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.package.files import MODEL
 from still_export.runtime.base import Runner
 from still_export.targets import registry
@@ -53,7 +53,7 @@ def open_runner(
     """
     record = registry.runtime_named(runtime)
     if provider not in PROVIDERS:
-        raise ConfigError(f"--provider {provider} is unknown; known: {', '.join(PROVIDERS)}.")
+        raise unknown(provider, PROVIDERS, f"--provider {provider}")
     if provider not in ("cpu", *record.providers):
         raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
     return record.open(

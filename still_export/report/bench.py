@@ -12,6 +12,7 @@ MEASURES = {
     "decode_ms": ("One more token", "time, ms"),
     "peak_mb": ("Memory", "peak, MB"),
 }
+SIZES = {"the state": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
 
 
 def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], command: str) -> Report:
@@ -47,7 +48,7 @@ def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], 
         "decode, ms a token",
         "tokens/s",
         "peak, MB",
-        "state, MiB",
+        "state, MB",
     ]
     plots = [
         Lines(
@@ -58,13 +59,15 @@ def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], 
         )
         for key, (title, unit) in MEASURES.items()
     ]
+    sizes = {name: [(row["tokens"], row[key] / 1e6) for row in content["state"]] for name, key in SIZES.items()}
+    state = Lines("What a conversation holds", "context, tokens", "size, MB", sizes, log_x=True, log_y=True)
     return Report(
         title=f"{content['package']}: speed and memory",
         verdict=f"{last['decode_ms']:.1f} ms a token after {last['length']:,} tokens, {last['peak_mb']:,.0f} MB at the peak ({where})."
         if last
         else "Nothing was measured.",
         findings=[left_out] if left_out else [],
-        parts=[Plots("By context length", plots), Table("Measurements", columns, rows)],
+        parts=[Plots("By context length", [*plots, state]), Table("Measurements", columns, rows)],
         machine=machine,
         command=command,
     )

@@ -8,6 +8,9 @@ from typing import Any
 from still_export.evaluation.intervals import share
 from still_export.report.description import Bars, Cell, Heatmap, Lines, Plots, Report, Table
 
+FEWEST = 3
+"""Points of a plot: fewer are a table."""
+
 
 def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[str, str], command: str) -> Report:
     """The page of an evaluation.
@@ -63,6 +66,8 @@ def _qualities(bits: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, d
 def _trades(costs: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Mapping[str, float]]) -> Iterator[Lines]:
     """Quality over cost, a point a package, for every pair of the two."""
     both = [name for name in costs if qualities.get(name)]
+    if len(both) < FEWEST:
+        return  # the table has them
     for measure in next((qualities[name] for name in both), {}):
         for cost in costs[both[0]]:
             series = {name: [(costs[name][cost], qualities[name][measure])] for name in both}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from still_export.report.description import Bars, Lines, Plot, Plots, Report, Table
@@ -10,6 +10,9 @@ from still_export.report.description import Bars, Lines, Plot, Plots, Report, Ta
 POINTS = 400
 """Of a curve: longer ones are drawn as means of so many pieces."""
 
+PROMISES = {"loss": "quality lost", "state": "size of the state", "found": "facts found in long inputs", "time": "time"}
+WITH_MAPS = ("gla", "gdn")
+"""Mixers whose own weights are trained beside LoRA."""
 NAMES = {"transfer": "Stage 1, attention transfer", "finetune": "Stage 2, LoRA"}
 
 
@@ -72,6 +75,7 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
     return Report(
         title=f"{model}: linearized from {content['recipe']['base']}",
         verdict=f"Bits per byte of held-out text: {said}. Training took {seconds:,.0f} s.",
+        findings=[trained(content["recipe"], stages), _softmax(content)],
         parts=[
             *([_promises(content["plan"])] if content.get("plan") else []),
             Plots("Training", plots),
@@ -83,6 +87,33 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
     )
 
 
+def trained(recipe: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> str:
+    """What was trained, and what was not, in a sentence or two."""
+    steps = {
+        stage["name"]: f"{stage['steps']:,} steps over {stage['tokens']:,} tokens" for stage in stages if stage["steps"]
+    }
+    parts = []
+    if "transfer" in steps:
+        parts.append(f"the new layers' own weights, which imitate the base's attention ({steps['transfer']})")
+    if "finetune" in steps:
+        parts.append(f"LoRA of the base's projections ({steps['finetune']})")
+    said = f"Trained: {', then '.join(parts)}." if parts else "Nothing was trained."
+    linear = "transfer" in steps or (
+        "finetune" in steps and (recipe.get("finetune_maps") or recipe.get("mixer") in WITH_MAPS)
+    )
+    if not linear and recipe.get("mixer", "still") == "still":
+        said += " No linear part was trained: feature maps and gates are as they began, and exact attention to selected tokens and the"
+        said += " window carries the model."
+    return said
+
+
+def _softmax(content: Mapping[str, Any]) -> str:
+    """Which layers stay softmax."""
+    plan, types = content.get("plan"), content["recipe"].get("layer_types") or ()
+    layers = plan["softmax_layers"] if plan else [i for i, kind in enumerate(types) if kind == "full_attention"]
+    return f"Layers that stay softmax: {', '.join(map(str, layers)) or 'none'}."
+
+
 def _promises(plan: dict[str, Any]) -> Table:
     """What a budget promised, what was reached, and whether that is it."""
     base, reached = plan["base"], plan["reached"]
@@ -92,11 +123,11 @@ def _promises(plan: dict[str, Any]) -> Table:
         "found": f"{reached['found']} of {reached['asked']} facts, the base {base['found']}",
         "time": f"{plan['minutes']:.1f} minutes",
     }
-    softmax = ", ".join(map(str, plan["softmax_layers"])) or "none"
-    rows = [[name, values[name], promise] for name, promise in plan["promises"].items()]
-    failed = frozenset(number for number, row in enumerate(rows) if row[2] != "met")
-    rows.append(["layers that stay softmax", softmax, ""])
-    return Table(f"Budget: {plan['budget']}", ["promise", "reached", "verdict"], rows, failed=failed)
+    asked = dict(part.split(" ", 1) for part in plan["budget"].split(", "))
+    asked["time"] += " minutes"
+    rows = [[PROMISES[name], asked.get(name, "any"), values[name], said] for name, said in plan["promises"].items()]
+    failed = frozenset(number for number, row in enumerate(rows) if row[3] != "met")
+    return Table(f"Budget: {plan['budget']}", ["promise", "asked", "reached", "verdict"], rows, failed=failed)
 
 
 def thinned(losses: list[float]) -> list[tuple[float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.package.files import MANIFEST
 from still_export.targets.genai.target import GENAI
 from still_export.targets.ort.target import ORT_CPU, ORT_CUDA
@@ -33,7 +33,7 @@ def targets_of(name: str, where: str = "--to") -> list[Target]:
     """
     found = [t for t in TARGETS if t.to == name] or [t for t in TARGETS if t.name == name]
     if not found:
-        raise ConfigError(f"{where} {name} is unknown; known: {', '.join(names())}.")
+        raise unknown(name, names(), f"{where} {name}")
     return found
 
 
@@ -84,5 +84,5 @@ def runtime_named(name: str) -> Runtime:
     """
     known = {r.name: r for r in (*(t.runtime for t in TARGETS if t.runtime is not None), TORCH)}
     if name not in known:
-        raise ConfigError(f"--runtime {name} is unknown; known: {', '.join(known)}.")
+        raise unknown(name, known, f"--runtime {name}")
     return known[name]

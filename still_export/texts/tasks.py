@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 
 VALUE_DIGITS = 6
 ANSWER = -1.0
@@ -62,12 +61,7 @@ def task_named(name: str, others: Iterable[str] = ()) -> Task:
         ConfigError: Unknown, with the known ones.
     """
     if name not in TASKS:
-        known = [*TASKS, *others]
-        near = difflib.get_close_matches(name, known, 1)
-        raise ConfigError(
-            f"the task {name!r} is unknown; known: {', '.join(known)}."
-            + (f" Did you mean {near[0]!r}?" if near else "")
-        )
+        raise unknown(name, (*TASKS, *others), f"the task {name!r}")
     return TASKS[name]
 
 

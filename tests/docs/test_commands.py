@@ -66,9 +66,9 @@ ELSEWHERE = {
     "bash tools/demo.sh": Elsewhere(REAL),
     "bash tools/test.sh": Elsewhere("is what runs this test"),
     "bash tools/test.sh --fast": Elsewhere("is what runs this test"),
-    "still-export fetch-texts TEXTS": Elsewhere(NETWORK),
+    "python -m tools.fetch_texts TEXTS": Elsewhere(NETWORK),
     "docker build -f docker/cpu.Dockerfile -t still-export .": Elsewhere("needs Docker"),
-    "still-export write-chats BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
+    "python -m tools.write_chats BASE chat.txt": Elsewhere("answers 3,000 conversations, for minutes"),
     "python -m tools.benchmarks.peer BASE --work work --lengths 256,1024 --steps 8 --threads 2 -o peer.json": Elsewhere(
         "needs onnxruntime-genai", "echo [] > peer.json"
     ),

@@ -16,7 +16,9 @@ import pytest
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.tensorrt import TrtModel
-from still_export.targets.ort.headers import find_onnxruntime_headers
+from still_export.runtime.text import Text
+from still_export.targets.lower import lower
+from still_export.targets.ort.headers import compiler_flags
 from still_export.targets.trt.build import build_engines
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.docs.pages import ROOT
@@ -24,12 +26,13 @@ from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.fake_cuda import HostLibrary
 from tests.still_export.packages import trt_package
+from tests.still_export.serving.conftest import exported
 from tests.still_export.tiny import MIXED
 
 __all__ = ["export_tiny"]
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
-LINES = 60
+LINES = 70
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -52,18 +55,21 @@ def compiled(command: list[object]) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def build_cpp(folder: Path) -> list[str]:
-    """The command of the C++ program."""
+def build_cpp(folder: Path, source: str = "onnxruntime_greedy.cpp", *words: str) -> list[str]:
+    """The command of a C++ program, built with what its first lines and the page say: `still-export kernels flags`."""
     compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
     try:
-        include = find_onnxruntime_headers()
-    except PluginBuildError as error:
+        flags = compiler_flags(*([True] if words else []))
+    except (PluginBuildError, ModuleNotFoundError) as error:
         pytest.skip(str(error))
-    if compiler is None or not (include / "onnxruntime_cxx_api.h").is_file():
-        pytest.skip("needs g++ and ONNX Runtime's C++ headers")
-    library, program = shared_library(folder, "libonnxruntime.so.1"), folder / "greedy"
-    options = ["-std=c++17", "-Wall", "-Werror", "-isystem", include, f"-Wl,-rpath,{folder}", "-o", program]
-    compiled([compiler, ROOT / "examples/onnxruntime_greedy.cpp", library, *options])
+    if not (Path(flags[1]) / "onnxruntime_cxx_api.h").is_file():
+        pytest.skip("needs ONNX Runtime's C++ headers")
+    said = (ROOT / "examples" / source).read_text(encoding="utf-8")
+    assert f"examples/{source} $(still-export kernels flags{''.join(' ' + word for word in words)}) -o" in said
+    program = folder / "program"
+    compiled([compiler, "-std=c++17", "-Wall", "-Werror", ROOT / "examples" / source, *flags, "-o", program])
     return [str(program)]
 
 
@@ -92,13 +98,25 @@ def test_compiled_programs_answer_as_the_runner(
     still: dict[str, object], dtype: str, greedy: list[str], export_tiny: Exporter
 ) -> None:
     package = export_tiny("llama", dtype, **still).path  # type: ignore[arg-type]
-    done = subprocess.run(
-        [*greedy, str(package / "model.onnx"), "20", "5", "6", "7", "8"], capture_output=True, text=True
-    )
+    done = subprocess.run([*greedy, str(package), "20", "5", "6", "7", "8"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     model = OrtModel(package, threads=1)
     model.start()
     assert [int(token) for token in done.stdout.split()] == list(model.generate([5, 6, 7, 8], 20, Sampling()))
+
+
+@pytest.mark.slow
+def test_the_program_of_genai_writes_text(tmp_path: Path) -> None:
+    program = build_cpp(tmp_path, "genai_text.cpp", "--genai")
+    package = lower(exported(tmp_path / "model", "llama"), "genai", tmp_path / "genai").path
+    done = subprocess.run([*program, str(package), "20", "Who?"], capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stderr[-2000:]
+    model = OrtModel(package, threads=1)
+    text = Text(model)
+    model.start()
+    ids = list(model.generate(text.encode("Who?"), 20, Sampling()))
+    expected = text.tokenizer.decode(ids).replace("\ufffd", "")  # genai leaves out what is no character
+    assert len(expected) > 3 and done.stdout == expected + "\n"
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.3.0", "11.1.0"])

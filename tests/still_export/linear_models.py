@@ -98,6 +98,10 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
 }
 """What each family's configuration has beside `COMMON`, None where it lacks one of those."""
+SELDOM: dict[str, dict[str, Any]] = {
+    "bamba": dict(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=10),
+}
+"""The same of families made of parts that others have: few tests ask them."""
 FAMILIES = (*SIZES, *FLA_SIZES, *OWN)
 """All, those that transformers has no class for too."""
 _WIDE: dict[str, Any] = dict(vocab_size=128, hidden_size=128, intermediate_size=256)
@@ -137,6 +141,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "parallax": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "local_linear": dict(_WIDE, num_heads=2, num_kv_heads=1),
     "minicpm_sala": dict(_HEADS, head_dim=64, lightning_nh=2, lightning_nkv=2, lightning_head_dim=64),
+    **{name: dict(_WIDE, head_size=64, attention_hidden_size=128) for name in ("rwkv5", "rwkv6")},
     "rwkv7": dict(_WIDE, head_dim=64, value_dim=None),
     "moh_llama": dict(_WIDE, num_attention_heads=8),
     "polaformer": dict(_WIDE, num_attention_heads=2, num_key_value_heads=2),
@@ -161,7 +166,7 @@ def published_pair(family: str) -> dict[str, Any]:
 
 def linear_config(family: str, **changes: Any) -> Any:
     """A plain configuration of transformers."""
-    given = {**COMMON, **SIZES.get(family, {}), **changes}
+    given = {**COMMON, **SIZES.get(family, {}), **SELDOM.get(family, {}), **changes}
     return LINEAR_FAMILIES[family].config(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -391,6 +391,112 @@ class Rwkv7Model(OwnModel):
         return normed(x, "model.norm") @ self.tensors["lm_head.weight"].T
 
 
+class Rwkv6Model(OwnModel):
+    """RWKV-5 and RWKV-6 as their published folders have them, the state as the paper has it: read before a token, whose own part has a
+    bonus."""
+
+    sizes: ClassVar[dict[str, Any]] = dict(
+        vocab_size=61,
+        hidden_size=24,
+        attention_hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        head_size=8,
+        head_size_divisor=8,
+        layer_norm_epsilon=1e-5,
+        rescale_every=6,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    ranks: ClassVar[dict[str, int]] = {"time_mix_rank": 5, "time_decay_rank": 7}
+    """Of RWKV-6."""
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        self.old = family == "rwkv5"
+        super().__init__(family, draw, **({} if self.old else self.ranks), **changes)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        width, inner, head = c["hidden_size"], c["intermediate_size"], c["head_size"]
+        pairs = (width // head, head)
+        embeddings = (c["vocab_size"], width)
+        found: dict[str, tuple[int, ...]] = {"rwkv.embeddings.weight": embeddings, "head.weight": embeddings}
+        norms = ["rwkv.ln_out"]
+        parts = ("key", "value", "receptance", "gate") if self.old else "wkvrg"
+        for i in range(c["num_hidden_layers"]):
+            mixed = "time_mix_{}" if self.old else "time_maa_{}"
+            own: dict[str, tuple[int, ...]] = {f"attention.{mixed.format(x)}": (1, 1, width) for x in parts}
+            own |= {f"attention.{x}.weight": (width, width) for x in ("key", "value", "receptance", "gate", "output")}
+            own |= {"attention.time_faaaa": pairs, "attention.time_decay": pairs if self.old else (1, 1, width)}
+            if not self.old:
+                mix, decay = c["time_mix_rank"], c["time_decay_rank"]
+                own |= {"attention.time_maa_x": (1, 1, width), "attention.time_maa_w1": (width, 5 * mix)}
+                own |= {"attention.time_maa_w2": (5, mix, width)}
+                own |= {"attention.time_decay_w1": (width, decay), "attention.time_decay_w2": (decay, width)}
+            shares = ("key", "receptance") if self.old else "kr"
+            own |= {f"feed_forward.{mixed.format(x)}": (1, 1, width) for x in shares}
+            own |= {"feed_forward.key.weight": (inner, width), "feed_forward.value.weight": (width, inner)}
+            own |= {"feed_forward.receptance.weight": (width, width)}
+            found |= {f"rwkv.blocks.{i}.{name}": shape for name, shape in own.items()}
+            norms += [f"rwkv.blocks.{i}.{x}" for x in ("ln1", "ln2", "attention.ln_x", *([] if i else ["pre_ln"]))]
+        return found | {f"{name}.{x}": (width,) for name in norms for x in ("weight", "bias")}
+
+    def layer(self, i: int) -> dict[str, Tensor]:
+        prefix = f"rwkv.blocks.{i}."
+        return {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        c, heads = self.config, self.config["hidden_size"] // self.config["head_size"]
+        x = self.tensors["rwkv.embeddings.weight"][ids]
+
+        def normed(h: Tensor, name: str) -> Tensor:
+            weight, bias = (self.tensors[f"{name}.{kind}"] for kind in ("weight", "bias"))
+            return layer_norm(h, h.shape[-1:], weight, bias, c["layer_norm_epsilon"])
+
+        def before(h: Tensor, layer: int, columns: int) -> Tensor:
+            seen.conv[layer] = pad(h, (0, 0, columns, 0))[:, -columns:].transpose(1, 2)
+            return pad(h, (0, 0, 1, 0))[:, :-1]
+
+        for i in range(c["num_hidden_layers"]):
+            name, w = f"rwkv.blocks.{i}", self.layer(i)
+            x = normed(x, f"{name}.pre_ln") if i == 0 else x
+            h = normed(x, f"{name}.ln1")
+            past = before(h, 2 * i, 2)
+            a = {n.removeprefix("attention."): t for n, t in w.items() if n.startswith("attention.")}
+            if self.old:
+                parts = ("key", "value", "receptance", "gate")
+                k, v, r, g = (h * a[f"time_mix_{n}"] + past * (1 - a[f"time_mix_{n}"]) for n in parts)
+                decay = a["time_decay"].flatten().expand_as(x)
+            else:
+                shares = torch.tanh((h + (past - h) * a["time_maa_x"]) @ a["time_maa_w1"]).unflatten(-1, (5, -1))
+                more = torch.einsum("btnr,nrc->nbtc", shares, a["time_maa_w2"])
+                d, k, v, r, g = (h + (past - h) * (a[f"time_maa_{n}"] + m) for n, m in zip("wkvrg", more, strict=True))
+                decay = a["time_decay"] + torch.tanh(d @ a["time_decay_w1"]) @ a["time_decay_w2"]
+            r, k, v, g = (y @ a[f"{n}.weight"].T for n, y in {"receptance": r, "key": k, "value": v, "gate": g}.items())
+            r, k, v, kept = (y.unflatten(-1, (heads, -1)) for y in (r, k, v, (-decay.exp()).exp()))
+            state, outputs = x.new_zeros(len(x), heads, c["head_size"], c["head_size"]), []
+            for t in range(x.shape[1]):
+                seen.recurrent[2 * i] = state
+                own = k[:, t, :, :, None] * v[:, t, :, None]  # [B, H, K, V]
+                outputs.append((r[:, t, :, :, None] * (a["time_faaaa"][:, :, None] * own + state)).sum(2))
+                state = kept[:, t, :, :, None] * state + own
+            epsilon = c["layer_norm_epsilon"] * c["head_size_divisor"] ** 2
+            rows = torch.stack(outputs, 1).flatten(0, 1).flatten(1)
+            rows = group_norm(rows, heads, a["ln_x.weight"], a["ln_x.bias"], epsilon).view_as(x)
+            x = x + (rows * silu(g)) @ a["output.weight"].T
+            h = normed(x, f"{name}.ln2")
+            past = before(h, 2 * i + 1, 1)
+            f = {n.removeprefix("feed_forward."): t for n, t in w.items() if n.startswith("feed_forward.")}
+            if self.old:
+                k, r = (h * f[f"time_mix_{n}"] + past * (1 - f[f"time_mix_{n}"]) for n in ("key", "receptance"))
+            else:
+                k, r = (h + (past - h) * f[f"time_maa_{n}"] for n in "kr")
+            inner = (k @ f["key.weight"].T).relu().square() @ f["value.weight"].T
+            x = x + (r @ f["receptance.weight"].T).sigmoid() * inner
+        return normed(x, "rwkv.ln_out") @ self.tensors["head.weight"].T
+
+
 class VisionModel(OwnModel):
     """PolaFormer's, InLine's and MirrorLA's attention by their formulas, whose n is the number of tokens so far."""
 
@@ -863,6 +969,8 @@ OWN: dict[str, type[OwnModel]] = {
     "moh_llama": MohModel,
     "transnormer": TransNormerModel,
     "minicpm_sala": SalaModel,
+    "rwkv5": Rwkv6Model,
+    "rwkv6": Rwkv6Model,
     "rwkv7": Rwkv7Model,
     "polaformer": VisionModel,
     "inline": VisionModel,

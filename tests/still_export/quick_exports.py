@@ -1,5 +1,5 @@
-"""torch's exporters without what they do again and again: models that differ in the values of their weights alone are traced and
-translated once a process, the library of translations is read once, and so are the signatures made that each of its functions has, and a
+"""torch's exporters without what they do again and again: models that differ in the values of their weights alone are traced, translated
+and optimized once a process, the library of translations is read once, and so are the signatures made that each of its functions has, and a
 rule that rewrites nodes is tried on those of its own kind: onnxscript looks for all other nodes of each rule of several before it looks at
 the one that it begins with.
 
@@ -44,6 +44,7 @@ def install() -> None:
     trace, translate = torch.export.export, torch.onnx.export
     traced: dict[str, Any] = {}
     translated: dict[tuple[Any, ...], Any] = {}
+    optimized: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(trace)
     def traced_once(model: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -61,16 +62,34 @@ def install() -> None:
         key = (id(program), repr(sorted((name, _plain(value)) for name, value in options.items())))
         if key not in translated:
             translated[key] = translate(program, **options)
-        model = translated[key].model.clone()
-        model.graph._name_authority = copy.deepcopy(
-            translated[key].model.graph._name_authority
-        )  # what is added gets the names it ever got
-        return torch.onnx.ONNXProgram(model, program)
+        return Optimized(_clone(translated[key].model), program, key)
+
+    class Optimized(torch.onnx.ONNXProgram):
+        """A program that is optimized once with the same weights left out."""
+
+        def __init__(self, model: Any, program: Any, key: tuple[Any, ...]) -> None:
+            super().__init__(model, program)
+            self.key = key
+
+        def optimize(self) -> None:
+            absent = [name for name, value in self.model.graph.initializers.items() if value.const_value is None]
+            key = (*self.key, *absent)
+            if key not in optimized:
+                super().optimize()
+                optimized[key] = _clone(self.model)
+            self.model = _clone(optimized[key])
 
     _registration.onnxscript_apis.get_torchlib_ops = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
     torch.export.export, torch.onnx.export = traced_once, translated_once
     _registration.ONNXRegistry.from_torchlib = classmethod(_registry(_registration.ONNXRegistry.from_torchlib))
     _begin_with_the_kind()
+
+
+def _clone(model: Any) -> Any:
+    """A copy in which what is added gets the names that it gets in `model`."""
+    found = model.clone()
+    found.graph._name_authority = copy.deepcopy(model.graph._name_authority)
+    return found
 
 
 def _registry(read: Any) -> Any:

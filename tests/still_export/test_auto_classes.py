@@ -139,7 +139,7 @@ def test_pipeline_answers_batches_as_single_prompts(folder: Path) -> None:
 
     answers = pipeline("text-generation", model=str(folder))
     assert answers.tokenizer.padding_side == "left"
-    asked = dict(max_new_tokens=12, do_sample=False, return_full_text=False)
+    asked = dict(max_new_tokens=7, do_sample=False, return_full_text=False)
     together = answers(PROMPTS, batch_size=4, **asked)
     alone = [answers(prompt, **asked) for prompt in PROMPTS]
     assert together == alone and len({row[0]["generated_text"] for row in alone}) > 1

@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.durations import add_elsewhere
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 1200
 """A file of cases that takes longer is ended."""
@@ -36,7 +38,8 @@ def run_cases(script: Path, names: tuple[str, ...] = (), kind: str = "") -> dict
         json.dump([str(script), *([kind] if kind else []), *names, folder], process.stdin)
         process.stdin.write("\n")
         process.stdin.flush()
-        status = process.stdout.readline().strip()
+        status, _, seconds = process.stdout.readline().strip().partition(" ")
+        add_elsewhere(float(seconds or 0))
         assert status == "0", f"{status}: {Path(folder, 'err').read_text()[-3000:]}"
         found: dict[str, Any] = json.loads(Path(folder, "out").read_text())
         return found
@@ -60,14 +63,16 @@ def _server() -> subprocess.Popen[str]:
 
 
 def serve() -> None:
-    """Of each line [script, arguments ..., folder] run the script in a fork, its output into `out` and `err` there; say its exit status."""
+    """Of each line [script, arguments ..., folder] run the script in a fork, its output into `out` and `err` there; say its exit status and
+    the seconds of a processor that it took."""
     import torch  # noqa: F401
     import triton.language  # noqa: F401
 
     for line in sys.stdin:
         script, *arguments, folder = json.loads(line)
         if child := os.fork():
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            _, status, used = os.wait4(child, 0)
+            print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, flush=True)
             continue
         signal.alarm(SECONDS)
         for number, name in ((0, os.devnull), (1, f"{folder}/out"), (2, f"{folder}/err")):

@@ -32,6 +32,7 @@ interface Point { file: Uint8Array<ArrayBuffer> | undefined; place: Place; unrea
 
 const FORMAT = "still-export state 1";
 const SPARE_TOKENS = 256;
+const FAR = 65_536; // tokens of a conversation without a limit, for what it would take
 const TAIL = 32; // tokens of a prompt that may end with the mark of reasoning
 const SIMD = Uint8Array.from([0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11]);
 
@@ -112,11 +113,13 @@ export class Model {
     return states.map((s) => [s.name, s.shape.map((d) => (typeof d === "number" ? d : d === "batch" ? 1 : rows(s.growth!)))]);
   }
 
-  /** Bytes of the states now, and of full attention's keys and values after as many tokens. */
-  memory(): { state: number; attention: number } {
-    const { layers, kv_heads, head_dim } = this.manifest.model;
-    const attention = 2 * 4 * layers * kv_heads * head_dim * this.length;
-    return { state: Object.values(this.states).reduce((sum, { bytes }) => sum + bytes, 0), attention };
+  /** Bytes of the states now; of them, and of full attention's keys and values, after `tokens`: the capacity, or where there is none FAR. */
+  memory(): { now: number; tokens: number; state: number; attention: number } {
+    const { layers, kv_heads, head_dim } = this.manifest.model, { bounded, capacity_tokens } = this.manifest.capacity;
+    const tokens = Math.max(this.length, bounded ? capacity_tokens : FAR);
+    const state = 4 * this.shapes(tokens).reduce((sum, [, dims]) => sum + size(dims), 0);
+    const now = Object.values(this.states).reduce((sum, { bytes }) => sum + bytes, 0);
+    return { now, tokens, state, attention: 2 * 4 * layers * kv_heads * head_dim * tokens };
   }
 
   /** Forget everything. */

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from still_graphs.errors import ConfigError
+from still_graphs.errors import ConfigError, unknown
 from still_graphs.spec import CACHE, CODES, AttributeValue
 from still_graphs.states import rows_after
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION, SLOTS
@@ -32,9 +31,7 @@ def cache_attribute(cache: str | None) -> str:
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ConfigError, with the nearest known one, unless `value` of the field `name` is one of `choices`."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(choices)}.{hint}")
+        raise unknown(value, choices, f"{name}={value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from still_export.errors import ConfigError, UnsupportedError
+from still_export.errors import ConfigError, UnsupportedError, unknown
 from still_export.mixers.roles import EMBEDDING, FEATURE_MAP, FEED_FORWARD, GATE, HEAD, NORM, PROJECTION, ROUTER
 
 SCHEMES = ("int8", "int4", "fp8")
@@ -144,9 +143,7 @@ class Quantization:
         )
         for flag, value, known in given:
             if value not in known:
-                near = difflib.get_close_matches(value, known, 1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"--{flag} {value} is unknown; known: {', '.join(known)}.{hint}")
+                raise unknown(value, known, f"--{flag} {value}")
         if self.adapters and not self.layout.adapters:
             raise ConfigError(f"--adapters is for --to onnx, not for --to {self.to}; add the adapter with --overlay.")
         object.__setattr__(self, "block_given", bool(self.block_size))

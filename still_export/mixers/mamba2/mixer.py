@@ -121,6 +121,7 @@ class FalconH1Mamba2(Mamba2):
 
 MODULES: dict[str, type[Mamba2]] = {
     "GraniteMoeHybridMambaLayer": Mamba2,
+    "BambaMixer": Mamba2,
     "Mamba2Mixer": Mamba2,
     "NemotronHMamba2Mixer": Mamba2,
     "FalconH1Mixer": FalconH1Mamba2,

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import (
     BailingHybridConfig,
     BailingHybridForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     FalconMambaConfig,
@@ -58,6 +60,7 @@ from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.families.mamba3 import MAMBA3
 from still_export.models.families.minicpm_sala import SALA
+from still_export.models.families.rwkv6 import RWKV5, RWKV6
 from still_export.models.families.rwkv7 import RWKV7
 from still_export.models.families.softmax_families import Family, make_family
 from still_export.models.families.stack import Stack, StackForCausalLM
@@ -216,6 +219,11 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
             (LinearConfigMixin, GraniteModelMixin),
         ),
         _family(
+            BambaConfig,
+            BambaForCausalLM,
+            {"linear_attention": Place("mamba2", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
+        ),
+        _family(
             KimiLinearConfig,
             KimiLinearForCausalLM,
             _LATENT,
@@ -291,6 +299,8 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         *FLA_FAMILIES,
         TRANSNORMER,
         SALA,
+        RWKV5,
+        RWKV6,
         RWKV7,
         MAMBA3,
         *lara.families(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, TEXT_OF
-from still_export.models.families import rwkv7
+from still_export.models.families import rwkv6, rwkv7
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
@@ -91,7 +91,7 @@ def published_names(
     kind = model_type.removeprefix("still_")
     published = LINEAR_FAMILIES[kind].published if kind in LINEAR_FAMILIES else Published()
     names = (*_NAMES.get(kind, ()), *published.names)
-    rename = rwkv7.renamed if kind == "rwkv7" else partial(_renamed, parts=names)
+    rename = published.renamed or partial(_renamed, parts=names)
     kept: dict[str, Weight] = {}
     others: dict[str, dict[str, Weight]] = {}
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
@@ -104,7 +104,7 @@ def published_names(
             others.setdefault(what, {})[ours] = tensor
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
-    kept = _bounded(rwkv7.apart(_joined_convolutions(kept)))
+    kept = _bounded(rwkv7.apart(rwkv6.linear(_joined_convolutions(kept))))
     return published.tensors(kept) if published.tensors else kept, others
 
 

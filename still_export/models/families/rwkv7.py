@@ -187,6 +187,6 @@ RWKV7 = make_family(
     title="Rwkv7",
     name="rwkv7",
     linear=True,
-    published=Published(values),
+    published=Published(values, renamed=renamed),
     places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv7", ("mixer",))),
 )

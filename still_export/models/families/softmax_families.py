@@ -44,11 +44,13 @@ class Published:
     values: The values of the family's configuration from a config.json; None: they have the names of the family's own class.
     names: Parts of tensors' names in the folder, and those in the model.
     tensors: The model's tensors from the folder's, under the model's names.
+    renamed: The model's name of a tensor of the folder, in the place of `names`.
     """
 
     values: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     names: tuple[tuple[str, str], ...] = ()
     tensors: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    renamed: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True)

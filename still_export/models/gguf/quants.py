@@ -12,7 +12,7 @@ from still_export.errors import CheckpointError
 from still_export.gguf.types import BLOCK, BLOCKS, FORMS, K_BYTES, undone
 from still_export.models.read.blocks import BlockWeight, pack
 
-_WHOLE_NUMBERS = ("Q5_0", "IQ4_NL", "IQ4_XS")
+_WHOLE_NUMBERS = ("Q5_0", "IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 def dequantized(data: np.ndarray, kind: Any, shape: torch.Size, origin: str) -> Tensor:
@@ -63,7 +63,10 @@ def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
 
     kind_of = GGMLQuantizationType[kind]
     blocks = raw.reshape(len(raw), -1, GGML_QUANT_SIZES[kind_of][1])
-    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)[..., 0]
+    if kind == "MXFP4":  # exponents; 255 is no number
+        scales = np.where(blocks[..., 0] == 255, np.nan, np.exp2(blocks[..., 0].astype(np.float32) - 128))
+    else:
+        scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)[..., 0]
     if not np.isfinite(scales).all():
         raise _no_number(origin)
     if kind == "IQ4_XS":

@@ -108,8 +108,9 @@ function measure({ memory, length, rate, first, done, total }) {
     const most = Math.max(memory.state, memory.attention, 1);
     $("state-bar").style.width = `${(100 * memory.state) / most}%`;
     $("attention-bar").style.width = `${(100 * memory.attention) / most}%`;
-    $("memory").textContent = `State: ${megabytes(memory.state)}${length === undefined ? "" : ` after ${length.toLocaleString("en")} tokens`}`;
-    $("attention").textContent = `Full attention would hold: ${megabytes(memory.attention)}`;
+    const now = `${megabytes(memory.now)}${length === undefined ? "" : ` after ${length.toLocaleString("en")} tokens`}`, far = memory.tokens.toLocaleString("en");
+    $("memory").textContent = `State: ${now}, ${megabytes(memory.state)} after ${far}`;
+    $("attention").textContent = `Full attention would hold: ${megabytes(memory.attention)} after ${far} tokens`;
   }
   if (rate) $("rate").textContent = `${rate.toFixed(1)} tokens a second, first after ${(first / 1000).toFixed(1)} s`;
   if (total) {

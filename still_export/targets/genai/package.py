@@ -8,6 +8,7 @@ from typing import Any
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
+from still_export.targets.genai.chats import warn_of_chats
 from still_export.targets.ort.target import check as check_ort
 from still_export.targets.ort.target import finish as finish_ort
 from still_export.targets.target import Lowering
@@ -68,6 +69,7 @@ def finish(lowering: Lowering, graph: Any) -> None:
     config = genai_config(lowering.folder, lowering.manifest, shapes)
     (lowering.folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     lowering.manifest["target"] = "genai"
+    warn_of_chats(lowering.folder, lowering.manifest)
 
 
 def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:

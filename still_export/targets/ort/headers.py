@@ -8,8 +8,10 @@ import io
 import os
 import tarfile
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
+from still_export.extras import demand
 from still_export.package.trust import home
 from still_export.targets.trt.plugins import PluginBuildError
 
@@ -103,6 +105,42 @@ def fetch_headers() -> Path:
             if content is not None:
                 (folder / Path(entry.name).name).write_bytes(content.read())
     return folder
+
+
+def compiler_flags(genai: bool = False) -> list[str]:
+    """What a compiler needs for a program in C++: the headers, and the library of onnxruntime's wheel under the name that it is loaded by.
+
+    Args:
+        genai: Link onnxruntime-genai's, too.
+
+    Raises:
+        ModuleNotFoundError: A wheel is not installed.
+        PluginBuildError: The headers cannot be had, or the wheel has no library of that form (Linux has).
+    """
+    demand("onnxruntime", *(["onnxruntime_genai"] if genai else []))
+    try:
+        include = find_onnxruntime_headers()
+    except PluginBuildError:
+        include = fetch_headers()
+    found = sorted(_wheel("onnxruntime").glob("capi/libonnxruntime.so.*"))
+    if not found:
+        raise PluginBuildError(
+            f"{_wheel('onnxruntime')} has no capi/libonnxruntime.so: link ONNX Runtime's own release."
+        )
+    folder = make_cache(cache_folder() / "onnxruntime-lib" / hashlib.sha256(str(found[-1]).encode()).hexdigest()[:16])
+    library = folder / "libonnxruntime.so.1"
+    if not library.exists():
+        library.unlink(missing_ok=True)
+        library.symlink_to(found[-1])
+    linked = [library, *([_wheel("onnxruntime_genai") / "libonnxruntime-genai.so"] if genai else [])]
+    folders = [f"-Wl,-rpath,{path.parent}" for path in linked]
+    return ["-isystem", str(include), "-Wl,--no-as-needed", *map(str, linked), *folders]
+
+
+def _wheel(module: str) -> Path:
+    found = find_spec(module)
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
 
 
 def _members(archive: bytes) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.fields import check_types, option
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import demand_float8
@@ -50,7 +50,7 @@ class OrtOptions:
 
     def __post_init__(self) -> None:
         if self.cpu not in (None, *CPUS):
-            raise ConfigError(f"--cpu {self.cpu} is unknown; known: {', '.join(CPUS)}.")
+            raise unknown(self.cpu, CPUS, f"--cpu {self.cpu}")
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
         if self.opset not in (OPSET, FUSED_OPSET):

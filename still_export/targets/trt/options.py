@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, unknown
 from still_export.fields import check_types, option
 
 PREFILL_TOKENS = 2048
@@ -57,7 +57,7 @@ class TrtOptions:
 
     def __post_init__(self) -> None:
         if self.target not in ("trt", "trt-rtx"):
-            raise ConfigError(f"target {self.target!r} is unknown; known: trt, trt-rtx.")
+            raise unknown(self.target, ("trt", "trt-rtx"), f"target {self.target!r}")
         for name in ("prefill_tokens", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")

@@ -61,7 +61,7 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
 
     ci = tmp_path / "ci" / "junit.xml"
-    assert call("verify", package, "--lengths", "1,8,17,40", "--decode-steps", "10", "--junit", ci) == 0
+    assert call("verify", package, "--lengths", "1,40", "--decode-steps", "10", "--junit", ci) == 0
     assert 'failures="0"' in ci.read_text()
     shown = capsys.readouterr().out
     assert "PASSED" in shown and "prefill 40" in shown
@@ -87,6 +87,17 @@ def test_export_run_verify_inspect_bench(model: Path, tmp_path: Path, capsys: Ca
     assert call("bench", package, "--lengths", "40,100", "--steps", "3", "--quiet", "-o", tmp_path / "bench") == 0
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
     assert [row["length"] for row in rows] == [40, 100] and all(row["decode_ms"] > 0 for row in rows)
+
+    capsys.readouterr()
+    assert call("inspect", package) == 0
+    first = capsys.readouterr().out.splitlines()[:5]
+    assert [line.split(":")[0] for line in first] == ["what", "size", "length", "speed", "next"]
+    assert first[0].startswith("what: model: llama, 3 layers") and first[2] == "length: 256 tokens, then refuses more"
+    assert f"still-export bench {package}" in first[3] and f"still-export run {package}" in first[4]
+    shutil.copytree(tmp_path / "bench", package / "bench")
+    assert call("inspect", package) == 0
+    shown = capsys.readouterr().out
+    assert "speed: here " in shown and "ms a token after 100" in shown and "MiB" not in shown
 
 
 @pytest.mark.slow

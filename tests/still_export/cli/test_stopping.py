@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from still_export.cli.errors import INTERRUPTS, stopping_behind_steps
+from still_export.cli.main import main
+from still_export.linearization.folder import RunFolder
 
 
 class Stop(BaseException):
@@ -35,3 +38,26 @@ def test_nothing_changes_behind_the_last_step() -> None:
     for done in (1, 2):
         report("lora", done, 2, {})
     assert [signal.getsignal(each) for each in INTERRUPTS] == before
+
+
+def test_an_interrupt_while_it_measures_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a run was begun; before, nothing is there to go on from."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text('{"model_type": "llama"}')
+    words = ["linearize", str(tmp_path / "base"), "--text", "corpus.txt", "-o", str(tmp_path / "made")]
+    monkeypatch.setattr("sys.argv", ["still-export", *words, "--force"])
+    for begun in (False, True):
+
+        def run(recipe: object, output: Path, begun: bool = begun, **_: object) -> None:
+            if begun:
+                RunFolder(output).begin({}, False)
+            raise Stop
+
+        monkeypatch.setattr("still_export.linearization.linearize.linearize", run)
+        with pytest.raises(SystemExit if begun else Stop) as end:
+            main(words)
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("a checkpoint is kept. Go on: still-export linearize" in said) == begun
+    assert end.value.code == 2 and said.endswith("--resume") and "--force" not in said

@@ -35,9 +35,9 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import Deployment
 from still_export.models import attach_untrained
 from still_export.texts import forms
-from still_export.texts.chats import prompts
 from tests.still_export.tiny import CHUNK, plain_model, random_ids, still_model
 from tests.still_export.training import byte_tokenizer, make_base, make_text
+from tools.write_chats import prompts
 
 
 def wide_model() -> Any:

@@ -47,7 +47,10 @@ def test_without_its_model_a_package_is_measured_alone(export_tiny: Exporter, tm
     assert "cases" not in proven.record.figures
 
 
-def test_a_package_that_computes_something_else_fails(export_tiny: Exporter, tmp_path: Path) -> None:
+def test_a_package_that_computes_something_else_fails(
+    export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("still_export.proof.prompts.LENGTHS", (1, 65))
     folder = tmp_path / "wrong"
     shutil.copytree(export_tiny().path, folder)
     graph = onnx.load(folder / MODEL, load_external_data=False)

@@ -138,6 +138,7 @@ def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
     "family, changes",
     [
         ("falcon_h1", {"mamba_rms_norm": False}),
+        ("bamba", {}),
         ("kimi_linear", {"q_lora_rank": 9}),
         ("gla", {"use_short_conv": True, "conv_size": 3, "clamp_min": -0.02, "use_output_gate": False, "attn": None}),
         ("gla", {"attn": {**SOFTMAX, "window_size": 37}}),
@@ -400,6 +401,8 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         (NATS, {"attn_apply_pos_encoding": True}, "attn_apply_pos_encoding=True in .* covered: False"),
         ("llama_with_landmark", {"cache_top_k": 5}, "cache_top_k=5 in config.json of a llama_with_landmark model"),
         ("llama_with_landmark", {"include_landmark_in_loss": False}, "include_landmark_in_loss=false in config.json"),
+        ("rwkv6", {"expand_k": 0.5}, "expand_k in config.json of an rwkv6 model: flash-linear-attention's form"),
+        ("rwkv5", {"attention_hidden_size": 48}, "attention_hidden_size=48 in .* covered: None or 24"),
         ("rwkv7", {"attn": SOFTMAX}, "attn={.*} in config.json of an rwkv7 model; covered: None"),
         ("rwkv7", {"value_dim": 48}, "value_dim=48 in .* covered: hidden_size=24"),
         ("rwkv7", {"value_dim": [24, 48, 24]}, r"value_dim=\[24, 48, 24\] in .* covered: hidden_size=24"),
@@ -437,7 +440,7 @@ def test_variants_are_refused_by_name(family: str, changes: dict[str, Any], mess
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["zamba", "rwkv", "ttt", "xlstm", "deepseek_v32", "bamba"])
+@pytest.mark.parametrize("name", ["zamba", "rwkv", "ttt", "xlstm", "deepseek_v32", "zamba2", "hypenet"])
 def test_families_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"model_type='{name}' in config.json is not covered: "):
         family_of(name)
@@ -525,6 +528,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("local_linear", {"ridge": 0.0}, r"ridge=0 in config\.json; a ridge is above 0"),
         ("local_linear", {"ridge": -1.0}, r"ridge=-1 in config\.json; a ridge is above 0"),
         ("local_linear", {"ridge": "inf"}, r"ridge=inf in config\.json; a ridge is above 0"),
+        ("rwkv6", {"head_size": 7}, r"hidden_size=24 in config\.json is no multiple of head_size=7"),
         ("rwkv7", {"head_dim": 7}, r"hidden_size=24 in config\.json is no multiple of head_dim=7"),
         ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
     ],

@@ -18,7 +18,7 @@ from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.runtime.torch import TorchModel
 from still_kernels.forms import has_kernels
 from still_kernels.ties import CHOSEN
-from tests.still_export.linear_models import FAMILIES, linear_model
+from tests.still_export.linear_models import FAMILIES, SELDOM, linear_model
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
 
 MANIFEST: dict[str, Any] = {"model": {"all_logits": False}}
@@ -80,7 +80,7 @@ def test_answers_are_those_of_the_whole_model(family: str, still: dict[str, Any]
     check(source_of(still_model(family, torch.float32, **still)))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *SELDOM])
 def test_every_linear_family_runs_layer_by_layer(name: str, tmp_path: Path) -> None:
     linear_model(name).save_pretrained(tmp_path)
     check(open_source(tmp_path))

@@ -91,6 +91,7 @@ def measurement() -> Report:
         "provider": "cpu",
         "rows": rows,
         "beside": rows[:1],
+        "state": [{"tokens": n, "state_bytes": n << 8, "full_attention_cache_bytes": n << 12} for n in (1024, 4096)],
     }
     return bench.page(content, "left out: 8000 tokens", MACHINE, COMMAND)
 
@@ -143,8 +144,23 @@ def linearization() -> Report:
 
 def test_the_page_of_a_training_says_what_was_promised() -> None:
     (table,) = [part for part in linearization().parts if part.title.startswith("Budget: loss 2%")]
-    assert [row[2] for row in table.rows] == ["met", "met", "NOT MEASURED", "NOT met", ""]
-    assert table.failed == {2, 3} and table.rows[3][1] == "21.0 minutes" and table.rows[4][1] == "3, 7"
+    assert [row[3] for row in table.rows] == ["met", "met", "NOT MEASURED", "NOT met"]
+    assert [row[1] for row in table.rows] == ["2%", "any", "any", "15 minutes"]
+    assert table.failed == {2, 3} and table.rows[3][2] == "21.0 minutes"
+    assert linearization().findings[1] == "Layers that stay softmax: 3, 7."
+
+
+def test_the_page_says_what_was_trained() -> None:
+    stage = {"steps": 20, "tokens": 40_960}
+    attention, lora = {"name": "transfer", **stage}, {"name": "finetune", **stage}
+    assert "No linear part" not in linearize.trained({"mixer": "still"}, [attention, lora])
+    quick = linearize.trained({"mixer": "still", "finetune_maps": False}, [lora])
+    assert "LoRA" in quick and "20 steps over 40,960 tokens" in quick and "No linear part was trained" in quick
+    assert "No linear part" not in linearize.trained({"mixer": "still", "finetune_maps": True}, [lora])
+    assert "No linear part" not in linearize.trained({"mixer": "gla"}, [lora])
+    assert linearize.trained({"mixer": "still"}, [{**lora, "steps": 0}]).startswith(
+        "Nothing was trained. No linear part"
+    )
 
 
 def inspection() -> Report:
@@ -167,7 +183,13 @@ def inspection() -> Report:
         "files": {"model.onnx": 1 << 20},
         "command": "still-export MODEL --to onnx -o package",
     }
-    return inspect.page(found, "package", [doctor.Finding("ONNX Runtime, CPU", True, "1.31")], MACHINE)
+    first = {
+        "what": "Model: llama",
+        "size": "1.0 MB of files",
+        "length": "4,096 tokens, then refuses more",
+        "speed": "not measured",
+    }
+    return inspect.page(found, first, "package", [doctor.Finding("ONNX Runtime, CPU", True, "1.31")], MACHINE)
 
 
 PAGES: list[Callable[[], Report]] = [proof, failed_proof, measurement, evaluation, linearization, inspection]
@@ -250,6 +272,39 @@ def test_no_verb_works_before_its_report_is_possible(
         main([verb, str(tmp_path), "--report", str(tmp_path / "report.html")])
     said = capsys.readouterr().err
     assert end.value.code == 2 and "altair" in said and "still-export[report]" in said
+
+
+def test_what_full_attention_would_hold_is_drawn_where_it_matters() -> None:
+    """At the lengths that the package holds, not at those that were measured alone; a package's page the same."""
+    for report in (measurement(), inspection()):
+        lines = [
+            p
+            for part in report.parts
+            if isinstance(part, Plots)
+            for p in part.plots
+            if "full attention would hold" in p.series
+        ]
+        (drawn,) = (line for line in lines if isinstance(line, Lines))
+        assert drawn.series["full attention would hold"][-1] == (4096, pytest.approx(16.777216)) and "MB" in drawn.y
+
+
+def test_no_page_shows_raw_keys_or_two_units() -> None:
+    for make in PAGES:
+        for part in make().parts:
+            if isinstance(part, Table):
+                shown = [*part.columns, *(cell for row in part.rows for cell in row)]
+                assert "MiB" not in str(shown)
+                assert part.title == "Recipe" or not any("_" in str(c) and "present_" not in str(c) for c in shown), (
+                    make,
+                    shown,
+                )
+
+
+def test_two_points_are_no_plot() -> None:
+    qualities = {name: {"bits/byte": 1.0} for name in ("a", "b", "c")}
+    costs = {name: {"size, MB": 1.0} for name in qualities}
+    assert len(list(evaluate._trades(costs, qualities))) == 1
+    assert not list(evaluate._trades({name: costs[name] for name in "ab"}, qualities))
 
 
 @needs_libraries

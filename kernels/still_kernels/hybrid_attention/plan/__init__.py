@@ -6,7 +6,7 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from still_graphs.errors import ConfigError
+from still_graphs.errors import unknown
 from still_graphs.spec import CACHE
 from still_kernels.common.cuda_function import can_compile
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
@@ -46,7 +46,7 @@ class Variant:
         known = {"dtype": DTYPES, "count_dtype": ("int32", "int64"), **CHOICES, CACHE.name: CACHE.choices}
         for name, value in asdict(self).items():
             if name in known and name != "gate" and value not in known[name]:
-                raise ConfigError(f"{name}={value!r} is unknown; known: {', '.join(known[name])}.")
+                raise unknown(value, known[name], f"{name}={value!r}")
 
     def config(self) -> HybridAttentionConfig:
         """A layer configuration with the variant's compile-time properties."""

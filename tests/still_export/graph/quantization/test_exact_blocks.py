@@ -52,6 +52,8 @@ def stored(kind: str, rows: int, columns: int, seed: int) -> Any:
     fields = 2 if BLOCKS[kind][1] else 1
     numbers = random.standard_normal((*data.shape[:2], fields)).astype("<f2")
     data[..., : 2 * fields] = numbers.view(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = random.integers(100, 150, data.shape[:2])
     tensor_type = gguf.GGMLQuantizationType[kind]
     return SimpleNamespace(
         name="w", tensor_type=tensor_type, data=data.reshape(rows, -1), shape=np.array([columns, rows])

@@ -222,7 +222,7 @@ def test_dequantized_blocks() -> None:
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--quantize int3 is unknown; known: int8, int4"):
         ExportOptions("m", quantize="int3").quantization(ONNXRUNTIME, "onnx")
-    with pytest.raises(ConfigError, match="Did you mean gptq"):
+    with pytest.raises(ConfigError, match="Did you mean 'gptq'"):
         ExportOptions("m", quantize="int4", quantize_method="gpt").quantization(ONNXRUNTIME, "onnx")
     with pytest.raises(ConfigError, match="MatMulNBits has 16, 32"):
         ExportOptions("m", quantize="int4", quantize_block=48).quantization(ONNXRUNTIME, "onnx")

@@ -22,6 +22,7 @@ from still_export.targets.genai.package import CONFIG, GRAPH
 from tests.still_export.linear_models import FAMILIES, linear_model
 from tests.still_export.targets.ort.test_native import built
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
+from tests.still_export.training import byte_tokenizer
 from tests.still_graphs.genai_host import GenaiHost
 
 __all__ = ["built"]
@@ -33,7 +34,7 @@ REFUSED = {
     "lfm3": "one size",
     "transnormer": "one size",
     "minicpm_sala": "one size",
-    "rwkv7": "one size",
+    **dict.fromkeys(("rwkv5", "rwkv6", "rwkv7"), "one size"),
     "neural_attention_search_linear_attn_gdn": "one size",
     "routing_transformer": "one key and one value",
     "llama_with_landmark": "a token of its own",
@@ -190,3 +191,21 @@ def test_a_capacity_without_rows_is_refused() -> None:
             info.type.tensor_type.shape.dim[1].dim_value = 0
     with pytest.raises(UnsupportedError, match="have no row at this capacity"):
         run_steps(model, STEPS)
+
+
+@pytest.mark.slow
+def test_chats_that_genai_renders_otherwise_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its engine finds no text in a text."""
+    pytest.importorskip("onnxruntime_genai")
+    model = still_model("llama", torch.float32, sizes={"vocab_size": 257}, layer_types=MIXED)
+    cut = "{{ m.content.split('</think>')[-1] if '</think>' in m.content else m.content }}"
+    for name, content, said in (
+        ("right", "{{ m.content }}", ""),
+        ("wrong", cut, "right: an answer with its reasoning."),
+    ):
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = f"{{% for m in messages %}}[{{{{ m.role }}}}]{content}{{% endfor %}}"
+        tokenizer.save_pretrained(tmp_path / name / "model")
+        package(tmp_path / name, model)
+        found = [r.getMessage() for r in caplog.records if r.name.endswith("genai.chats")]
+        assert (said in found[0]) if said else not found

