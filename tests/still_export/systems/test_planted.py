@@ -15,6 +15,7 @@ from still_export.systems.nats_l.family import NATS
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.test_linear_families import LOGITS, far, ids
 
+ROOT = Path(__file__).resolve().parents[3]
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rat": ({}, {"chunk_size": 8}),
     "rat, window": ({"interleave_step": 2, "window_size": 19}, {"window_size": 18}),
@@ -36,6 +37,18 @@ def test_every_family_of_a_system_has_one() -> None:
     own = [name for name in systems() if name.startswith("still_export.")]
     found = {n for n, f in LINEAR_FAMILIES.items() if f.still_config.__module__.rpartition(".")[0] in own}
     assert found and found <= {name.split(",")[0] for name in PLANTED}
+
+
+def test_every_system_says_what_it_is() -> None:
+    """A row of the page each: source, what is ours, what is left out."""
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "docs/reference/systems.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    folders = {name.rpartition(".")[2] for name in systems() if name.startswith("still_export.")}
+    assert {row[0].strip("`") for row in rows} == folders
+    assert all(len(row) == 4 and all(row) for row in rows)
 
 
 @pytest.mark.parametrize("case", PLANTED)
