@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROOF_VERSION = 5
+PROOF_VERSION = 6
 """Of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
 
 # --- absolute ---
@@ -40,6 +40,8 @@ SHARP_ROW, SHARP_MEDIAN = 6.0, 2.5
 """The same where layers read the runtime's own input."""
 SHARP_MEAN = 1.5
 """Times the mean error of PyTorch's own run, over all numbers of an output, that it may be there. Hundreds of numbers are averaged."""
+SHARP_FEW = 2.0
+"""More times that, in parts of the number of its rows: one token's logits err as one hidden state does, and a clean package reaches 1.7."""
 FEWEST = 8
 """Rows of a part at least, that its median says something."""
 ROUNDINGS = 64

@@ -19,6 +19,7 @@ from still_export.proof.constants import (
     MEDIAN,
     ROUNDINGS,
     ROW,
+    SHARP_FEW,
     SHARP_MEAN,
     SHARP_MEDIAN,
     SHARP_ROW,
@@ -121,7 +122,11 @@ class Bounds:
 
     def mean(self, case: Case, output: str) -> float:
         """What the mean error of an output of a case may be; infinite where whole runs are judged, whose choices may turn."""
-        return max(SHARP_MEAN * self.coarse * case.own_mean[output], self._sums(output)) if self.sharp else math.inf
+        if not self.sharp:
+            return math.inf
+        rows = sum(int((~np.isnan(call[output][0])).sum()) for call in case.own if output in call)
+        times = SHARP_MEAN + SHARP_FEW / max(rows, 1)
+        return max(times * self.coarse * case.own_mean[output], self._sums(output))
 
     def row_bounds(self, case: Case, number: int, output: str) -> np.ndarray:
         """What rows of a call's output may err, [2, ...] as `row_errors`."""
@@ -135,10 +140,11 @@ class Bounds:
 
     def _own(self, output: str, errors: np.ndarray) -> np.ndarray:
         """PyTorch's errors of rows [2, ...]. Along a row of a state in half precision at least what its largest error is where all are by
-        chance: features that PyTorch norms in float32 sum to a constant, so along a sum of them it hardly errs; kernels round each."""
-        if not self.half or output == LOGITS:
+        chance: features that PyTorch norms in float32 sum to a constant, so along a sum of them it hardly errs; kernels round each. By
+        layer of logits, too, which are few and whose errors come of one hidden state: how much lies along is chance."""
+        if not self.half or (output == LOGITS and not self.sharp):
             return errors
-        return np.stack([errors[0], np.maximum(errors[1], errors[0] / EVEN)])
+        return np.stack([errors[0], np.maximum(errors[1], errors[0] / (1.0 if output == LOGITS else EVEN))])
 
     def _usual(self, output: str, case: Case) -> np.ndarray:
         """The root of the mean square of PyTorch's errors over all rows; in float32 that of a state's rows in this case where it is larger,

@@ -19,6 +19,7 @@ from still_export.models.read.source import find_source
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
 from still_export.proof.answers import EMPTY, Answer, Follow, Question, Told, chosen_for_layers, silent
 from still_export.proof.cases import Case
+from still_export.proof.held_constants import check_constants
 from still_export.proof.held_weights import check_weights
 from still_export.proof.judge import Bounds
 from still_export.proof.layer_inputs import layer_inputs
@@ -199,11 +200,12 @@ class Subject:
         return Outcome(fault.name, fault.where, found, moved, changed)
 
     def _holds_weights(self, fault: Fault) -> bool:
-        """Whether the weights of the package with a fault are the model's, which `verify` asks before anything runs."""
+        """Whether weights and constants of the package with a fault are the model's, which `verify` asks before anything runs."""
         if fault.where not in FILES or self.runtime == "torch":
             return True
         options = replace(ExportOptions.from_manifest(self.package.manifest), dtype="float32")
-        return check_weights(self.scratch / "faulty", self.package.manifest, find_source(options)).passed
+        held = self.scratch / "faulty", self.package.manifest, find_source(options)
+        return check_weights(*held).passed and check_constants(*held).passed
 
     def _planted(self, fault: Fault, random: np.random.Generator) -> Any:
         if fault.where in ("states", "runner"):

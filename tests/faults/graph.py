@@ -65,6 +65,8 @@ renamed("a Sub for an Add", "graph", "Add", "Sub")
 renamed("an Add for a Mul", "graph", "Mul", "Add")
 renamed("a Sin for a Cos", "graph", "Cos", "Sin")
 renamed("a HardSigmoid for a Sigmoid", "graph", "Sigmoid", "HardSigmoid")
+renamed("a Tanh for a Sigmoid", "graph", "Sigmoid", "Tanh")
+renamed("a Tanh for a Sigmoid in a body", "kernels", "Sigmoid", "Tanh")
 
 
 def replaced(held: Any, index: int, node: Any, extra: list[Any]) -> None:
@@ -172,13 +174,19 @@ attribute("an attribute off by one", _stepped)
 attribute("an attribute that says another way", _other)
 
 
-@fault("graph", "a norm's epsilon times 1000")
-def _(random: Random, model: onnx.ModelProto) -> bool:
-    found = one(random, [a for n in model.graph.node for a in n.attribute if a.name == "epsilon"])
-    if found is None:
-        return False
-    found.f *= 1000
-    return True
+def epsilon(times: int) -> None:
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        found = one(random, [a for n in model.graph.node for a in n.attribute if a.name == "epsilon"])
+        if found is None:
+            return False
+        found.f *= times
+        return True
+
+    fault("graph", f"a norm's epsilon times {times}")(plant)
+
+
+epsilon(10)
+epsilon(1000)
 
 
 def constant(kind: str, where: str, change: Callable[[Random, np.ndarray], np.ndarray | None]) -> None:

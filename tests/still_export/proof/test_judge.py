@@ -170,3 +170,14 @@ def test_features_that_a_kernel_rounds_are_no_fault_of_their_sum() -> None:
     name = "present_z_state.0"
     assert judged(exact, own, rounded.sum(1)[None], name).share <= 1
     assert judged(exact, own, 1.005 * exact, name).share > 1
+
+
+@pytest.mark.parametrize(("off", "passes"), [(2.0, True), (8.0, False)])
+def test_one_tokens_logits_by_layer_may_err_along_them(off: float, passes: bool) -> None:
+    """PyTorch's own error along a row is chance, what the row errs is not."""
+    exact, own, actual = drawn((1, 1, 64))
+    row = exact[0, 0] / np.linalg.norm(exact[0, 0])
+    own[0, 0] -= row * ((own - exact)[0, 0] @ row)
+    actual[0, 0] = exact[0, 0] + row * off * np.abs(own - exact).max()
+    case = case_of(exact, own, LOGITS)
+    assert (Bounds([case], sharp=True).judge(case, LOGITS, [row_errors(exact, actual)]).share <= 1) == passes
