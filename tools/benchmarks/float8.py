@@ -28,8 +28,9 @@ from still_kernels.dense_matmul.plan import OP, Inputs, rounded_tokens, tile_tab
 from still_kernels.launcher import arch_of
 from still_kernels.plan import Call
 from still_kernels.sizes import tensors_of
-from still_kernels.tile import Setting, TileTable, changed, stages
+from still_kernels.tile import Setting, TileTable, changed
 from tools.benchmarks.common import Findings, replayed
+from tools.kernels.settings import stages
 
 LAYERS = {
     "llama": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
