@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from still_export.cli.next_commands import next_commands
-from still_export.cli.output import Output, command_line
+from still_export.cli.output import LOADING, Output, command_line
 from still_export.sources import demand_model
 
 if TYPE_CHECKING:
@@ -71,12 +71,14 @@ def export(
         overlays, untrained = asked.get("overlays") or (), config is not None or bool(asked.get("attach_untrained"))
         found = demand_model(model, "export", overlays, untrained)
         _check_dtype(asked.get("to"), asked.get("dtype", "auto"), found.dtype)
-    from still_export.targets import export as exporting
-    from still_export.targets.registry import target_of
+    out = Output(as_json, quiet)
+    with out.waiting(LOADING):
+        from still_export.targets import export as exporting
+        from still_export.targets.registry import target_of
 
     asked |= {} if model is None else {"model": model}
     job = exporting.plan_job(asked.pop("to", None), asked, exporting.read_manifest(config) if config else None)
-    out, target = Output(as_json, quiet), target_of(job.to, job.options)
+    target = target_of(job.to, job.options)
     if "native" in target.flags and job.options.native is None and job.options.cpu is None and not job.options.archs:
         _build_kernels(out)
     with out.steps() as progress:

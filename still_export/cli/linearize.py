@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.errors import complain, stopping_behind_steps
-from still_export.cli.output import Output, ReportFile, command_line
+from still_export.cli.output import LOADING, Output, ReportFile, command_line
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
 from still_export.sources import demand_model
@@ -73,17 +73,18 @@ def linearize(
     from still_export.doctor import machine
 
     demand(*EXTRAS["train"])
-    from still_export.linearization.folder import RunFolder, apply
-    from still_export.linearization.linearize import leave_processes
-    from still_export.linearization.linearize import linearize as run
-    from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
-    from still_export.linearization.trainer import StopTraining
-    from still_export.report import linearize as looks
-    from still_export.report.render import write_report
+    out = Output(as_json, quiet)
+    with out.waiting(LOADING):
+        from still_export.linearization.folder import RunFolder, apply
+        from still_export.linearization.linearize import leave_processes
+        from still_export.linearization.linearize import linearize as run
+        from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
+        from still_export.linearization.trainer import StopTraining
+        from still_export.report import linearize as looks
+        from still_export.report.render import write_report
 
     if output is None:
         raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
-    out = Output(as_json, quiet)
     if quiet:
         from transformers.utils.logging import disable_progress_bar
 

@@ -67,6 +67,7 @@ ReportFile = Annotated[
 ]
 """Flag of the verbs whose results can be looked at."""
 
+LOADING = "loading PyTorch and its libraries, slowly the first time"
 LONG_PROMPT = 1024
 """Tokens from which reading a prompt shows a bar."""
 
@@ -142,12 +143,12 @@ class Output:
             yield update
 
     @contextlib.contextmanager
-    def opening(self, what: str) -> Iterator[None]:
-        """A spinner while `what` is opened, gone behind it."""
+    def waiting(self, what: str) -> Iterator[None]:
+        """A spinner beside `what` is done, gone behind it."""
         if self.quiet or not self.errors.is_terminal:
             yield
             return
-        with self.errors.status(f"opening {what}"):
+        with self.errors.status(what):
             yield
 
     @contextlib.contextmanager

@@ -113,7 +113,7 @@ def run(
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
         sampling = Sampling(temperature, top_k, top_p, seed)
-        with out.opening(str(package)):
+        with out.waiting(f"opening {package}"):
             model = load(
                 package,
                 runtime=runtime,  # type: ignore[arg-type]  # checked there

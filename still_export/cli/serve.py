@@ -116,7 +116,7 @@ def serve(
 
     with listen(host, port) as sock:
         try:
-            with out.opening(str(package)):
+            with out.waiting(f"opening {package}"):
                 worker = Worker(open_scheduler)
         except (RunError, CudaError) as error:
             raise PackageError(str(error)) from error

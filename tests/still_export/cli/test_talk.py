@@ -51,15 +51,16 @@ class Terminal:
         environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
         self.process = subprocess.Popen(command, stdin=there, stdout=there, stderr=there, env=environment)
         os.close(there)
-        self.shown = ""
+        self.shown, self.seen = "", 0
 
-    def until(self, text: str, timeout_s: float = 20) -> None:
+    def until(self, text: str, timeout_s: float = 60) -> None:
         """Read until `text` was printed behind what was waited for before."""
-        begin, end = len(self.shown), time.monotonic() + timeout_s
-        while text not in self.shown[begin:]:
-            assert time.monotonic() < end, f"{text!r} is not in {self.shown[begin:]!r}"
+        end = time.monotonic() + timeout_s
+        while (found := self.shown.find(text, self.seen)) < 0:
+            assert time.monotonic() < end, f"{text!r} is not in {self.shown[self.seen :]!r}"
             if select.select([self.here], [], [], 0.1)[0]:
                 self.shown += os.read(self.here, 4096).decode(errors="replace")
+        self.seen = found + len(text)
 
     def type(self, keys: str) -> None:
         os.write(self.here, keys.encode())
@@ -81,7 +82,7 @@ def test_what_is_typed_during_an_answer_is_the_next_message(tmp_path: Path) -> N
     terminal.until("the answer ends")
     terminal.until(PROMPT)
     terminal.type("\x04")
-    assert terminal.process.wait(20) == 0
+    assert terminal.process.wait(120) == 0
     assert (tmp_path / "asked").read_text() == '["one", "two words"]'
 
 
@@ -110,7 +111,7 @@ def test_what_takes_long_says_so_at_once() -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     output = Output()
     output.errors = console
-    with output.opening("package"):
+    with output.waiting("opening package"):
         time.sleep(0.2)
     with output.phases() as progress:
         time.sleep(0.2)
