@@ -78,7 +78,6 @@ PAIRS = [
     ("build", "softmax", "still-export {here}/softmax --to trt -o"),
     ("export", "package", "still-export lower {here}/package --to TARGET"),
     ("linearize", "package", "still-export linearize '/of/the model'"),
-    ("evaluate", "package", "still-export evaluate '/of/the model'"),
     ("export", "adapter", "still-export export maker/base --overlay {here}/adapter"),
     ("linearize", "adapter", "still-export linearize maker/base --adapter {here}/adapter"),
     ("export", "softmax", "still-export linearize {here}/softmax -o"),
