@@ -51,3 +51,7 @@ EVEN = 3.0
 distribution 2.5 to 3."""
 UNIT = 2.0**-9
 """Of itself that a sum of features (`StateSpec.features`) may err in float16 on a GPU, beside what PyTorch's own run says: bfloat16's."""
+LAYER_UNIT = 2.0**-11
+"""Of itself that a row of a state of fixed size may err in float16 on a CPU, where layers read the runtime's own input: float16's unit.
+One token makes most of many a row, so PyTorch's own run draws once there what it errs, and may hardly err where another does
+(`assets/small` by its bodies: 1.13 of the bound without this; clean rows err 4 such units, PyTorch's own up to 6)."""

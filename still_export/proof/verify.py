@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import Case, CaseSource, cosine_sums, errors_of, same_best
 from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
-from still_export.proof.constants import ALIKE, PROOF_VERSION, SOME, UNIT
+from still_export.proof.constants import ALIKE, LAYER_UNIT, PROOF_VERSION, SOME, UNIT
 from still_export.proof.judge import Bounds
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
@@ -58,6 +58,7 @@ NO_PROMPT = (
 )
 
 NOTHING: Mapping[str, int] = {}
+NO_SUMS: Mapping[str, float] = {}
 
 
 @dataclass
@@ -89,14 +90,14 @@ class Judged:
         case: Case,
         pairs: Pairs,
         by_token: Mapping[str, int] = NOTHING,
-        summed: Collection[str] = (),
+        summed: Mapping[str, float] = NO_SUMS,
         turned: Sequence[Mapping[int, np.ndarray]] = (),
     ) -> Judged:
         """What `pairs` say.
 
         Args:
             by_token: The axes of outputs that have a row for each token of a sequence.
-            summed: Outputs that the target sums of features in bfloat16.
+            summed: Of outputs that are sums over tokens what a row may err beside, in parts of itself.
             turned: Of each pair by layer the sequences [B] in which the target chose otherwise on a near tie; what follows is not compared.
         """
         errors: list[Arrays] = []
@@ -109,7 +110,7 @@ class Judged:
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
                 if name in summed:
-                    units[-1][name] = UNIT * np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
+                    units[-1][name] = summed[name] * np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
             found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.untold:
@@ -278,9 +279,12 @@ class Verifier:
         rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
         self.sharp, self.open_layers = self.dtype == "float16" and not rounded, BY_LAYER
-        halves = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
-        sums = {(op.name, state.name) for op in OPS.values() for state in op.states if state.features and halves}
-        self.summed = {s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums}
+        sums = {(op.name, state.name) for op in OPS.values() for state in op.states if state.features}
+        summed = [s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums]
+        coarse = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
+        self.summed = dict.fromkeys(summed if coarse else (), UNIT)
+        fixed = [s.present for s in table if not s.growth and s.dtype == "float32"]
+        self.summed_by_layer = dict.fromkeys(fixed, LAYER_UNIT) | self.summed
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
         """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,
@@ -345,7 +349,7 @@ class Verifier:
         judged = []
         for number, case in self.cases.by_layer(answers).items():
             case.name += ", by layer"
-            judged.append(self._compared(case, answers[number], Choices(), True))
+            judged.append(self._compared(case, answers[number], Choices(), True, summed=self.summed_by_layer))
             case.forget()
         return judged
 
@@ -393,7 +397,13 @@ class Verifier:
         return self.cases.follows or bool(getattr(self.cases, "followed", False))
 
     def _compared(
-        self, case: Case, answer: Answer, total: Choices, followed: bool, guessed: StateTable | None = None
+        self,
+        case: Case,
+        answer: Answer,
+        total: Choices,
+        followed: bool,
+        guessed: StateTable | None = None,
+        summed: Mapping[str, float] | None = None,
     ) -> Judged:
         """One case, judged as far as it can be before all are known; `total` counts its choices."""
         pairs = case.pairs(answer.outputs)
@@ -405,7 +415,7 @@ class Verifier:
         found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
         total.add(found)
         turned = [] if followed else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
-        judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
+        judged = Judged.of(case, pairs, self.by_token, self.summed if summed is None else summed, turned)
         judged.guessed = guessed is not None
         return judged
 
