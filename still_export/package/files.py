@@ -41,17 +41,25 @@ def inside(folder: Path, name: str) -> Path:
     """The path of the package's file `name`.
 
     Raises:
-        CheckError: It leads out of the folder, by its name or by a symbolic link.
+        CheckError: It leads out of the folder, by its name or by a symbolic link; not by those of Hugging Face's cache, whose snapshots
+            link to the blobs of the same repository.
     """
     check_name(name, str(folder))
     path = folder
     for part in name.split("/"):
         path = path / part
-        if path.is_symlink():
+        if path.is_symlink() and not _is_blob(folder, path):
             raise CheckError(
                 f"{path} is a symbolic link, which may lead out of the package. Copy the package with its links followed (cp -rL)."
             )
     return path
+
+
+def _is_blob(folder: Path, link: Path) -> bool:
+    """Whether a link of REPOSITORY/snapshots/REVISION is to a file of REPOSITORY/blobs."""
+    snapshots = next((parent for parent in folder.absolute().parents if parent.name == "snapshots"), None)
+    target = link.resolve()
+    return snapshots is not None and target.parent == (snapshots.parent / "blobs").resolve() and target.is_file()
 
 
 def listed(folder: Path, manifest: dict[str, Any], name: str) -> Path:

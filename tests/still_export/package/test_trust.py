@@ -221,6 +221,21 @@ def test_links_and_unlisted_files(package: Path) -> None:
     refused(package, "model.onnx.data' ?, which the manifest does not list|model.onnx.data is not listed")
 
 
+def test_a_snapshot_of_the_hub_links_to_its_own_blobs(package: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123abc", tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    for path in [path for path in sorted(package.rglob("*")) if path.is_file()]:
+        link = snapshot / path.relative_to(package)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    open_package(snapshot)
+    (snapshot / "model.onnx.data").unlink()
+    (snapshot / "model.onnx.data").symlink_to(package / "model.onnx.data")  # of another repository
+    refused(snapshot, "symbolic link")
+
+
 def test_weights_that_changed_are_noticed_unless_told_not_to(package: Path) -> None:
     data = bytearray((package / "model.onnx.data").read_bytes())
     data[100] ^= 1
