@@ -176,10 +176,6 @@ class Quantization:
                 f"--quantize {self.scheme}: {self.layout.form} has no weights in e4m3. Export with --to onnx --dtype float16 and --arch "
                 "sm_89 or later, or with --to trt for TensorRT 8.6, or take --quantize int8."
             )
-        if self.method != DEFAULT_METHOD:
-            raise ConfigError(
-                f"--quantize-method {self.method} is for --quantize int4; {self.scheme} rounds to nearest."
-            )
         if self.block_size not in (0, FLOAT8_BLOCK):
             raise ConfigError(
                 f"--quantize-block {self.block_size}: {self.scheme} has {FLOAT8_BLOCK}, or a scale for each output."

@@ -113,6 +113,7 @@ def write_gguf(
     extra(writer)
     if not any(str(key).startswith("tokenizer.") for key in writer.kv_data[0]):
         writer.add_tokenizer_model("no_vocab")
+        writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])  # transformers counts them
     for name, tensor in _converted(config, tensors).items():
         data, held = coded(name, tensor) or (np.ascontiguousarray(tensor.numpy()), None)
         writer.add_tensor(name, data, raw_dtype=held)

@@ -233,7 +233,7 @@ def test_tokens_are_rounded_each() -> None:
             ConfigError,
             "--quantize-block 64: fp8 has 128",
         ),
-        ({"archs": ("sm_90",), "dtype": "float16", "quantize_method": "gptq"}, ConfigError, "fp8 rounds to nearest"),
+        ({"archs": ("sm_90",), "dtype": "float16", "quantize_method": "gptq"}, ConfigError, "are for --quantize int4"),
     ],
     ids=str,
 )
