@@ -10,7 +10,7 @@ from pathlib import Path
 from still_export.package.files import MODEL, PORTABLE
 from still_export.package.folder import Package
 from still_export.package.refusals import RunError
-from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, Told
+from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, Told, silent
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.sessions import Target
 from still_export.proof.verdict import Check, Verdict
@@ -27,21 +27,24 @@ def other_lengths(chunk: int) -> tuple[int, ...]:
     return (1, 2 * chunk + 1)
 
 
-def check_other_graphs(package: Package, native: bool, cases: Callable[[], CaseSource]) -> Verdict:
+def check_other_graphs(
+    package: Package, native: bool, cases: Callable[[], CaseSource], progress: Progress = silent
+) -> Verdict:
     """Compare with PyTorch what runs of a package where its native kernels are not loaded, and its portable graph.
 
     Args:
         package: Of ONNX Runtime.
         native: Its kernels were compared.
         cases: Opens PyTorch's answers.
+        progress: Told phases, of each graph.
     """
     verdict, drawn = Verdict(), DrawnOnce(cases())
     if native:
         target = Target(package, "ort", bodies=True)
-        verdict.checks.append(_compare(f"{MODEL} without the native kernels", package, target, drawn))
+        verdict.checks.append(_compare(f"{MODEL} without the native kernels", package, target, drawn, progress))
     if PORTABLE in package.manifest["files"]:
         target = Target(package, "ort", bodies=True, graph=PORTABLE)
-        verdict.checks.append(_compare(PORTABLE, package, target, drawn))
+        verdict.checks.append(_compare(PORTABLE, package, target, drawn, progress))
     return verdict
 
 
@@ -96,14 +99,18 @@ class DrawnOnce:
         self._drawn = []
 
 
-def _compare(what: str, package: Package, target: Target, cases: DrawnOnce) -> Check:
+def _compare(what: str, package: Package, target: Target, cases: DrawnOnce, progress: Progress) -> Check:
     name = f"{what} computes what PyTorch computes"
+
+    def say(phase: str, done: int, total: int) -> None:
+        progress(f"{what}: {phase}", done, total)
+
     with tempfile.TemporaryDirectory() as folder:
         try:
-            report = Verifier(package, cases, target, STEPS).run(Path(folder))
+            report = Verifier(package, cases, target, STEPS).run(Path(folder), say)
             if cases.again and (not report.passed or report.selections.near_ties):  # what it chose may be another token
                 cases.forget()
-                report = Verifier(package, cases, target, STEPS).run(Path(folder))
+                report = Verifier(package, cases, target, STEPS).run(Path(folder), say)
         except RunError as error:
             return Check(name, False, str(error), target.graph)
     wrong = [each.told() for each in report.mismatches]

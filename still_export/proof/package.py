@@ -195,7 +195,7 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
         lengths = other_lengths(StateTable.of(manifest).period)
         return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
 
-    verdict.add(check_other_graphs(package, target.native, cases))
+    verdict.add(check_other_graphs(package, target.native, cases, progress))
     return verdict
 
 
