@@ -105,6 +105,11 @@ def verify(
     pairs: Mapping[str, tuple[Pair, ...]] = {}
     added: dict[str, Any] = {}
     manifest, folder = proof.package.manifest, proof.package.path
+    if (folder / "manifest.json").is_symlink():
+        raise PackageError(
+            f"{folder} has links to files elsewhere, as Hugging Face's cache has, and verify opens graphs in memory, whose weights must "
+            "not be links. Copy it with its links followed (cp -rL), and verify the copy."
+        )
     if options.adapter is not None:
         from still_export.runtime.adapters import adapter_inputs, read_pairs
 

@@ -24,6 +24,7 @@ from still_export.package.files import check_name, sha256
 from still_export.package.folder import open_package
 from still_export.package.refusals import CheckError
 from still_export.package.trust import trust, trusts
+from still_export.proof.package import verify
 from still_export.runtime.ort import OrtModel, RunError
 from still_export.targets.ort.headers import cache_folder, make_cache
 from still_export.targets.trt.plugins import PluginBuildError
@@ -231,6 +232,8 @@ def test_a_snapshot_of_the_hub_links_to_its_own_blobs(package: Path, tmp_path: P
         shutil.copy(path, blob)
         link.symlink_to(os.path.relpath(blob, link.parent))
     open_package(snapshot)
+    with pytest.raises(PackageError, match="Copy it with its links followed"):
+        verify(snapshot)
     (snapshot / "model.onnx.data").unlink()
     (snapshot / "model.onnx.data").symlink_to(package / "model.onnx.data")  # of another repository
     refused(snapshot, "symbolic link")
