@@ -110,7 +110,10 @@ class Judged:
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
                 if name in summed:
-                    units[-1][name] = summed[name] * np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
+                    size = np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
+                    units[-1][name] = summed[name] * np.where(
+                        np.isfinite(size), size, 0
+                    )  # else it would allow anything
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
             found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.untold:

@@ -123,6 +123,17 @@ def test_a_row_that_one_token_makes_may_err_by_its_rounding(off: float, passes: 
         assert judged.report(name, Bounds([case], sharp=True)).passed == (passes and bool(summed))
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_no_row_may_err_by_what_is_no_number(side: int) -> None:
+    right = np.ones((1, 2, 8, 4), np.float32)
+    sides = [right, right.copy()]
+    sides[side][0, 1, 3, 2] = np.inf
+    name = "present_kv_state.1"
+    case = Case("case", [], [], own=[{name: row_errors(right, right)}], own_mean={name: 1.0})
+    judged = Judged.of(case, [({name: sides[0]}, {name: sides[1]})], summed={name: LAYER_UNIT})
+    assert not judged.report(name, Bounds([case], sharp=True)).passed
+
+
 @pytest.mark.parametrize(("dtype", "coarse", "count"), [("float16", 1.5, 2), ("float16", 1.0, 0), ("float32", 1.5, 0)])
 def test_only_gpus_in_float16_round_features(dtype: str, coarse: float, count: int) -> None:
     model = still_model("llama", torch.float32, layer_types=MIXED)
