@@ -66,7 +66,7 @@ def read_config(path: Path) -> tuple[View, Architecture, Config]:
     config = architecture.config(view)
     _refuse_unread(view)
     config |= token_ids(file, config["vocab_size"])
-    return view, architecture, config
+    return view, architecture.others.get(config["model_type"], architecture), config
 
 
 def _refuse_unread(view: View) -> None:

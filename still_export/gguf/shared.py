@@ -147,6 +147,7 @@ class Architecture:
         joined: Tensors that are rows of several, by transformers' name; a layer that has none of them lacks it.
         biases: Groups of projections of which all have a bias where one has: those that the file lacks are zero.
         skipped: Tensors that nothing reads, as a pattern.
+        others: By model_type, the names of another family whose files have this architecture too.
     """
 
     config: Callable[[View], Config]
@@ -156,6 +157,7 @@ class Architecture:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     biases: tuple[tuple[str, ...], ...] = ()
     skipped: str = ""
+    others: Mapping[str, Architecture] = field(default_factory=dict)
 
     def skips(self, name: str) -> bool:
         """Whether nothing reads a tensor."""

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "nemotron_h": "nemotron_h_moe",
     "falcon_mamba": "mamba",
@@ -89,8 +90,12 @@ _OF_SOME = {
     ),
 }
 """Keys that are of some families alone."""
-_ROTATED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "nemotron_h")
+_ROTATED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "bamba", "nemotron_h")
 """Whose queries and keys llama.cpp rotates in pairs of neighbours."""
+
+
+ROTATED_OF: dict[str, float] = {}
+"""The part of a head that a family's files say is rotated, where config.json says another."""
 
 
 def write_gguf(
@@ -127,6 +132,8 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
     prefix, kind = writer.arch, config["model_type"]
     types = config.get("layer_types") or config.get("layers_block_type")
     layers = config.get("num_hidden_layers") or len(types)
+    if (softened := config.get("attn_layer_indices")) is not None:
+        types = ["attention" if layer in softened else "mamba" for layer in range(layers)]
     writer.add_block_count(layers)
     for key, fields in _KEYS.items():
         if key in _OF_SOME and kind not in _OF_SOME[key]:
@@ -140,7 +147,7 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
             writer.add_float32(f"{prefix}.{key}", value)
     groups = config.get("num_key_value_heads")
     softmax = ("full_attention", "sliding_attention", "attention")
-    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h"):
+    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "nemotron_h"):
         writer.add_head_count_kv([groups if layer in softmax else 0 for layer in types])
     elif groups is not None and kind != "kimi_linear":
         writer.add_head_count_kv(groups)
@@ -149,7 +156,7 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     size = config.get("head_dim") or config["hidden_size"] // config.get("num_attention_heads", 1)
-    if (part := rope.get("partial_rotary_factor")) is not None:
+    if (part := ROTATED_OF.get(kind, rope.get("partial_rotary_factor"))) is not None:
         writer.add_rope_dimension_count(int(size * part))
     inner = {
         "linear": config.get("linear_value_head_dim", 0) * config.get("linear_num_value_heads", 0),
