@@ -168,7 +168,7 @@ def _shared_size(view: View, sizes: Config) -> int:
         UnsupportedModelError: Heads do not share the channels of the hidden states.
     """
     size = int(sizes.pop("head_dim"))
-    if size * sizes["num_attention_heads"] != view.hidden:
+    if size != view.hidden // sizes["num_attention_heads"]:
         raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
     return size
 
