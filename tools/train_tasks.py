@@ -129,9 +129,12 @@ def _linearized(layer: str, dim: int, **settings: Any) -> Callable[[], Any]:
         from still_export.mixers.config import StillConfig
         from still_export.models import attach_untrained
 
-        model = _of_transformers("Llama", num_attention_heads=2, num_key_value_heads=1, head_dim=dim, rope_theta=1e4)()
         still = {"chunk_size": 32, "layer_types": [layer] * 2, **settings}
-        return attach_untrained(model, StillConfig.from_dict(still)).float().train()
+        with torch.device("cpu"):  # its random weights are the CPU's, wherever it is trained
+            model = _of_transformers(
+                "Llama", num_attention_heads=2, num_key_value_heads=1, head_dim=dim, rope_theta=1e4
+            )()
+            return attach_untrained(model, StillConfig.from_dict(still)).float().train()
 
     return make
 

@@ -25,3 +25,6 @@ class StillChoices:
         shown="as the activations",
         panel=MODEL,
     )
+    whole_prompts: bool = option(
+        False, "Feed a prompt in one call: selected blocks go dense or sparse by its length.", panel=MODEL
+    )

@@ -156,7 +156,12 @@ class TransNormerModel(OwnModel):
 
 
 class SalaModel(OwnModel):
-    """MiniCPM-SALA: a sparse layer, a Lightning one, a sparse one; blocks as published, made small."""
+    """MiniCPM-SALA: a sparse layer, a Lightning one, a sparse one; blocks as published, made small.
+
+    prompt: Tokens of a prompt by whose length its layers go, as the published code does; 0: each token goes by its own place.
+    """
+
+    prompt = 0
 
     sizes: ClassVar[dict[str, Any]] = dict(
         vocab_size=61,
@@ -264,8 +269,10 @@ class SalaModel(OwnModel):
             if kind == "minicpm4" and c["attn_use_rope"]:
                 q, k = turned(q, turn), turned(k, turn)
             if kind == "minicpm4":
+                ends = [max(self.prompt, p + 1) for p in range(ids.shape[1])]
                 rows = [
-                    attended(self.blocks, q[b], k[b], v[b], chosen(self.blocks, q[b], k[b])[0]) for b in range(len(q))
+                    attended(self.blocks, q[b], k[b], v[b], chosen(self.blocks, q[b], k[b], ends)[0])
+                    for b in range(len(q))
                 ]
                 output = torch.stack(rows).to(x.dtype).flatten(2)
                 gate = own.get("o_gate.weight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from still_export.evaluation.evaluate import (
 )
 from still_export.evaluation.positions import perplexity_by_position, ranges
 from still_export.mixers.config import StillConfig
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.layers import Deployment
 from still_export.models import attach_untrained
 from still_export.texts import forms
@@ -145,6 +147,22 @@ def test_window_only_forgets() -> None:
     with torch.no_grad():
         difference = (model(ids, use_cache=False).logits - model(other, use_cache=False).logits)[:, -CHUNK:]
     assert difference.abs().max() > 1e-4
+
+
+def test_without_its_linear_part_far_tokens_are_the_salient_ones() -> None:
+    """Every token salient: the linear part holds none, so it gives nothing."""
+    model = still_model("llama", torch.float64)
+    few = still_model("llama", torch.float64)
+    for module in model.modules():
+        if isinstance(module, StillAttention):
+            module.still = replace(module.still, salient_per_chunk=CHUNK)
+    ids = random_ids(1, 6 * CHUNK)
+    for changed, each in ((False, model), (True, few)):
+        with torch.no_grad():
+            whole = each(ids, use_cache=False).logits
+            with without(each, "no_linear_part"):
+                difference = (each(ids, use_cache=False).logits - whole).abs().max()
+        assert (difference > 1e-4) == changed
 
 
 @pytest.mark.slow
