@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from still_export.discovery import recognised, systems
@@ -38,8 +41,18 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
         raise ModelNotFoundError(
             f"{source} is no folder here and could not be fetched from the hub: {type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no reason given'} "
-            "Check the name, the network and, for gated models, `hf auth login`."
+            f"Check the name, the network and, for gated models, `hf auth login`.{_meant(str(source))}"
         ) from error
+
+
+def _meant(source: str) -> str:
+    """A question for the folder here whose path is nearly `source`, if there is one."""
+    paths: list[str] = []
+    for folder in Path().iterdir():
+        with contextlib.suppress(OSError):
+            paths += [str(entry) for entry in islice(folder.iterdir(), 1000)]
+    near = difflib.get_close_matches(source, paths, 1, 0.8)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def check_model(source: str | Path, revision: str | None = None) -> None:

@@ -209,6 +209,22 @@ def test_a_hub_id_is_fetched_before_torch_is_imported(given: Path, monkeypatch: 
     assert asked == [("maker/model", "main")]
 
 
+def test_a_misspelt_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "a file").touch()
+    with pytest.raises(ModelNotFoundError, match="Did you mean models/small\\?"):
+        check_model("modles/small")
+    with pytest.raises(ModelNotFoundError, match="hf auth login`.$"):
+        check_model("maker/other")
+
+
 def test_softmax_families_are_those_of_the_models() -> None:
     from still_export.models import FAMILIES
 
