@@ -219,9 +219,9 @@ def test_a_misspelt_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "small").mkdir(parents=True)
     (tmp_path / "a file").touch()
-    with pytest.raises(ModelNotFoundError, match="Did you mean models/small\\?"):
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean models/small\?"):
         check_model("modles/small")
-    with pytest.raises(ModelNotFoundError, match="hf auth login`.$"):
+    with pytest.raises(ModelNotFoundError, match=r"hf auth login`\.$"):
         check_model("maker/other")
 
 
