@@ -144,7 +144,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
         return Verdict(
             not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
         )
-    from still_export.models.load import resolve_source
+    from still_export.folders.model import resolve_source
     from still_export.models.read.source import find_source
     from still_export.proof.embedding_rows import check_rows
     from still_export.proof.held_constants import check_constants
@@ -179,7 +179,7 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
         verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
         return verdict
     with _found(package):
-        from still_export.models.load import resolve_source
+        from still_export.folders.model import resolve_source
 
         asked = _options(package, options.model, "float32")
         verdict.add(check_files(package, resolve_source(asked.model, asked.revision)))
