@@ -49,11 +49,14 @@ def tracing() -> Iterator[None]:
     from torch.fx import config as fx
 
     with few_collections(), torch.no_grad(), config.patch(fake_tensor_cache_enabled=False):
-        before, fx.do_not_emit_stack_traces = fx.do_not_emit_stack_traces, True
+        before = getattr(fx, "do_not_emit_stack_traces", None)  # PyTorch 2.11 has no such switch
+        if before is not None:
+            fx.do_not_emit_stack_traces = True
         try:
             yield
         finally:
-            fx.do_not_emit_stack_traces = before
+            if before is not None:
+                fx.do_not_emit_stack_traces = before
 
 
 def _name(state: State) -> str:

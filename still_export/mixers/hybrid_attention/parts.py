@@ -31,17 +31,21 @@ def without(model: nn.Module, part: str) -> Iterator[None]:
     window_only: neither. no_norm_preserving_map: the same directions, without the norm of queries and keys.
     """
     modules = [m for m in model.modules() if isinstance(m, StillAttention)]
-    before = [(m.still, m.feature_q_weight, m.feature_k_weight) for m in modules]
+    before, change = [(m.still, m.feature_q_weight, m.feature_k_weight) for m in modules], CHANGES[part]
+    if part == "no_norm_preserving_map" and any(m.still.feature_map != "np_softmax_pm" for m in modules):
+        change = {}
     for module in modules:
-        change = dict(CHANGES[part])
-        if part == "no_norm_preserving_map" and module.still.feature_map != "np_softmax_pm":
-            change = {}
         module.still = replace(module.still, **change)
         if part in NO_FEATURES:
             module.feature_q_weight = nn.Parameter(torch.zeros_like(module.feature_q_weight))
             module.feature_k_weight = nn.Parameter(torch.zeros_like(module.feature_k_weight))
+    config: Any = model.config
+    stored = config.still_config
+    by_layer = None if "salient_per_chunk" in change else config.still.salient_by_layer
+    config.still_config = replace(config.still, **change, salient_by_layer=by_layer).to_dict()  # what caches hold
     try:
         yield
     finally:
+        config.still_config = stored
         for module, (still, query, key) in zip(modules, before, strict=True):
             module.still, module.feature_q_weight, module.feature_k_weight = still, query, key

@@ -128,6 +128,8 @@ def test_variants_switch_off_what_they_say() -> None:
         for variant in VARIANTS:
             with without(model, variant):
                 logits[variant] = model(ids, use_cache=False).logits
+                cached = model(ids, use_cache=True).logits
+            torch.testing.assert_close(cached, logits[variant], rtol=0, atol=1e-9)
         again = model(ids, use_cache=False).logits
     torch.testing.assert_close(again, logits["still"], rtol=0, atol=0)
     for variant in VARIANTS[1:]:
