@@ -13,11 +13,11 @@ from still_export.cli.main import main
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from tests.still_export.linear_models import linear_model
-from tests.still_export.own_models import OWN
+from tests.still_export.own_models import COMMON, OWN
 
 SPARSE = {**OWN["minicpm_sala"].sizes["sparse_config"], "dense_len": 80}
 """Where it is decided, tokens 33 to 79 have more blocks than they may choose."""
-VOCAB = OWN["minicpm_sala"].sizes["vocab_size"]
+VOCAB = COMMON["vocab_size"]
 
 
 def call(*words: Any) -> int:

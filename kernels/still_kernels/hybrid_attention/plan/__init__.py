@@ -194,22 +194,9 @@ def build(variant: Variant, arch: int) -> Build:
     )
 
 
-def sizes_of(config: HybridAttentionConfig) -> dict[str, int]:
-    """Dimensions of a layer by the symbols of the op; those of a call are left to the caller."""
-    return {
-        "H": config.num_heads,
-        "HK": config.num_kv_heads,
-        "HS": config.select_heads,
-        "D": config.head_dim,
-        "P": config.projection_dim,
-        "F": config.state_features,
-        "C": config.chunk_size,
-    }
-
-
 def refusals(config: HybridAttentionConfig, dtype: str) -> list[str]:
     """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
-    return KERNELS.refusals(Call(sizes_of(config), config.attributes(), dtype=dtype))
+    return KERNELS.refusals(Call(config.symbols(), config.attributes(), dtype=dtype))
 
 
 _COVERED = (
