@@ -148,6 +148,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     from still_export.models.read.source import find_source
     from still_export.proof.embedding_rows import check_rows
     from still_export.proof.held_constants import check_constants
+    from still_export.proof.held_manifest import check_manifest
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
 
@@ -155,6 +156,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
+    check_manifest(package.manifest, source)
     verdict = check_weights(package.path, package.manifest, source, progress)
     verdict.checks.append(check_constants(package.path, package.manifest, source))
     verdict.add(check_rows(package, source))
