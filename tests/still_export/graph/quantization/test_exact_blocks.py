@@ -116,6 +116,7 @@ def test_forms_of_a_gguf_file() -> None:
     assert said(weight(8), PROJECTION, "int4") == (4, "rtn")
     assert said(weight(8), EMBEDDING, "int4") == (8, EXACT)
     assert said(weight(4), EMBEDDING, "int4") == (8, "rtn")
+    assert said(weight(8, offsets=True), EMBEDDING, "int8") == (8, "rtn")
     assert said(weight(6, blocks=False), PROJECTION, "int4") == (8, "rtn")
     assert said(weight(4), PROJECTION, "int4", "rtn", 64) == (4, "rtn")
 
