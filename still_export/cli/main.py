@@ -39,6 +39,7 @@ def _root(
 
 PLAIN: dict[str, Any] = {}
 RECIPE = {"records": ("still_export.linearization.recipe.Recipe",), "without": ("base", "texts")}
+LOAD = {"records": ("still_export.runtime.options.LoadOptions",)}
 MODEL = ("still_export.graph.options.ExportOptions", "still_export.mixers.choices.StillChoices")
 VERBS: dict[str, dict[str, Any]] = {
     "export": {"records": MODEL, "targets": True},
@@ -48,7 +49,9 @@ VERBS: dict[str, dict[str, Any]] = {
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
     "evaluate": {"records": ("still_export.evaluation.evaluate.EvaluationOptions",)},
-    **dict.fromkeys(("run", "serve", "inspect"), PLAIN),
+    "run": LOAD,
+    "serve": LOAD,
+    "inspect": PLAIN,
     "linearize": RECIPE,
     "select_layers": RECIPE,
     "doctor": PLAIN,

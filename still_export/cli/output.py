@@ -39,16 +39,6 @@ TrustNative = Annotated[
 ]
 """Flag of the verbs that run packages."""
 
-Guess = Annotated[
-    str | None,
-    typer.Option(
-        help="Who guesses tokens of a package exported with --speculate: mtp (a head that the model was published with), "
-        "lookup (in what was read and said), none, or the folder of a draft model's package.",
-        show_default="mtp where there is one, else lookup",
-    ),
-]
-"""Flag of the verbs that answer."""
-
 
 def _writable_report(path: Path | None) -> Path | None:
     """`path`, looked at while flags are read: before the verb's work."""

@@ -56,6 +56,7 @@ class _Checkpoint:
     still: StillConfig | None = None
     configured: Path | None = None  # the file that `still` is from
     added: list[Path] = field(default_factory=list)  # files of overlays' tensors
+    own_embedding: Path | None = None  # PEFT's adapter with a trained embedding and no head
     sight: dict[str, Any] | None = None  # config.json of a model that sees images
 
 
@@ -196,6 +197,12 @@ def open_source(
     still = replace(still, deployment=replace(still.deployment, **deployment or {}))
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
+    if config.tie_word_embeddings and found.own_embedding is not None:
+        raise UnsupportedModelError(
+            f"{found.own_embedding} has trained embeddings (modules_to_save) of a model that ties its head to them. PEFT leaves the head "
+            "as it was, so they are tied no more: merge the adapter with PEFT (merge_and_unload), save the model with "
+            "tie_word_embeddings=false, and take that."
+        )
     try:
         weights = complete_weights(family, config, found.tensors, fresh)
     except ConfigError as error:  # fields that each are good and do not fit each other
@@ -351,6 +358,14 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
         if isinstance(found.adapter.get("still_config"), dict):
             found.still = StillConfig.from_dict(found.adapter["still_config"], f"{adapter}: still_config")
             found.configured = adapter
+    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in added}
+    if (
+        found.still is None
+        and adapter.is_file()
+        and ends & {"embed_tokens", "embeddings"}
+        and not ends & {"lm_head", "head"}
+    ):
+        found.own_embedding = path
     found.tensors.update(added)
     if any("lora_" in name for name in added):
         found.tensors = convert.merge_lora(found.tensors, found.adapter, ", ".join(map(str, files)))

@@ -174,11 +174,13 @@ def _graph(path: Path) -> ir.Graph:
     import onnx
     import onnx_ir as ir
 
+    from still_export.graph.weights_file import locate_weights
+
     model = onnx.load(path, load_external_data=False)
     model.ClearField("functions")
     model.graph.ClearField("value_info")
     graph = ir.from_proto(model).graph
-    ir.external_data.set_base_dir(graph, path.parent)
+    locate_weights(graph, path.parent)
     return graph
 
 

@@ -144,7 +144,8 @@ def open_session(
     path = folder / (graph if isinstance(graph, str) else MODEL)
     allow_opset(manifest)
     if isinstance(graph, bytes):
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        real = str((folder / MODEL).resolve().parent)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", real)
     try:
         session = onnxruntime.InferenceSession(
             graph if isinstance(graph, bytes) else str(path), options, providers=[*cuda, "CPUExecutionProvider"]

@@ -146,7 +146,7 @@ class Target:
         self.check_dtype(dtype)
         feeding = manifest.get("feeding") or {}
         inserted = feeding.get("inserted")
-        if (feeding and not self.portable) or (inserted and manifest.get("speculate")):
+        if feeding and (not self.portable or manifest.get("speculate")):
             what = "--speculate" if self.portable else f"--to {self.to}"
             wanted = f"a token of its own behind every {inserted['every']}" if inserted else "a prompt in one call"
             raise UnsupportedError(

@@ -38,8 +38,7 @@ VARIANTS = [
     dict(mix_epsilon=1e-2),
     *[dict(feature_map=name) for name in CHOICES["feature_map"] if name != "identity"],
     *[
-        dict(overflow=policy, capacity_tokens=tokens, select_scope=scope, local=local)
-        for policy in ("fold_min_score", "fold_oldest")
+        dict(overflow="fold_oldest", capacity_tokens=tokens, select_scope=scope, local=local)
         for tokens, scope, local in (
             (41, "q_head", "chunked"),
             (30, "kv_group_max", "chunked"),
@@ -47,7 +46,6 @@ VARIANTS = [
         )
     ],
     dict(overflow="fold_oldest", capacity_tokens=9),
-    dict(overflow="fold_min_score", capacity_tokens=9),
 ]
 
 
@@ -199,7 +197,7 @@ def test_segments_of_long_calls_join() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(gate="none", local="sliding"), dict(overflow="fold_min_score", capacity_tokens=41)], ids=str
+    "changes", [{}, dict(gate="none", local="sliding"), dict(overflow="fold_oldest", capacity_tokens=41)], ids=str
 )
 def test_linear_mass_counts_linear_tokens(changes: dict) -> None:
     config = make_config(**changes)

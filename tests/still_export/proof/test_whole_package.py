@@ -35,7 +35,7 @@ Change = Callable[[Path], None]
 def package(exports_once: None, tmp_path_factory: pytest.TempPathFactory) -> Package:
     folder = tmp_path_factory.mktemp("whole")
     make_base(folder / "model")
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(["q z", "z q"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
@@ -84,6 +84,30 @@ def special_lost(said: Any) -> None:
     said["added_tokens"] = [token for token in said["added_tokens"] if token["content"] != "<tool>"]
 
 
+def merges_exchanged(said: Any) -> None:
+    """No text that is asked has these letters."""
+    merges = said["model"]["merges"]
+    merges.reverse()
+
+
+def flag_lost(said: Any) -> None:
+    said["added_tokens"][-1]["special"] = False
+
+
+def blank_taken(said: Any) -> None:
+    said["added_tokens"][-1]["rstrip"] = True
+
+
+def specials_exchanged(said: Any) -> None:
+    first, second = said["added_tokens"][-2:]
+    first["id"], second["id"] = second["id"], first["id"]
+
+
+def chat_of_tools(said: Any) -> None:
+    """A branch that no conversation reaches."""
+    said["chat"]["templates"]["default"] += "{% if documents %} {% endif %}"
+
+
 def lower_case(said: Any) -> None:
     said["normalizer"] = {"type": "Lowercase"}
 
@@ -99,9 +123,19 @@ FILES: dict[str, tuple[Change, str]] = {
     "inputs filled up": (edited("tokenizer.json", filled_up), "tokenizer.json"),
     "a special token lost": (edited("tokenizer.json", special_lost), "tokenizer.json"),
     "texts in lower case": (edited("tokenizer.json", lower_case), "tokenizer.json"),
+    "two merges exchanged": (edited("tokenizer.json", merges_exchanged), "tokenizer.json"),
+    "a token that is special no more": (edited("tokenizer.json", flag_lost), "tokenizer.json"),
+    "a token that takes the blank behind it": (edited("tokenizer.json", blank_taken), "tokenizer.json"),
+    "two special tokens exchanged": (edited("tokenizer.json", specials_exchanged), "tokenizer.json"),
     "another end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[255])), "eos_token_ids"),
     "no end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[])), "eos_token_ids"),
     "another chat format": (edited("manifest.json", other_chat), "chat"),
+    "another chat format that is not asked": (edited("manifest.json", chat_of_tools), "chat"),
+    "another token of the chat format": (
+        edited("manifest.json", lambda said: said["chat"]["tokens"].update(eos_token="a")),
+        "chat",
+    ),
+    "an answer that begins otherwise": (edited("manifest.json", lambda said: said["chat"].update(start=" ")), "chat"),
     "no chat format": (edited("manifest.json", lambda said: said.update(chat=None)), "chat"),
     "another temperature": (
         edited("generation_config.json", lambda said: said.update(temperature=1.5)),
@@ -111,6 +145,22 @@ FILES: dict[str, tuple[Change, str]] = {
     "a setting of its own": (
         edited("generation_config.json", lambda said: said.update(repetition_penalty=1.3)),
         "generation_config.json",
+    ),
+    "another end token of the settings": (
+        edited("generation_config.json", lambda said: said.update(eos_token_id=[255])),
+        "generation_config.json",
+    ),
+    "a beginning of its own": (
+        edited("generation_config.json", lambda said: said.update(bos_token_id=3)),
+        "generation_config.json",
+    ),
+    "blanks cleaned up": (
+        edited("tokenizer_config.json", lambda said: said.update(clean_up_tokenization_spaces=True)),
+        "tokenizer_config.json",
+    ),
+    "another longest input": (
+        edited("tokenizer_config.json", lambda said: said.update(model_max_length=128)),
+        "tokenizer_config.json",
     ),
     "another chat format in a file": (
         lambda folder: (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<assistant>", "")),
