@@ -21,7 +21,7 @@ from tests.still_graphs.node_model import NodeOfStates, node_model
 LAYER, SIZE = Layer(), 51
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}
 BOUND, ROWS, BASE = 5e-6, 300, 1000.0
-SHORT = [40, 1, [30, 17], [1, 0], [0, 3], 5, 1]
+SHORT = [30, 1, [12, 7], [1, 0], [0, 2], 3, 1]
 
 
 def looped(x: dict[str, Tensor], size: int, fault: str = "") -> Tensor:

@@ -496,6 +496,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
             "shared_heads=6 and routed_heads=2 of 8 heads",
         ),
         ("mirrorla", {"mirrors": 0}, r"mirrors=0 in config\.json; it must be 1 and more for mirrorla"),
+        ("inline", {"head_mirrors": 2}, r"head_mirrors=2 in config\.json; it must be 0, or more for mirrorla"),
         ("inline", {"mirrors": 2}, r"mirrors=2 in config\.json; it must be 0 for inline"),
         (
             "mirrorla",
