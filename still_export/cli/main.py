@@ -18,6 +18,7 @@ import still_export
 from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted, end_at_lost_pages
 from still_export.errors import ModelNotFoundError, StillExportError
 from still_export.extras import installation
+from still_export.folders.model import check_model
 from still_export.package.refusals import RunError
 from still_export.sources import look
 
@@ -176,8 +177,8 @@ def _look_ahead(given: list[str]) -> None:
         )
     if given[:1] == ["evaluate"]:  # whose flags take as long as torch
         for model in words:
-            if "://" not in model:
-                look(model)
+            if "://" not in model and look(model).kind not in ("package", "adapter"):
+                check_model(model)
 
 
 if __name__ == "__main__":

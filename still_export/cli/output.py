@@ -219,8 +219,7 @@ class Output:
                 part = 4 * done // max(total, 1)
                 if known.get(phase) != part:
                     known[phase] = part
-                    self.log(f"{phase}: {done} of {total}")
-                    dots.step(phase)
+                    dots.step(f"{phase}: {done} of {total}", at_once=True)
 
             with self._log_file("loading") as dots:  # of libraries, too, which take seconds
                 yield line
@@ -257,8 +256,7 @@ class Output:
                 begin, first = started.setdefault(stage, (time.monotonic(), done))
                 if done % max(1, total // 20) == 0 or done == total:
                     left = (time.monotonic() - begin) / max(1, done - first) * (total - done)
-                    self.log(f"{stage} {done}/{total}  {text(measured)}  {left:,.0f} s left")
-                    dots.step(stage)
+                    dots.step(f"{stage} {done}/{total}  {text(measured)}  {left:,.0f} s left", at_once=True)
 
             with self._log_file("starting") as dots:
                 yield line

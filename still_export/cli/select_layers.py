@@ -10,6 +10,7 @@ import typer
 
 from still_export.cli.output import Output
 from still_export.extras import EXTRAS, demand
+from still_export.folders.model import check_model
 from still_export.sources import demand_model
 
 EXAMPLES = """
@@ -47,6 +48,7 @@ def select_layers(
     """Rank layers by what softmax does for them that linear attention cannot: predict text from far tokens, and look facts up."""
     if base is not None:
         demand_model(base, "select-layers")
+        check_model(base)
     demand(*EXTRAS["train"])
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.recipe import preset, read_recipe

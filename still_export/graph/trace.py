@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,20 +44,33 @@ class TracedModel:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """No gradients, few garbage collections, no stack traces of nodes, and no table of what ops made of shapes, whose filling takes longer
-    than it saves."""
+    """No gradients, few garbage collections, and nothing of a trace that no exporter reads: stack traces, layouts in memory, switches of
+    gradients with the graphs that torch makes around them; no table of what ops made of shapes, which takes longer than it saves."""
     from torch._dynamo import config
-    from torch.fx import config as fx
 
-    with few_collections(), torch.no_grad(), config.patch(fake_tensor_cache_enabled=False):
-        before = getattr(fx, "do_not_emit_stack_traces", None)  # PyTorch 2.11 has no such switch
-        if before is not None:
-            fx.do_not_emit_stack_traces = True
-        try:
-            yield
-        finally:
-            if before is not None:
-                fx.do_not_emit_stack_traces = before
+    with few_collections(), torch.no_grad(), config.patch(fake_tensor_cache_enabled=False), ExitStack() as stack:
+        for place, name, value in SPARED:
+            owner = importlib.import_module(place) if importlib.util.find_spec(place) else None
+            if hasattr(owner, name):  # not every PyTorch has each
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+        yield
+
+
+def _without_switches(module: torch.fx.GraphModule, signature: Any) -> tuple[torch.fx.GraphModule, Any]:
+    """A graph that says nowhere whether there are gradients: there are none."""
+    for node in [node for node in module.graph.nodes if node.target is torch._C._set_grad_enabled]:
+        module.graph.erase_node(node)
+    module.recompile()
+    return module, signature
+
+
+SPARED: tuple[tuple[str, str, Any], ...] = (
+    ("torch.fx.config", "do_not_emit_stack_traces", True),
+    ("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda _: None),
+    ("torch._export.passes.replace_set_grad_with_hop_pass", "replace_set_grad_with_hop_pass", _without_switches),
+)
+"""What torch.export does and no exporter reads: module, name, and what stands for it meanwhile."""
 
 
 def _name(state: State) -> str:

@@ -40,7 +40,7 @@ OF_STILL = (
     *("selection_weight", "selection_target"),
 )
 """Options that no other mixer has."""
-OF_BLOCKS = ("top_blocks", "local_blocks", "dense_length", "reuse")
+OF_BLOCKS = ("block_size", "top_blocks", "local_blocks", "dense_length", "reuse")
 """The same of chosen blocks."""
 CHOICES = {
     "mixer": tuple(LINEARIZERS),
@@ -104,7 +104,8 @@ class Recipe:
         None,
         f"Per layer full_attention or what the mixer makes; all of them: {MADE}.",
     )
-    top_blocks: int = option(96, "Blocks of 64 tokens that a token reads with mixer=blocks.")
+    block_size: int = option(64, "Tokens of a block with mixer=blocks; 1: single tokens are chosen.")
+    top_blocks: int = option(96, "Blocks that a token reads.")
     local_blocks: int = option(32, "Of them, the latest before its own.")
     dense_length: int = option(8192, "Tokens with fewer up to themselves read all blocks.")
     reuse: str | None = option(
@@ -300,6 +301,7 @@ class Recipe:
         Raises:
             ConfigError: window_factors are neither one nor one per layer.
         """
+        from still_export.mixers.block_attention.settings import means_of
         from still_export.mixers.config import StillConfig  # brings torch, which the command line's help does not need
 
         factors = self.window_factors
@@ -310,7 +312,7 @@ class Recipe:
                 )
             factors = factors * (layers // len(factors))
         rows = None if factors is None else tuple((float(factor),) * heads for factor in factors)
-        values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)}
+        values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)} | means_of(self.block_size)
         if self.layer_types is None and self.mixer != "still":
             values["layer_types"] = (self.layer,) * layers
         if self.reuse is not None:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -364,11 +365,7 @@ class Verifier:
         parameters = self.package.manifest["model"].get("parameters", 0)
         if not self.cases.follows or not parameters:
             return said
-        square = np.ones((1024, 1024), np.float32)
-        begin = time.perf_counter()
-        square @ square
-        rate = 2 * 1024**3 / (time.perf_counter() - begin)
-        return f"{said}, about {WORK * parameters * tokens / rate / 60:.1f} minutes of PyTorch on this CPU"
+        return f"{said}, about {WORK * parameters * tokens / _rate() / 60:.1f} minutes of PyTorch on this CPU"
 
     def ask(self, session: Session, questions: Sequence[Question], progress: Progress = silent) -> Answers:
         """All that the target answers, before the reference is asked."""
@@ -484,6 +481,15 @@ class Verifier:
         if not checks:
             checks.append(rounding_check(rows, self.dtype))
         return [*checks, finite_check(findings), constant_check(findings), likeliest_check(tokens)]
+
+
+@cache
+def _rate() -> float:
+    """Operations a second of a product of this CPU."""
+    square = np.ones((1024, 1024), np.float32)
+    begin = time.perf_counter()
+    square @ square
+    return 2 * 1024**3 / (time.perf_counter() - begin)
 
 
 def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:

@@ -57,15 +57,23 @@ def test_every_kind_of_progress_has_dots(capsys: pytest.CaptureFixture[str]) -> 
         said = len(capsys.readouterr().err.splitlines())
         wait()  # the answer is being written
         assert capsys.readouterr().err == ""
-    assert said >= 8
+    assert said == 7
 
 
 @pytest.mark.usefixtures("quick")
-def test_dots_name_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_and_stages_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with Output().phases() as phase:
+        phase("reading", 0, 2)
         phase("PyTorch", 1, 4)
         wait()
-    assert "PyTorch: 1 of 4\nPyTorch .." in capsys.readouterr().err
+        phase("PyTorch", 4, 4)
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        lines[0] == "reading: 0 of 2" and lines[1].startswith("PyTorch: 1 of 4 ..") and lines[2:] == ["PyTorch: 4 of 4"]
+    )
+    with Output().training() as bar:
+        bar("transfer", 2, 2, {"loss": 1.0})
+    assert capsys.readouterr().err == "transfer 2/2  loss 1  0 s left\n"
 
 
 def test_quick_steps_and_quiet_verbs_print_nothing(
