@@ -38,19 +38,17 @@ def kernels_of(name: str) -> OpKernels:
     return op_of(name).kernels
 
 
-def variants_of(calls: Iterable[tuple[Any, Call]], runtime: str, advice: str) -> dict[str, list[Any]]:
+def variants_of(calls: Iterable[tuple[Any, Call]], refusal: str, advice: str) -> dict[str, list[Any]]:
     """The kernels that nodes with their calls need, by op: one variant for each set of choices.
 
     Raises:
-        UnsupportedError: No kernel covers a node; names it, and what the kernels of `runtime` have, with `advice`.
+        UnsupportedError: No kernel covers a node: `refusal`, the node, what the kernels have, and `advice`.
     """
     variants: dict[str, list[Any]] = {}
     for node, call in calls:
         kernels = kernels_of(node.op_type)
         if reasons := kernels.refusals(call, ahead=True):
-            raise UnsupportedError(
-                f"no {runtime} kernel covers {node.name or node.op_type}: {' '.join(reasons)} {advice}"
-            )
+            raise UnsupportedError(f"{refusal} {node.name or node.op_type}: {' '.join(reasons)} {advice}")
         variant, known = kernels.variant_of(call), variants.setdefault(node.op_type, [])
         if variant not in known:
             known.append(variant)

@@ -71,10 +71,11 @@ def linearize(
     """Turn a softmax model into a STILL model, or one of linear attention: attention transfer, then LoRA; say what each costs."""
     if base is not None:
         demand_model(base, "linearize")
+    demand(*EXTRAS["train"])
+    if base is not None:
         check_model(base)
     from still_export.doctor import machine
 
-    demand(*EXTRAS["train"])
     out = Output(as_json, quiet)
     with out.waiting(LOADING):
         from still_export.linearization.folder import RunFolder, apply

@@ -17,7 +17,7 @@ import typer
 import still_export
 from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted, end_at_lost_pages
 from still_export.errors import ModelNotFoundError, StillExportError
-from still_export.extras import installation
+from still_export.extras import EXTRAS, demand, installation
 from still_export.folders.model import check_model
 from still_export.package.refusals import RunError
 from still_export.sources import look
@@ -176,6 +176,8 @@ def _look_ahead(given: list[str]) -> None:
             f"{given[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
         )
     if given[:1] == ["evaluate"]:  # whose flags take as long as torch
+        if any(word.partition("=")[0] == "--report" for word in given):
+            demand(*EXTRAS["report"])
         for model in words:
             if "://" not in model and look(model).kind not in ("package", "adapter"):
                 check_model(model)

@@ -48,8 +48,9 @@ def select_layers(
     """Rank layers by what softmax does for them that linear attention cannot: predict text from far tokens, and look facts up."""
     if base is not None:
         demand_model(base, "select-layers")
-        check_model(base)
     demand(*EXTRAS["train"])
+    if base is not None:
+        check_model(base)
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.recipe import preset, read_recipe
     from still_export.linearization.select_layers import select_layers as run

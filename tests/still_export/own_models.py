@@ -117,12 +117,9 @@ def turns(places: Tensor, dim: int, theta: float) -> Tensor:
 def mlp_shapes(config: dict[str, Any]) -> Shapes:
     """Of a layer's norms and its gated MLP, as Llama has them."""
     width, inner = config["hidden_size"], config["intermediate_size"]
-    norms: Shapes = {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-    return (
-        norms
-        | {f"mlp.{x}_proj.weight": (inner, width) for x in ("gate", "up")}
-        | {"mlp.down_proj.weight": (width, inner)}
-    )
+    shapes: Shapes = {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    shapes |= {f"mlp.{x}_proj.weight": (inner, width) for x in ("gate", "up")}
+    return {**shapes, "mlp.down_proj.weight": (width, inner)}
 
 
 def mlp(x: Tensor, w: dict[str, Tensor]) -> Tensor:

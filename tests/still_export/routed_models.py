@@ -200,7 +200,8 @@ class LlamaLike(RoutedModel):
     def layer_shapes(self, i: int) -> Shapes:
         width = self.config["hidden_size"]
         own = {f"{self.place}.{name}": shape for name, shape in self.own_shapes(width).items()}
-        return own | {f"{self.place}.{x}_proj.weight": (width, width) for x in "qo"} | mlp_shapes(self.config)
+        own |= {f"{self.place}.{x}_proj.weight": (width, width) for x in "qo"}
+        return own | mlp_shapes(self.config)
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
         c, x = self.config, self.embedded(ids)

@@ -51,7 +51,9 @@ def kernel_variants(model: Path) -> dict[str, list[Any]]:
 
     from still_kernels.registry import variants_of
 
-    return variants_of(_calls(ir.load(model)), "CUDA", "Export without --arch: bodies run every layer.")
+    return variants_of(
+        _calls(ir.load(model)), "no CUDA kernel covers", "Export without --arch: bodies run every layer."
+    )
 
 
 def _calls(model: Any) -> Iterator[tuple[Any, Any]]:

@@ -96,7 +96,9 @@ def kernel_variants(graph: Any) -> dict[str, list[Any]]:
     """
     from still_kernels.registry import variants_of
 
-    return variants_of(_plugin_calls(graph), "TensorRT", "Export with --to onnx, which runs every layer.")
+    return variants_of(
+        _plugin_calls(graph), "no TensorRT kernel covers", "Export with --to onnx, which runs every layer."
+    )
 
 
 def _plugin_calls(graph: Any) -> Iterator[tuple[Any, Any]]:
