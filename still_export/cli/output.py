@@ -162,7 +162,10 @@ class Output:
         if self.quiet:
             yield
             return
-        with self.errors.status(what) if self.errors.is_terminal else self._log_file(what):
+        shown: contextlib.AbstractContextManager[Any] = self._log_file(what)
+        if self.errors.is_terminal:
+            shown = self.errors.status(what)
+        with shown:
             yield
 
     @contextlib.contextmanager

@@ -48,20 +48,24 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
 def _meant(source: str) -> str:
     """A question for the folder here whose path is nearly `source`, if there is one."""
     paths: list[str] = []
-    for folder in Path().iterdir():
-        with contextlib.suppress(OSError):
-            paths += [str(entry) for entry in islice(folder.iterdir(), 1000)]
+    with contextlib.suppress(OSError):
+        for folder in filter(Path.is_dir, Path().iterdir()):
+            with contextlib.suppress(OSError):
+                paths += [str(entry) for entry in islice(folder.iterdir(), 1000)]
     near = difflib.get_close_matches(source, paths, 1, 0.8)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def check_model(source: str | Path, revision: str | None = None) -> None:
-    """Raise what the readers of a model would, as far as its small files say it.
+    """Raise what the readers of a model would, as far as its small files say it. A hub id is left to them, unless it looks like a misspelt
+    folder.
 
     Raises:
         ModelNotFoundError, CheckpointError: As of `resolve_source` and `check_folder`; weights are missing.
         UnsupportedModelError: No family has its model_type.
     """
+    if local(source) is None and not _meant(str(source)):
+        return
     path = resolve_source(source, revision)
     if path.is_file():
         check_file(path)
@@ -73,8 +77,10 @@ def check_model(source: str | Path, revision: str | None = None) -> None:
 
 
 def check_overlay(source: str | Path) -> None:
-    """Raise where an adapter is not to be found, or its configuration is damaged or not understood."""
-    path = resolve_source(source)
+    """Raise where an adapter's configuration is damaged or not understood; one of the hub is left to the readers."""
+    path = local(source)
+    if path is None:
+        return
     adapter = (path.parent if path.is_file() else path) / "adapter_config.json"
     if adapter.is_file():
         read_adapter_config(adapter)

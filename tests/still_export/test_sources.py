@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from still_export.folders.model import check_family, check_model
+from still_export.folders.model import check_family, check_model, check_overlay, resolve_source
 from still_export.sources import GGUF_VERBS, SOFTMAX, demand_package, local, look
 
 FIRST_LOOKS = """
@@ -195,20 +195,6 @@ def test_a_system_that_names_no_family_leaves_them_to_the_readers(monkeypatch: p
         check_family("xlstm")
 
 
-def test_a_hub_id_is_fetched_before_torch_is_imported(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    asked = []
-
-    def fetch(name: str, revision: str | None, **_: object) -> str:
-        asked.append((name, revision))
-        return str(given / "linear")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    check_model("maker/model", "main")
-    assert asked == [("maker/model", "main")]
-
-
 def test_a_misspelt_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -221,8 +207,10 @@ def test_a_misspelt_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "a file").touch()
     with pytest.raises(ModelNotFoundError, match=r"Did you mean models/small\?"):
         check_model("modles/small")
+    check_model("maker/other")  # is fetched once all flags are known to be right
+    check_overlay("maker/other")
     with pytest.raises(ModelNotFoundError, match=r"hf auth login`\.$"):
-        check_model("maker/other")
+        resolve_source("maker/other")
 
 
 def test_softmax_families_are_those_of_the_models() -> None:
