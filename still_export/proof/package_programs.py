@@ -105,13 +105,15 @@ def _check_copies(package: Package) -> Verdict:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """In a process that sees nothing of this project but the package."""
+    """In a process that sees nothing of this project but the package; what it says is not changed, also where it has a carriage return."""
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     apart |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", env=apart, timeout=TIMEOUT_S, check=False
+        done = subprocess.run(command, capture_output=True, env=apart, timeout=TIMEOUT_S, check=False)
+        said, errors = (
+            part.decode("utf-8", "replace").replace(os.linesep, "\n") for part in (done.stdout, done.stderr)
         )
+        return subprocess.CompletedProcess(command, done.returncode, said, errors)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"it did not end in {TIMEOUT_S} seconds")
     except OSError as error:

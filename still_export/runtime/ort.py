@@ -755,5 +755,5 @@ def main() -> int:
             print("--no-check: damaged weights go unnoticed", file=sys.stderr)
         return OrtModel(options.folder, options.threads, options.provider, check=not options.no_check)
 
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).absolute().parents[2]  # where its name is, not where a link leads
     return run_program(str(__doc__), here, open_runner, add_options)

@@ -250,6 +250,10 @@ def test_a_snapshot_of_the_hub_links_to_its_own_blobs(snapshot: Path, package: P
 @pytest.mark.slow
 def test_a_package_of_links_is_verified_and_lowered(snapshot: Path, package: Path, tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "hard", copy_function=os.link)
+    for script in (snapshot / "run_ort.py", tmp_path / "hard" / "run_ort.py"):
+        command = [sys.executable, str(script), "--prompt-ids", "1,2", "--tokens", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
+        assert done.returncode == 0, done.stderr
     for folder in (snapshot, tmp_path / "hard"):
         assert verify(folder, VerifyOptions(lengths=(1, 65), decode_steps=4)).report.passed
         lower(folder, "web", tmp_path / f"{folder.name}-web")

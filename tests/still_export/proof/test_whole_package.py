@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
 from still_export.proof.package import VerifyOptions, _torch_cases, verify
-from still_export.proof.package_programs import _check_copies, check_programs
+from still_export.proof.package_programs import _check_copies, _run, check_programs
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verdict import Verdict
 from still_export.proof.whole_package import check_files
@@ -318,3 +319,9 @@ def test_a_package_whose_model_is_gone(
     with pytest.raises(SystemExit) as end:
         main(["verify", str(folder), "--quiet", "--model", str(tmp_path / "gone")])
     assert end.value.code == 2
+
+
+def test_what_a_program_says_is_not_changed() -> None:
+    """A model may answer with a carriage return, which text mode takes for the end of a line."""
+    said = _run([sys.executable, "-c", "import sys; sys.stdout.write('a' + chr(13) + 'b' + chr(13) + chr(10))"]).stdout
+    assert said == "a\rb\r\n"
