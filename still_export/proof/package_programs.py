@@ -20,6 +20,7 @@ from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.bundle import PROGRAMS, RUNTIME, write_programs
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.text import Answer, Text
+from still_export.targets.registry import packaged_target
 from still_export.version import __version__
 
 TOKENIZER = "tokenizer.json"
@@ -86,7 +87,8 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
 
 
 def _check_copies(package: Package) -> Verdict:
-    """The programs of a package, byte by byte those that this version writes."""
+    """The programs of a package, and the configurations of others that follow from its manifest, byte by byte those that this version
+    writes."""
     made, here = package.manifest["versions"].get("still-export"), __version__
     names = {name for name in package.manifest["files"] if name in PROGRAMS.values() or name.startswith(f"{RUNTIME}/")}
     if made != here:
@@ -97,6 +99,9 @@ def _check_copies(package: Package) -> Verdict:
         folder = Path(scratch)
         write_programs(folder, [runner for runner, name in PROGRAMS.items() if name in names])
         right = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    derived = packaged_target(package.manifest).derived(package.path, package.manifest)
+    names |= derived.keys()
+    right |= {name: text.encode() for name, text in derived.items()}
     found = {name: (package.path / name).read_bytes() for name in names if (package.path / name).is_file()}
     wrong = sorted(name for name in right.keys() | found.keys() if right.get(name) != found.get(name))
     what = f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not; export again" if wrong else ""

@@ -227,6 +227,23 @@ def test_programs_are_those_of_this_version(package: Package, tmp_path: Path) ->
     assert not _check_copies(older).checks and len(_check_copies(older).not_asked) == 1
 
 
+@pytest.mark.slow
+def test_what_another_program_reads_is_of_this_version(tmp_path: Path) -> None:
+    """genai ends an answer, and draws, by a file of its own."""
+    make_base(tmp_path / "model")
+    options = ExportOptions(str(tmp_path / "model"), attach_untrained=True, still={"capacity_tokens": 256})
+    package = export(options, tmp_path / "package", to="genai")
+    (check,) = _check_copies(package).checks
+    assert check.passed, check
+    for number, change in enumerate(
+        (lambda said: said["search"].update(do_sample=True), lambda said: said["model"].update(eos_token_id=[3]))
+    ):
+        with planted(package, tmp_path / str(number)) as folder:
+            edited("genai_config.json", change)(folder)
+        (check,) = _check_copies(open_package(folder)).checks
+        assert not check.passed and check.where == "genai_config.json"
+
+
 def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """With those of branches."""
     for node in nodes:
