@@ -15,20 +15,27 @@ import torch
 from still_export.graph.garbage import RARELY
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.library import BUILD_VARIABLE, cached_library, keep_library, this_cpu
-from tests import durations
-from tests.durations import pytest_addoption
+from tests import compiled, durations
+from tests.compiled import compiled_before
 from tests.plugins import builds
 
-__all__ = ["pytest_addoption"]
+__all__ = ["compiled_before"]
 
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "triton"))
 """What Triton compiled, by its sources: for all processes and later runs."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Of runs of many tests."""
+    durations.add_options(parser)
+    compiled.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure what tests take."""
+    """Measure what tests take; know what compiled before."""
     config.pluginmanager.register(durations.Durations())
+    config.pluginmanager.register(compiled.Compiled(config))
 
 
 @pytest.hookimpl(wrapper=True)

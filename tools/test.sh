@@ -4,13 +4,14 @@
 #   (nothing)         what CI runs: all but what is marked long
 #   --fast            without what takes more than 0.15 seconds of a processor (tests/durations.json): 90 seconds on two quiet cores
 #   --changed [BASE]  the test files that a change can reach (tools/changed_tests.py): since BASE, such as main, or not committed yet
-#   --all             with what is marked long (every architecture, 65,536 steps, fresh environments ...)
+#   --all             with what is marked long (every architecture, 65,536 steps, fresh environments ...), and with all kernels compiled
+#                     that tests look at (tests/compiled.py)
 set -euo pipefail
 kind=(-m "not long") changed=
 case ${1:-} in
     --fast) kind=(-m "not long" --fast); shift ;;
     --changed) changed=yes; shift; base=; case ${1:-} in ""|-*|*::*) ;; *) base=$1; shift ;; esac ;;
-    --all) kind=(); shift ;;
+    --all) kind=(--compile); shift ;;
 esac
 # The native kernel's tests wait for a compiler for two minutes of a processor, of which pip leaves one.
 beside="nlohmann-json pytest"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty: give one, or none.")
     out = Output(False, quiet)
-    name = name or package.resolve().name.removesuffix(".gguf")
+    name = name or os.path.basename(os.path.abspath(package)).removesuffix(".gguf")
     package = package_of(package, out)
 
     def open_scheduler() -> Scheduler:

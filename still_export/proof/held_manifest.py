@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 DECIDED = ("dtype", "linearized", "all_logits")
 """Of `model`, what an export decides."""
-HELD = ("layer", "op", "growth")
-"""Of a state, what no target changes."""
+HELD, PORTABLE = ("layer", "op", "growth"), ("shape", "in_place")
+"""Of a state, what no target changes, and what engines have otherwise."""
 
 
 def check_manifest(manifest: Mapping[str, Any], source: Source) -> None:
@@ -32,6 +32,9 @@ def check_manifest(manifest: Mapping[str, Any], source: Source) -> None:
         for name, value in right[part].items()
         if part != "model" or name not in DECIDED
     ]
+    pairs += [(f"ops.{name}", manifest["ops"].get(name), version) for name, version in right["ops"].items()]
+    untrained = bool(manifest["config"].get("attach_untrained"))
+    pairs += [("model.linearized", manifest["model"].get("linearized"), not untrained)]
     pairs += [("feeding", manifest.get("feeding"), right.get("feeding"))]
     if source.vision is not None and manifest.get("vision") is not None:
         pairs += [("vision", manifest["vision"], source.vision.said)]
@@ -39,7 +42,7 @@ def check_manifest(manifest: Mapping[str, Any], source: Source) -> None:
     pairs += [
         (f"{name} of the state {state['name']}", states.get(state["name"], {}).get(name), state[name])
         for state in right["states"]
-        for name in HELD
+        for name in (*HELD, *PORTABLE * (manifest["target"] == "onnx"))
     ]
     wrong = next(_differences(pairs), "")
     if wrong:

@@ -308,7 +308,8 @@ class OrtModel(Runner):
         self.replays = able if replay is None else replay
         graph, self._watched = watched or (MODEL, [])
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
-        self._weights = Held(self.folder / name for name in weights)
+        mapped = [self.folder / name for name in weights]
+        self._mapped = Held(mapped if self.native is None else [*mapped, self.native])
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
             self.session = open_session(
@@ -334,8 +335,8 @@ class OrtModel(Runner):
         self._given: dict[str, Any] = {}  # of those that images have, for the call that is made
 
     def check_files(self) -> None:
-        """As of Runner: ONNX Runtime maps the weights."""
-        self._weights.check()
+        """As of Runner: the weights and the kernels' library are mapped."""
+        self._mapped.check()
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.

@@ -522,7 +522,8 @@ class VisionModel(OwnModel):
     )
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
-        kind = {"kernel_size": 5 if family == "polaformer" else 0, "mirrors": 5 if family == "mirrorla" else 0}
+        kind = {"kernel_size": 5 if family == "polaformer" else 0}
+        kind |= {"mirrors": 5, "head_mirrors": 2} if family == "mirrorla" else {"mirrors": 0}
         super().__init__(family, draw, **{**kind, **changes})
         for name in [n for n in self.tensors if n.endswith(".mirrors")]:
             # Two reflections of blocks of channels, the others of all.
@@ -538,6 +539,7 @@ class VisionModel(OwnModel):
         own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
         own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
         own |= {"attn.mirrors": (c["mirrors"], width)} if c["mirrors"] else {}
+        own |= {"attn.head_mirrors": (c["head_mirrors"], heads)} if c.get("head_mirrors") else {}
         size = width // heads
         if taps and not polar:
             own |= {"attn.residual.0.weight": (width, size, 1), "attn.residual.2.weight": (width * taps, size, 1)}
@@ -575,6 +577,10 @@ class VisionModel(OwnModel):
             for mirror in w.get("attn.mirrors", []):
                 unit = mirror / mirror.norm()
                 wide |= {n: wide[n] - 2 * (wide[n] @ unit)[..., None] * unit for n in "qk"}
+            for mirror in w.get("attn.head_mirrors", []):
+                across = torch.eye(heads, dtype=mirror.dtype) - 2 * torch.outer(mirror, mirror) / mirror.square().sum()
+                for n in "qk":
+                    wide[n] = torch.einsum("gh,bthd->btgd", across, wide[n].unflatten(-1, (heads, -1))).flatten(2)
             q, k, v = (wide[n].unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
             scale, ones, outputs = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1]), []
             taps = c["kernel_size"] if "attn.dwc.weight" in w else 0

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.still_export.fla_models import States, turned
 from tests.still_export.own_models import LLAMA, OwnModel, Shapes, mlp, mlp_shapes, rms, turns
+from tests.still_graphs.test_landmark_attention import retrieved
 
 
 class RoutedModel(OwnModel):
@@ -216,7 +217,8 @@ class LlamaLike(RoutedModel):
 
 
 class LandmarkModel(LlamaLike):
-    """Landmark attention, as two softmaxes. `fault`: "itself", a landmark sees itself."""
+    """Landmark attention, as two softmaxes; with `cache_top_k` some blocks are read. `fault`: "itself", a landmark sees itself; "true",
+    blocks that are read stay where they are."""
 
     fault, place = "", "self_attn"
     sizes: ClassVar[dict[str, Any]] = {**LlamaLike.sizes, "mem_id": 60, "mem_freq": 12}
@@ -229,6 +231,9 @@ class LandmarkModel(LlamaLike):
         c, size = self.config, self.config["mem_freq"] + 1
         dim = c["hidden_size"] // c["num_attention_heads"]
         q, k, v = ((h @ w[f"{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+        if top := c.get("cache_top_k"):
+            every = [dict(zip(("query", "key", "value"), row, strict=True)) for row in zip(q, k, v, strict=True)]
+            return torch.stack([retrieved(x, size, top, self.fault, c["rope_parameters"]["rope_theta"]) for x in every])
         q, k = turned(q, turn), turned(k, turn)
         k, v = (y.repeat_interleave(q.shape[2] // k.shape[2], 2) for y in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5

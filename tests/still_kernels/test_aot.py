@@ -20,7 +20,8 @@ from still_kernels.hybrid_attention.plan import BY_TMA, Variant
 from still_kernels.hybrid_attention.plan import KERNELS as OP
 from still_kernels.hybrid_attention.plan.tiles import CLUSTERS, tile_table
 from still_kernels.plan import Call
-from still_kernels.tile import SHARED_BYTES, TileTable
+from still_kernels.tile import SHARED_BYTES
+from tests.compiled import Before, inputs
 
 STEPS = {f"decode_{blocks}" for blocks in CLUSTERS}
 """Of sm_90 alone, where there is NVRTC."""
@@ -100,7 +101,7 @@ def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.long) for a in aot.ARCHS])
-def test_every_architecture(arch: str, tmp_path: Path) -> None:
+def test_every_architecture(arch: str, tmp_path: Path, compiled_before: Before) -> None:
     variants: list[dict] = [{}]
     if arch in (
         "sm_87",
@@ -110,7 +111,9 @@ def test_every_architecture(arch: str, tmp_path: Path) -> None:
         variants.append({"dtype": "float16", "overflow": "fold_oldest", "gate": 0, "window_factor": 1})
     if arch in ("sm_87", "sm_120"):
         variants.append({"dtype": "float32", "saliency": "released_prefill"})
-    check_index(build(tmp_path / "out", arch, variants), tmp_path / "out")
+    each = (inputs("HybridAttention", Variant(**fields), aot.parse_arch(arch)) for fields in variants)
+    if not compiled_before([line for lines in each for line in lines]):
+        check_index(build(tmp_path / "out", arch, variants), tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -131,10 +134,13 @@ def test_every_architecture(arch: str, tmp_path: Path) -> None:
     ids=lambda properties: " ".join(str(value) for value in properties.values()),
 )
 def test_the_largest_projections_fit(
-    arch: int, properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arch: int, properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_before: Before
 ) -> None:
     """Shared memory is known before LLVM optimizes and the assembler, which takes minutes for these, runs; too much is an error."""
     from triton.backends.nvidia import compiler
+
+    if compiled_before(inputs("HybridAttention", Variant(**properties), arch)):
+        return
 
     def no_ptx(self: object, source: str, metadata: dict, *_: object) -> str:
         (metadata["name"],) = re.findall(r"define [^@]*ptx_kernel [^@]*@(\w+)", source)
@@ -179,11 +185,15 @@ def test_the_largest_projections_fit(
     ],
     ids=lambda properties: " ".join(str(value) for value in properties.values()) or "default",
 )
-def test_the_largest_projections_assemble(properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_projections_assemble(
+    properties: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_before: Before
+) -> None:
     """Registers are known to the assembler alone: a matrix instruction that needs more than decode may have is an error."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(TileTable, "kernels", lambda table: {"decode": table.tiles["decode"]})
-    _, cubins = aot.compile_variant("HybridAttention", Variant(**{"feature_rows": 256, **properties}), 90)
+    variant = Variant(**{"feature_rows": 256, **properties})
+    if compiled_before(inputs("HybridAttention", variant, 90, "decode")):
+        return
+    _, cubins = aot.compile_variant("HybridAttention", variant, 90, "decode")
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 
 

@@ -17,6 +17,7 @@ from still_export.gguf.architectures import ARCHITECTURES as READ
 from still_export.models.build import family_of
 from still_export.models.description import describe_model
 from still_export.models.load import open_source
+from still_export.targets.export import plan_job
 from tests.still_export.linear_models import SIZES, linear_model
 from tests.still_export.models import gguf_files
 from tests.still_export.models.gguf_files import ARCHITECTURES, write_gguf
@@ -182,6 +183,10 @@ def test_parts_of_a_split_file(most: int, tmp_path: Path, monkeypatch: pytest.Mo
     parts = sorted(tmp_path.glob("m-*.gguf"))
     ids = random_ids(1, 7)
     for part in (parts[0], parts[-1]):
+        (tmp_path / "blobs").mkdir(exist_ok=True)
+        blob = part.rename(tmp_path / "blobs" / part.stem)  # as in Hugging Face's cache
+        part.symlink_to(blob)
+        assert plan_job("onnx", {"model": str(part), "attach_untrained": True}).asked.model == str(part)
         read = open_source(part, attach_untrained=True).read()
         torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
     parts[0].rename(tmp_path / "alone.gguf")

@@ -32,10 +32,13 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "model.layers": lambda said: said["model"].update(layers=2),
     "model.layer_types": lambda said: said["model"].update(layer_types=["full_attention"] * 3),
     "model.parameters": lambda said: said["model"].update(parameters=7),
+    "model.linearized": lambda said: said["model"].update(linearized=not said["model"]["linearized"]),
+    "ops.HybridAttention is 77": lambda said: said["ops"].update(HybridAttention=77),
     "capacity.bounded": lambda said: said["capacity"].update(bounded=not said["capacity"]["bounded"]),
     "the names of states": lambda said: said["states"].pop(),
     "window_key.0x": lambda said: said["states"][0].update(name="window_key.0x"),
     "layer of the state": lambda said: said["states"][0].update(layer=1),
+    "in_place of the state": lambda said: said["states"][0].update(in_place=not said["states"][0]["in_place"]),
     "growth of the state": lambda said: salient(said)["growth"].update(rows=99),
 }
 

@@ -436,7 +436,7 @@ def test_metrics(served: Served) -> None:
 
 
 def test_the_key_and_the_queue(byte_package: Path) -> None:
-    with serve(byte_package, Settings("tiny", KEY), rows=1, waiting=1) as guarded:
+    with serve(byte_package, Settings("tiny", f"{KEY}\n"), rows=1, waiting=1) as guarded:
         with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
             guarded.client("wrong").models.list()
         assert guarded.ask("GET", "/v1/models", headers={})[0] == 401

@@ -243,9 +243,42 @@ def test_a_full_table_of_descriptors_is_reported_once(capsys: pytest.CaptureFixt
 
 
 def test_connections_leave_descriptors_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are accepted at once come on top of the most that there may be."""
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert Connections().most == 256 - connection.SPARE_DESCRIPTORS
+    others = connection.SPARE_DESCRIPTORS + connection.ROUNDS * connection.ACCEPTED
+    for limits, most, raised in (
+        ((256, 256), 256 - others, 256),
+        ((256, 1024), 1024 - others, 1024),
+        ((256, 4096), 1000, 1000 + others),
+        ((256, resource.RLIM_INFINITY), 1000, 1000 + others),
+        ((4096, 4096), 1000, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1000, None),
+        ((64, 64), 1, 64),
+    ):
+        asked: list[int] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        monkeypatch.setattr(resource, "setrlimit", lambda _, wanted, asked=asked: asked.append(wanted[0]))
+        assert Connections().most == most
+        assert asked == ([] if raised is None else [raised])
+
+
+@pytest.mark.slow
+def test_a_burst_of_connections_does_not_stop_the_server(byte_package: Path) -> None:
+    """Where descriptors are few: connections were closed for others one by one, so that each second brought 64."""
+    serving = [sys.executable, "-m", "still_export.cli.main", "serve", byte_package, "--port", "0", "--name", "tiny"]
+    command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *serving]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if " on http://127.0.0.1:" in line)
+        served = Served(int(line.split("127.0.0.1:")[1].split("/")[0]), None, None, None)  # type: ignore[arg-type]
+        held = [connect(served, b"GET /he") for _ in range(900)]
+        begin = time.monotonic()
+        assert served.ask("GET", "/health")[0] == 200
+        assert time.monotonic() - begin < 5
+        for client in held:
+            client.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0 and "Too many open files" not in process.stderr.read()
 
 
 def test_health_says_busy_when_nothing_moves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

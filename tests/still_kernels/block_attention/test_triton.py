@@ -12,6 +12,7 @@ import torch
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from still_kernels.tile import SHARED_BYTES
+from tests.compiled import Before, inputs
 from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import REFERENCE
 
@@ -97,11 +98,13 @@ def test_plan_and_kernels_fit(op: str) -> None:
     "arch", [86, pytest.param(90, marks=pytest.mark.long), pytest.param(120, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("op", OPS)
-def test_ahead_of_time(op: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ahead_of_time(op: str, arch: int, monkeypatch: pytest.MonkeyPatch, compiled_before: Before) -> None:
     from still_kernels import aot
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     kernels = kernels_of(op)
+    if compiled_before(inputs(op, kernels.variant(), arch)):
+        return
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TRITON_CACHE_DIR", folder)
         entry, _ = aot.compile_variant(op, kernels.variant(), arch)

@@ -20,6 +20,7 @@ from tests.still_kernels.interpreted import run_cases
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.experts.cases")
 from still_kernels.aot import compile_variant  # noqa: E402
+from tests.compiled import Before, inputs  # noqa: E402
 from tests.machine_code import Line, disassembly, lines  # noqa: E402
 
 interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
@@ -129,11 +130,13 @@ def _target(line: Line) -> int | None:
 @pytest.mark.parametrize(
     "op, arch, fields", [*VARIANTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
 )
-def test_machine_code(op: str, arch: int, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_machine_code(op: str, arch: int, fields: dict[str, Any], tmp_path: Path, compiled_before: Before) -> None:
     """Nothing spills, of kernels whose registers are limited by measurement nothing within a loop; and no matrix instruction sums in half
     precision."""
     kernels = kernels_of(op)
     variant = kernels.variant(**fields)
+    if compiled_before(inputs(op, variant, arch)):
+        return
     entry, cubins = compile_variant(op, variant, arch)
     tiles = kernels.build(variant, arch).tiles
     for name, kernel in entry["kernels"].items():

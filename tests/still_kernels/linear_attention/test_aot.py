@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from still_kernels import aot
 from still_kernels.registry import kernels_of
 from still_kernels.tile import SHARED_BYTES, changed
-from tests.still_kernels.test_descriptors import descriptors, instructions
+from tests.compiled import Before, inputs
+from tests.descriptors import descriptors, instructions
 from tools.kernels.ops.linear_attention import STEPS, misfit
 
 
@@ -61,9 +62,14 @@ def variant_of(op: str, **fields: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.long)])
 @pytest.mark.parametrize("op", ["LinearAttention", "CausalConv"])
-def test_one_variant(op: str, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_variant(
+    op: str, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_before: Before
+) -> None:
     small = {"head_dim": 64, "value_dim": 64} if op == "LinearAttention" else {}
-    entry, cubins = compiled(op, variant_of(op, count_dtype="int32", **small), arch, tmp_path, monkeypatch)
+    variant = variant_of(op, count_dtype="int32", **small)
+    if compiled_before(inputs(op, variant, arch)):
+        return
+    entry, cubins = compiled(op, variant, arch, tmp_path, monkeypatch)
     if arch == 90 and op == "LinearAttention":
         assert not faults(entry, cubins, tmp_path)
     for name, kernel in entry["kernels"].items():
@@ -110,6 +116,6 @@ def test_every_architecture(op: str, arch: str, tmp_path: Path, monkeypatch: pyt
     "fields", [f for f in WIDE if f["dtype"] == "bfloat16"], ids=lambda f: "-".join(map(str, f.values()))
 )
 def test_descriptors(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What matrix instructions of sm_90 get from one assembler may be wrong: tests/still_kernels/test_descriptors.py."""
+    """What matrix instructions of sm_90 get from one assembler may be wrong: tests/descriptors.py."""
     entry, cubins = compiled("LinearAttention", variant_of("LinearAttention", **fields), 90, tmp_path, monkeypatch)
     assert not faults(entry, cubins, tmp_path)
