@@ -719,11 +719,12 @@ class RatModel(OwnModel):
             z, v, g, q, k = h.split((width, width, width, few, few), -1)
             g = (g + w["seq_layer.gate_bias"]).sigmoid()
             q, k = (y.repeat(1, 1, width // few) for y in (q, k))
-            u, g, state, scanned = torch.cat((v, k), -1), torch.cat((g, g), -1), 0.0, []
+            u, g, scanned = torch.cat((v, k), -1), torch.cat((g, g), -1), list[Tensor]()
+            state = torch.zeros_like(u[:, 0])
             for t in range(ids.shape[1]):
-                state = (0 if t % size == 0 else g[:, t] * state) + (1 - g[:, t]) * u[:, t]
+                state = (t % size > 0) * g[:, t] * state + (1 - g[:, t]) * u[:, t]
                 scanned.append(state)
-            seen.recurrent[i] = state[:, :, None]  # type: ignore[index]
+            seen.recurrent[i] = state[:, :, None]
             v, k = torch.stack(scanned, 1).chunk(2, -1)
             q, k, v = (y.unflatten(-1, (-1, dim)) for y in (q, k, v))
             q, k = turned(q, turn), turned(k, turn)
