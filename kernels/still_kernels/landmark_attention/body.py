@@ -69,10 +69,10 @@ def _retrieve(
         )
         return b("Concat", *turns, axis=-1)
 
-    def rows(name: str, row: str) -> str:
-        """Of the cache `name` the rows [B, H, M, ..], float32."""
+    def rows(name: str, row: str, rank: int) -> str:
+        """Of the cache `name` the rows `row` [B, H, M, ..] of so many dimensions, float32."""
         dims = b("Shape", row)
-        after = [1] * (3 + (row in deep))
+        after = [1] * (rank - 1)
         parts = (
             b.reshape(b.arange(b.dim(row, 0)), -1, 1, *after[1:]),
             b.reshape(b.constant([h * kept // heads for h in range(heads)], "int64"), 1, -1, *after[1:]),
@@ -81,7 +81,6 @@ def _retrieve(
         index = b("Concat", *(b.unsqueeze(b("Expand", part, dims), -1) for part in parts), axis=-1)
         return b.wide(b("GatherND", f"present_{name}", index), call.dtype)
 
-    deep: set[str] = set()
     query = b("Transpose", call.query, perm=[0, 2, 1, 3])  # [B, H, M, D]
     longest = b.dim(query, 2)
     own = b.unsqueeze(b("Div", call.position, size), 1)  # [B, 1, M, 1]
@@ -97,11 +96,11 @@ def _retrieve(
     far = b("MatMul", grouped, b("Transpose", marks, perm=[0, 1, 3, 2]))
     far = b("Where", b("Less", number, late), b("Reshape", far, b.shape(0, heads, longest, -1)), MASKED)
 
-    nearby = b("Add", late, b.arange([top]))  # [B, 1, M, k]
+    nearby = b("Add", late, b.arange(top))  # [B, 1, M, k]
     row = b("Max", b("Add", b("Mul", nearby, size), size - 1), 0)
     row = b("Expand", row, b.shape(1, heads, 1, 1))
     table = b.constant([i * size + size - 1 for i in range(top)], "int64")
-    near = b("MatMul", turned(rows("key", row), table), b.unsqueeze(turned(query, behind), -1))
+    near = b("MatMul", turned(rows("key", row, 4), table), b.unsqueeze(turned(query, behind), -1))
     near = b("Where", b("GreaterOrEqual", nearby, 0), b("Squeeze", near, [4]), MASKED)
 
     best, order = b.multi("TopK", b("Concat", far, near, axis=3), [top], out=2, axis=-1)
@@ -110,27 +109,25 @@ def _retrieve(
     chosen, _ = b.multi("TopK", block, [top], out=2, axis=-1, largest=0)  # [B, H, M, k], ascending
     real = b("Less", chosen, own)
     latest = b("Max", late, 0)
-    base = b("Add", b("Sub", latest, 1), b.arange([top]))
+    base = b("Add", b("Sub", latest, 1), b.arange(top))
     base = b("Add", base, b.cast(b("GreaterOrEqual", chosen, latest), TensorProto.INT64))
     itself = b("Expand", own, b.shape(1, heads, 1, 1))
     base, chosen = (b.unsqueeze(b("Concat", x, itself, axis=3), 4) for x in (base, chosen))  # [B, H, M, k + 1, 1]
 
-    inside = b.arange([size])
+    inside = b.arange(size)
     row = b("Min", b("Add", b("Mul", chosen, size), inside), b.unsqueeze(place, 4))
-    deep.add(row)
-    read = turned(rows("key", row), inside)
+    read = turned(rows("key", row, 5), inside)
     distance = b("Sub", place, b("Mul", b("Squeeze", base, [4]), size))
     logits = b("Squeeze", b("MatMul", read, b.unsqueeze(turned(b.unsqueeze(query, 3), distance), -1)), [5])
     words, mark = b.multi("Split", logits, [size - 1, 1], out=2, axis=4)
     mine, others = b("Slice", words, [top], [top + 1], [3]), b("Slice", words, [0], [top], [3])
     share = b("Sub", b("Slice", mark, [0], [top], [3]), b("ReduceLogSumExp", others, [4], keepdims=1))
     others = b("Where", b.unsqueeze(real, 4), b("Add", others, share), MASKED)
-    known = b("LessOrEqual", b("Add", b("Mul", own, size), b.arange([size - 1])), place)
+    known = b("LessOrEqual", b("Add", b("Mul", own, size), b.arange(size - 1)), place)
     mine = b("Where", b.unsqueeze(known, 3), mine, MASKED)
     weights = b("Softmax", b.reshape(b("Concat", others, mine, axis=3), 0, 0, 0, 1, -1), axis=-1)
     row = b("Slice", row, [0], [size - 1], [4])
-    deep.add(row)
-    value = b.reshape(rows("value", row), 0, 0, 0, -1, dim)
+    value = b.reshape(rows("value", row, 5), 0, 0, 0, -1, dim)
     return b("Transpose", b("Squeeze", b("MatMul", weights, value), [3]), perm=[0, 2, 1, 3])
 
 
