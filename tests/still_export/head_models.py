@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Published:
     @torch.no_grad()
     def logits(self, tokens: list[int], more: list[int]) -> Tensor:
         """Of the head behind each of `more` [n, V], float64: the first of them follows `tokens`, the others are guesses behind it."""
-        wide = copy.deepcopy(self).double()
+        wide = self.wide
         hidden = wide.model.model(torch.tensor([tokens])).last_hidden_state
         ids, found = torch.tensor([tokens[1:]], dtype=torch.int64), []
         for token in more:
@@ -81,6 +82,11 @@ class Published:
             found.append(wide.model.lm_head(made[0, -1]))
             hidden = torch.cat([hidden, made[:, -1:]], dim=1)
         return torch.stack(found)
+
+    @cached_property
+    def wide(self) -> Published:
+        """In float64, as it was when it was first asked for."""
+        return copy.deepcopy(self).double()
 
     def double(self) -> Published:
         """In float64."""

@@ -105,18 +105,19 @@ def _registry(read: Any) -> Any:
 
 
 def _begin_with_the_kind() -> None:
-    """A pattern whose node is of another kind than the one at hand does not match: it would be found out last."""
-    from onnxscript.rewriter._basics import MatchResult
+    """A rule whose pattern's node is of another kind than the one at hand does not match: it would be found out last."""
     from onnxscript.rewriter._matcher import SimplePatternMatcher
+    from onnxscript.rewriter._rewrite_rule import RewriteRule
 
-    match = SimplePatternMatcher.match
+    rewrite = RewriteRule.try_rewrite
 
     def begun(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
-        if self.pattern.output_nodes[0].op.matches(node.op_type):
-            return match(self, model, graph, node, **options)
-        return MatchResult().fail("another kind of node", node)
+        begins = type(self._matcher) is not SimplePatternMatcher or self._target_pattern.output_nodes[0].op.matches(
+            node.op_type
+        )
+        return rewrite(self, model, graph, node, **options) if begins else None
 
-    SimplePatternMatcher.match = begun  # type: ignore[method-assign]
+    RewriteRule.try_rewrite = begun  # type: ignore[method-assign]
 
 
 def _plain(value: Any) -> Any:

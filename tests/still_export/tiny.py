@@ -51,7 +51,7 @@ def family_config(family: str, **changes: Any) -> Any:
         layers = ["full_attention", "sliding_attention", "full_attention"]
         values |= dict(layer_types=layers, sliding_window=9, query_pre_attn_scalar=10, final_logit_softcapping=2.0)
     if family == "smollm3":
-        values["no_rope_layers"] = [1, 0, 1]
+        values["no_rope_layers"] = [1, 0, 1][: changes.get("num_hidden_layers", 3)]
     return FAMILIES[family].config(**{**values, **changes})
 
 

@@ -32,7 +32,7 @@ from tests.toy.spec import DECAY
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("hybrid_attention", "decay", "full_attention")
-SIZES = ("--lengths", "1,17,40", "--decode-steps", "20")
+SIZES = ("--lengths", "1,17", "--decode-steps", "9")
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -14,10 +15,19 @@ from still_export.errors import ConfigError, PackageError
 from still_export.evaluation.prove import ProveOptions, prove
 from still_export.package.files import MANIFEST, MODEL, sha256
 from still_export.package.folder import write_manifest
+from still_export.proof import package as proof
 from still_export.proof.records import old_parts, read_records
 from tests.still_export.conftest import Exporter
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than users are asked: across two chunks, and a promotion within steps."""
+    found = proof.packaged_target
+    monkeypatch.setattr("still_export.proof.prompts.LENGTHS", (1, 17))
+    monkeypatch.setattr(proof, "packaged_target", lambda manifest: replace(found(manifest), decode_steps=9))
 
 
 def code(*arguments: object) -> int:
@@ -47,10 +57,7 @@ def test_without_its_model_a_package_is_measured_alone(export_tiny: Exporter, tm
     assert "cases" not in proven.record.figures
 
 
-def test_a_package_that_computes_something_else_fails(
-    export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("still_export.proof.prompts.LENGTHS", (1, 65))
+def test_a_package_that_computes_something_else_fails(export_tiny: Exporter, tmp_path: Path) -> None:
     folder = tmp_path / "wrong"
     shutil.copytree(export_tiny().path, folder)
     graph = onnx.load(folder / MODEL, load_external_data=False)

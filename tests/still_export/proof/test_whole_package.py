@@ -277,7 +277,7 @@ def compared(package: Package) -> Verdict:
 @pytest.mark.slow
 def test_every_fault_of_bodies_is_seen(export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the graph that runs where the native kernels do not, and in the portable one. PyTorch answers once where both choose the same."""
-    package = export_tiny(options={"native": False})
+    package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
     drawn, draw = list[TorchCases](), TorchCases.draw
     monkeypatch.setattr(TorchCases, "draw", lambda self, *asked: drawn.append(self) or draw(self, *asked))
     right = compared(package)

@@ -81,7 +81,7 @@ def test_it_is_exported_and_proven(tmp_path: Path) -> None:
     )
     calls = (
         f"export {tmp_path}/model -o {tmp_path}/package --quiet",
-        f"verify {tmp_path}/package --lengths 1,17,40 --quiet",
+        f"verify {tmp_path}/package --lengths 1,17 --decode-steps 9 --quiet",
     )
     path = f"import sys; sys.path[:0] = [{str(install(tmp_path / 'site', 'tests.toy_system'))!r}, {str(ROOT)!r}]\n"
     done = subprocess.run([sys.executable, "-c", path + program, *calls], capture_output=True, text=True)
