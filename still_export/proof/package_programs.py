@@ -64,19 +64,20 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
     prompt = PROSE[:40]
     vocabulary = int(manifest["model"]["vocab_size"])
     ids = [1 + 7 * i % (vocabulary - 1) for i in range(9)] if vocabulary > 1 else [0]
-    asked = ["--prompt", prompt] if text else ["--prompt-ids", ",".join(map(str, ids))]
-    asked += ["--tokens", str(TOKENS), "--provider", provider]
-    command = [sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *asked]
     name = f"every file of {RUNTIME}/ can be imported, and {program.name} says the same, in a process of its own"
     try:
         runner = open_runner(package.path, manifest, "ort", provider, check=False)
         runner.start()
         speaks = Text(runner) if text else None
-        answer = Answer(runner, speaks, speaks.encode(prompt) if speaks else ids, TOKENS, Sampling())
-        right = "".join(answer)
+        told = speaks.encode(prompt) if speaks else []
+        if not told:  # an empty tokenizer has no token for any text
+            speaks, told = None, ids
+        right = "".join(Answer(runner, speaks, told, TOKENS, Sampling()))
     except RunError as error:
         return Verdict.of([Check(name, False, f"the runner here: {error}", MODEL)])
-    done = _run(command)
+    asked = ["--prompt", prompt] if speaks else ["--prompt-ids", ",".join(map(str, ids))]
+    asked += ["--tokens", str(TOKENS), "--provider", provider]
+    done = _run([sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *asked])
     found, wrong = done.stdout.removesuffix("\n"), ""
     if done.returncode:
         wrong = f"it ends with exit code {done.returncode}: {_last_line(done)}"
