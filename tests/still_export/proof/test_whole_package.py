@@ -208,6 +208,16 @@ def test_every_fault_of_programs_is_seen(package: Package, tmp_path: Path) -> No
         assert not any(check.passed for check in check_programs(open_package(folder)).checks), name
 
 
+@pytest.mark.slow
+def test_a_package_whose_tokenizer_has_no_tokens_is_asked_by_ids(package: Package, tmp_path: Path) -> None:
+    """As transformers makes one for a folder that has none."""
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    with planted(package, tmp_path / "empty") as folder:
+        (folder / "tokenizer.json").write_text(json.dumps(empty), encoding="utf-8")
+    verdict = check_programs(open_package(folder))
+    assert verdict.passed, verdict.checks
+
+
 def test_programs_are_those_of_this_version(package: Package, tmp_path: Path) -> None:
     """What twelve greedy tokens do not ask: a bound of sampling, a lost file, a new one; another version's are not compared."""
     assert _check_copies(package).passed
