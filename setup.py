@@ -85,6 +85,8 @@ setup(
             "serving/page/*",
             "linearization/recipes/*.yaml",
             "systems/*/*.yaml",
+            "texts/words.json",
+            "evaluation/questions.json",
         ],
     },
     include_package_data=False,

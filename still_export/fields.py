@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from still_export.errors import StillExportError
+from still_export.errors import ConfigError, StillExportError, unknown
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
@@ -20,7 +20,8 @@ def option(default: Any, text: str, **more: Any) -> Any:
         default: Where nobody gives the flag.
         text: The flag's help.
         more: `flag`: its name, where that is not the field's with dashes. `shown`: the default in words. `panel`: title of the flags that
-            it stands among. `least`: smallest number. `commas`: of a tuple, values stand in one text; otherwise the flag is repeated.
+            it stands among. `least`: smallest number. `below`: what it is smaller than. `choices`: all that it may be, of which the flag
+            says nothing. `commas`: of a tuple, values stand in one text; otherwise the flag is repeated.
     """
     return field(default=default, metadata={"help": text, **more})
 
@@ -34,6 +35,20 @@ def flag_of(kind: type, name: str) -> str:
     """The flag of the dataclass `kind`'s field `name`."""
     entry = next(entry for entry in fields(kind) if entry.name == name)
     return str(entry.metadata.get("flag", f"--{name.replace('_', '-')}"))
+
+
+def check_options(record: Any) -> None:
+    """Raise ConfigError where a field of the dataclass `record` is not within what its option allows."""
+    for entry in fields(record):
+        value, allowed = getattr(record, entry.name), entry.metadata
+        if value is None:
+            continue
+        if "choices" in allowed and value not in allowed["choices"]:
+            raise unknown(value, allowed["choices"], f"{entry.name}={value!r}")
+        if "least" in allowed and value < allowed["least"]:
+            raise ConfigError(f"{entry.name}={value}; it must be at least {allowed['least']}.")
+        if "below" in allowed and value >= allowed["below"]:
+            raise ConfigError(f"{entry.name}={value}; it must be less than {allowed['below']}.")
 
 
 class Record(BaseModel):

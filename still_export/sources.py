@@ -140,7 +140,7 @@ def demand_package(path: Path, verb: str) -> None:
     found = look(path)
     if found.kind in ("package", "none") or verb == "inspect":
         return  # what has no manifest, or a damaged one, is the reader's to refuse
-    name, quoted = path.resolve().name.removesuffix(".gguf"), shlex.quote(str(path))
+    name, quoted = os.path.basename(os.path.abspath(path)).removesuffix(".gguf"), shlex.quote(str(path))
     to = {"lower": "", "build": " --to trt"}.get(verb, " --to onnx")
     made = shlex.quote(f"{name}-package")
     model = quoted

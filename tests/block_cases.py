@@ -45,10 +45,14 @@ class Layer:
         return {**c, "block_slots": slots_of(c["top_blocks"], c["dense_length"], c["block_size"])}
 
 
-def chosen(layer: Layer, query: Tensor, key: Tensor, **planted: int) -> tuple[list[list[list[int]]], Tensor]:
+def chosen(
+    layer: Layer, query: Tensor, key: Tensor, ends: Sequence[int] = (), **planted: int
+) -> tuple[list[list[list[int]]], Tensor]:
     """By the formulas, for one sequence [T, H, D] and [T, HK, D]: blocks of each token and key/value head, and how clearly the last of
     them was chosen, relative to its score.
 
+    ends: Of each token, where its call ends: a call that ends before `dense_length` tokens reads all blocks; without them each token is
+        a call.
     planted: Faults by name, which tests plant: `early`, a mean is taken so many keys before it is complete; `pool`, so many fine means for
         the right number; `tier`, 1: the normalizer has the fine means; `one_head`, 1: no sum over heads; `late`, 1: of equal scores the
         higher index; `other`, 1: the other key/value head's scores.
@@ -75,7 +79,7 @@ def chosen(layer: Layer, query: Tensor, key: Tensor, **planted: int) -> tuple[li
         found.append([])
         own = p // c["block_size"]
         for head in range(layer.kv_heads):
-            if p + 1 < c["dense_length"]:
+            if (ends[p] if ends else p + 1) < c["dense_length"]:
                 found[-1].append(list(range(own + 1)))
                 continue
             some = slice(0, 1 if planted.get("one_head") else None)
@@ -140,7 +144,13 @@ def calls(
     """The calls that `splits` (tokens of all sequences, or of each) cut random sequences into."""
     counts = torch.tensor([s if isinstance(s, list) else [s] * batch for s in splits])  # [calls, B]
     longest = int(counts.sum(0).max())
-    asked = layer, longest, dtype, batch, seed
+    ends: list[list[int]] = [[] for _ in range(batch)]
+    if layer.choice.get("switch_by_call"):
+        for own, row in zip(ends, counts.T.tolist(), strict=True):
+            for new in row:
+                own.extend([len(own) + new] * new)
+            own.extend([longest] * (longest - len(own)))  # of no call
+    asked = layer, longest, ends, dtype, batch, seed
     if repr(asked) not in _defined:
         _defined[repr(asked)] = _define(*asked)
     whole, made, outputs = _defined[repr(asked)]
@@ -165,7 +175,7 @@ def calls(
 
 
 def _define(
-    layer: Layer, longest: int, dtype: torch.dtype, batch: int, seed: int
+    layer: Layer, longest: int, ends: list[list[int]], dtype: torch.dtype, batch: int, seed: int
 ) -> tuple[dict[str, Tensor], list[tuple[list[list[list[int]]], Tensor]], list[Tensor]]:
     """Random sequences, their blocks and their outputs."""
     generator = torch.Generator().manual_seed(seed)
@@ -174,6 +184,6 @@ def _define(
         return torch.randn(batch, longest, heads, layer.dim, generator=generator).to(dtype)
 
     whole = {"query": 2 * normal(layer.heads), "key": normal(layer.kv_heads), "value": normal(layer.kv_heads)}
-    made = [chosen(layer, whole["query"][b], whole["key"][b]) for b in range(batch)]
+    made = [chosen(layer, whole["query"][b], whole["key"][b], ends[b]) for b in range(batch)]
     query, key, value = whole.values()
     return whole, made, [attended(layer, query[b], key[b], value[b], made[b][0]) for b in range(batch)]

@@ -17,7 +17,7 @@ wanted="$1 $(cat pyproject.toml constraints.txt | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
     if [ $# -gt 1 ]; then
         # shellcheck disable=SC2086
-        python $install $beside
+        python tools/with_dots.py "installing $beside" python $install $beside
         nice -n 5 "${@:2}" > /dev/null 2>&1 &
     fi
     # torch alone and first: packages that depend on it must find it, not choose a build of their own. Its CUDA build takes 6 GB on disk,

@@ -1,7 +1,7 @@
 """Clients that mean harm, a thread a kind, for tools/soak_serve.py: they ask a server for so many seconds, and print what it answered.
 
-Half requests and idle connections, readers that take a byte a second, stop texts and bodies as long as they may be and longer, wrong keys,
-names of other sites. None of them gets more than a few tokens.
+Half requests, half bodies and idle connections, readers that take a byte a second, stop texts and bodies as long as they may be and
+longer, wrong keys, names of other sites. None of them gets more than a few tokens.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Attack:
         """All kinds at once."""
         kinds: tuple[Callable[[], Any], ...] = (
             self.hold,
+            self.half_bodies,
             self.read_slowly,
             self.stop_texts,
             self.large_bodies,
@@ -66,6 +67,19 @@ class Attack:
         if held and time.monotonic() < self.end:
             self.answers["half requests held 15 s"] += len(held)
         for client in held:
+            client.close()
+
+    def half_bodies(self) -> None:
+        """More requests than the server reads at a time, whose bodies come to no end."""
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {self.key}\r\n"
+        head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        held = [self._connect(head.encode()) for _ in range(HELD)]
+        time.sleep(max(0, min(5, self.end - time.monotonic())))
+        for client in held:
+            client.settimeout(0.001)
+            with contextlib.suppress(OSError):
+                if said := client.recv(100):
+                    self.answers[f"half bodies: {said.split()[1].decode()}"] += 1
             client.close()
 
     def read_slowly(self) -> None:

@@ -51,7 +51,13 @@ QUIET = 0.2
 
 KEY = "of-the-soak"
 
-REFUSED = {"stop texts of 23000": (400, 413), "wrong bodies": (400, 413), "wrong keys": (401,), "other hosts": (403,)}
+REFUSED = {
+    "stop texts of 23000": (400, 413),
+    "wrong bodies": (400, 413),
+    "wrong keys": (401,),
+    "other hosts": (403,),
+    "half bodies": (408,),
+}
 """Statuses of attacks; 429 is for any."""
 
 MALFORMED: tuple[dict[str, Any], ...] = (

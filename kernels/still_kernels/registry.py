@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import OPS
 from still_kernels.op_kernels import Op, OpKernels
+from still_kernels.plan import Call
 from still_kernels.ties import Ties
 
 
@@ -35,6 +36,23 @@ def op_of(name: str) -> Op:
 def kernels_of(name: str) -> OpKernels:
     """The kernels of an op; errors as of `op_of`."""
     return op_of(name).kernels
+
+
+def variants_of(calls: Iterable[tuple[Any, Call]], refusal: str, advice: str) -> dict[str, list[Any]]:
+    """The kernels that nodes with their calls need, by op: one variant for each set of choices.
+
+    Raises:
+        UnsupportedError: No kernel covers a node: `refusal`, the node, what the kernels have, and `advice`.
+    """
+    variants: dict[str, list[Any]] = {}
+    for node, call in calls:
+        kernels = kernels_of(node.op_type)
+        if reasons := kernels.refusals(call, ahead=True):
+            raise UnsupportedError(f"{refusal} {node.name or node.op_type}: {' '.join(reasons)} {advice}")
+        variant, known = kernels.variant_of(call), variants.setdefault(node.op_type, [])
+        if variant not in known:
+            known.append(variant)
+    return variants
 
 
 def ties_of(manifest: Mapping[str, Any]) -> Ties:

@@ -12,6 +12,8 @@ import typer
 
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import LOADING, Output, command_line
+from still_export.folders.model import check_model, check_overlay
+from still_export.package.staging import demand_free
 from still_export.sources import demand_model
 
 if TYPE_CHECKING:
@@ -70,7 +72,11 @@ def export(
     if model is not None:
         overlays, untrained = asked.get("overlays") or (), config is not None or bool(asked.get("attach_untrained"))
         found = demand_model(model, "export", overlays, untrained)
+        check_model(model, asked.get("revision"))
+        for overlay in overlays:
+            check_overlay(overlay)
         _check_dtype(asked.get("to"), asked.get("dtype", "auto"), found.dtype)
+    demand_free(output, force)
     out = Output(as_json, quiet)
     with out.waiting(LOADING):
         from still_export.targets import export as exporting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from still_export.cli.output import Output, command_line
@@ -23,7 +24,10 @@ def package_of(path: Path, out: Output) -> Path:
     from still_export.targets.export import export
     from still_export.targets.ort.headers import cache_folder
 
-    file = open_gguf(path.resolve())
+    path = Path(
+        os.path.abspath(path)
+    )  # with its links: behind those of Hugging Face's cache it has neither ending nor parts
+    file = open_gguf(path)
     parts = [(str(part), part.stat().st_mtime_ns, part.stat().st_size) for part in file.parts]
     key = hashlib.sha256(repr((__version__, parts)).encode()).hexdigest()[:16]
     folder = cache_folder() / "packages" / f"{path.stem}-{key}"

@@ -87,19 +87,17 @@ def inspect(
 
 
 def _describe(found: Found, out: Output) -> None:
-    """Print what was understood of a model's files, a line each; families of systems alone need their classes."""
+    """Print what was understood of a model's files, a line each."""
     from still_export.folders.adapter_description import describe_adapter
-    from still_export.folders.description import describe_folder, is_known
+    from still_export.folders.description import describe_folder
     from still_export.folders.gguf_description import describe_gguf
+    from still_export.folders.model import check_family
 
     if found.path.is_file():
         said = describe_gguf(found.path)
     elif found.kind == "adapter":
         said = describe_adapter(found.path)
     else:
-        if not is_known(found.model_type):
-            from still_export.models.build import family_of
-
-            family_of(found.model_type)
+        check_family(found.model_type)
         said = describe_folder(found.path)
     out.result(said, *(f"{name}: {line}" for name, line in said.items()))

@@ -14,6 +14,7 @@ from still_export.cli.errors import complain, stopping_behind_steps
 from still_export.cli.output import LOADING, Output, ReportFile, command_line
 from still_export.errors import ConfigError
 from still_export.extras import EXTRAS, demand
+from still_export.folders.model import check_model
 from still_export.sources import demand_model
 
 EXAMPLES = """
@@ -70,9 +71,11 @@ def linearize(
     """Turn a softmax model into a STILL model, or one of linear attention: attention transfer, then LoRA; say what each costs."""
     if base is not None:
         demand_model(base, "linearize")
+    demand(*EXTRAS["train"])
+    if base is not None:
+        check_model(base)
     from still_export.doctor import machine
 
-    demand(*EXTRAS["train"])
     out = Output(as_json, quiet)
     with out.waiting(LOADING):
         from still_export.linearization.folder import RunFolder, apply

@@ -9,6 +9,7 @@ import typer
 
 from still_export.cli.next_commands import next_commands
 from still_export.cli.output import Output, command_line
+from still_export.package.staging import demand_free
 from still_export.sources import demand_package
 
 EXAMPLES = """
@@ -39,6 +40,7 @@ def lower(
 ) -> None:
     """Lower a portable package to a target, without the model: bits and capacity stay as they were exported."""
     demand_package(package, "lower")
+    demand_free(output, force)
     from still_export.targets import lower as lowering
     from still_export.targets.registry import names, targets_of
 

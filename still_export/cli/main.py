@@ -17,7 +17,8 @@ import typer
 import still_export
 from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted, end_at_lost_pages
 from still_export.errors import ModelNotFoundError, StillExportError
-from still_export.extras import installation
+from still_export.extras import EXTRAS, demand, installation
+from still_export.folders.model import check_model
 from still_export.package.refusals import RunError
 from still_export.sources import look
 
@@ -38,6 +39,7 @@ def _root(
 
 PLAIN: dict[str, Any] = {}
 RECIPE = {"records": ("still_export.linearization.recipe.Recipe",), "without": ("base", "texts")}
+LOAD = {"records": ("still_export.runtime.options.LoadOptions",)}
 MODEL = ("still_export.graph.options.ExportOptions", "still_export.mixers.choices.StillChoices")
 VERBS: dict[str, dict[str, Any]] = {
     "export": {"records": MODEL, "targets": True},
@@ -47,7 +49,9 @@ VERBS: dict[str, dict[str, Any]] = {
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
     "evaluate": {"records": ("still_export.evaluation.evaluate.EvaluationOptions",)},
-    **dict.fromkeys(("run", "serve", "inspect"), PLAIN),
+    "run": LOAD,
+    "serve": LOAD,
+    "inspect": PLAIN,
     "linearize": RECIPE,
     "select_layers": RECIPE,
     "doctor": PLAIN,
@@ -172,9 +176,11 @@ def _look_ahead(given: list[str]) -> None:
             f"{given[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
         )
     if given[:1] == ["evaluate"]:  # whose flags take as long as torch
+        if any(word.partition("=")[0] == "--report" for word in given):
+            demand(*EXTRAS["report"])
         for model in words:
-            if "://" not in model:
-                look(model)
+            if "://" not in model and look(model).kind not in ("package", "adapter"):
+                check_model(model)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -24,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from still_export.cli.dots import Dots
 from still_export.errors import ConfigError
 
 PackageFolder = Annotated[Path, typer.Argument(help="Package folder.")]
@@ -36,16 +38,6 @@ TrustNative = Annotated[
     ),
 ]
 """Flag of the verbs that run packages."""
-
-Guess = Annotated[
-    str | None,
-    typer.Option(
-        help="Who guesses tokens of a package exported with --speculate: mtp (a head that the model was published with), "
-        "lookup (in what was read and said), none, or the folder of a draft model's package.",
-        show_default="mtp where there is one, else lookup",
-    ),
-]
-"""Flag of the verbs that answer."""
 
 
 def _writable_report(path: Path | None) -> Path | None:
@@ -101,11 +93,13 @@ class Output:
         self.as_json = as_json
         self.quiet = quiet or not self.first
         self.errors = Console(stderr=True, highlight=False)
+        self._dots: Dots | None = None
 
     def result(self, content: dict[str, Any], *lines: str) -> None:
         """Print `content` with --json, else `lines`."""
         if not self.first:
             return
+        self._end_line()
         if self.as_json:
             print(json.dumps(content, indent=1, default=str))
         else:
@@ -114,17 +108,37 @@ class Output:
     def log(self, line: str) -> None:
         """Print to stderr unless quiet."""
         if not self.quiet:
-            print(line, file=sys.stderr)
+            self.say(line)
 
     def say(self, text: str) -> None:
         """Print to stderr, quiet or not: the answer to a question."""
+        self._end_line()
         print(text, file=sys.stderr)
+
+    def _end_line(self) -> None:
+        if self._dots is not None:
+            self._dots.end_line()
+
+    @contextlib.contextmanager
+    def _log_file(self, step: str) -> Iterator[Dots]:
+        """Dots while `step`, and those that follow it, are done; what is printed meanwhile has lines of its own."""
+        with Dots() as dots:
+            self._dots = dots
+            dots.step(step)
+            try:
+                yield dots
+            finally:
+                self._dots = None
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[Callable[..., None]]:
         """A spinner that names the step at work; a step that counts bytes is a bar."""
         if self.quiet:
             yield lambda step, done=0, total=0: None
+            return
+        if not self.errors.is_terminal:
+            with self._log_file("starting") as dots:
+                yield lambda step, done=0, total=0: dots.step(step)
             return
         columns = (
             SpinnerColumn(),
@@ -133,7 +147,7 @@ class Output:
             TextColumn("{task.fields[size]}"),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=self.errors, transient=not self.errors.is_terminal) as progress:
+        with Progress(*columns, console=self.errors) as progress:
             task = progress.add_task("starting", total=None, size="")
 
             def update(step: str, done: int = 0, total: int = 0) -> None:
@@ -145,17 +159,24 @@ class Output:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """A spinner beside `what` is done, gone behind it."""
-        if self.quiet or not self.errors.is_terminal:
+        if self.quiet:
             yield
             return
-        with self.errors.status(what):
+        shown: contextlib.AbstractContextManager[Any] = self._log_file(what)
+        if self.errors.is_terminal:
+            shown = self.errors.status(what)
+        with shown:
             yield
 
     @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:
         """A bar over a prompt of about `tokens` tokens, gone when it was read; none for a short one."""
-        if self.quiet or tokens < LONG_PROMPT or not self.errors.is_terminal:
+        if self.quiet or tokens < LONG_PROMPT:
             yield lambda done, total: None
+            return
+        if not self.errors.is_terminal:
+            with self._log_file("reading the prompt") as dots:
+                yield lambda done, total: dots.step("") if done == total else None
             return
         columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.errors, transient=True) as progress:
@@ -173,6 +194,11 @@ class Output:
         """A bar that advances by one with each call, which names what was done."""
         if self.quiet:
             yield lambda done: None
+            return
+        if not self.errors.is_terminal:
+            with self._log_file(what) as dots:
+                steps = itertools.count(1)
+                yield lambda done: dots.step(f"{what}: {next(steps)} of {total}, {done}")
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.errors) as progress:
@@ -196,9 +222,10 @@ class Output:
                 part = 4 * done // max(total, 1)
                 if known.get(phase) != part:
                     known[phase] = part
-                    self.log(f"{phase}: {done} of {total}")
+                    dots.step(f"{phase}: {done} of {total}", at_once=True)
 
-            yield line
+            with self._log_file("loading") as dots:  # of libraries, too, which take seconds
+                yield line
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.errors) as progress:
@@ -232,9 +259,10 @@ class Output:
                 begin, first = started.setdefault(stage, (time.monotonic(), done))
                 if done % max(1, total // 20) == 0 or done == total:
                     left = (time.monotonic() - begin) / max(1, done - first) * (total - done)
-                    self.log(f"{stage} {done}/{total}  {text(measured)}  {left:,.0f} s left")
+                    dots.step(f"{stage} {done}/{total}  {text(measured)}  {left:,.0f} s left", at_once=True)
 
-            yield line
+            with self._log_file("starting") as dots:
+                yield line
             return
         columns = (
             TextColumn("{task.description}"),

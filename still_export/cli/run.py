@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Guess, Output, TrustNative
+from still_export.cli.output import Output, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.sources import demand_package
 
@@ -34,6 +34,7 @@ TOKENS, TALK_TOKENS = 128, 512
 
 
 def run(
+    asked: dict[str, Any],
     package: Annotated[Path, typer.Argument(help="Package folder, or a GGUF file, which is exported once.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or with --chat the first message; - reads standard input.")
@@ -72,13 +73,7 @@ def run(
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Chat: folder in which they outlive the program; as large as the cache at most.")
     ] = None,
-    guess: Guess = None,
-    threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
-    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
-    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
-    plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
     trust_native: TrustNative = False,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the weights with their hashes.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens, text and timings as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
@@ -109,22 +104,12 @@ def run(
     arguments = _arguments(chat_template_kwargs)
     out = Output(as_json, quiet)
     package = package_of(package, out)
-    if not check:
+    if not asked.get("check", True):
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
         sampling = Sampling(temperature, top_k, top_p, seed)
         with out.waiting(f"opening {package}"):
-            model = load(
-                package,
-                runtime=runtime,  # type: ignore[arg-type]  # checked there
-                provider=provider,  # type: ignore[arg-type]
-                threads=threads,
-                plugin=plugin,
-                trust_native=trust_native,
-                check=check,
-                adapter=adapter,
-                guess=guess,
-            )
+            model = load(package, trust_native=trust_native, adapter=adapter, **asked)
         prefix = Snapshot.load(load_state) if load_state else None
         if not given:
             cache = open_prefixes(model.runner, prefix_cache, prefix_dir)

@@ -10,6 +10,7 @@ import typer
 
 from still_export.cli.output import Output
 from still_export.extras import EXTRAS, demand
+from still_export.folders.model import check_model
 from still_export.sources import demand_model
 
 EXAMPLES = """
@@ -48,6 +49,8 @@ def select_layers(
     if base is not None:
         demand_model(base, "select-layers")
     demand(*EXTRAS["train"])
+    if base is not None:
+        check_model(base)
     from still_export.linearization.linearize import leave_processes
     from still_export.linearization.recipe import preset, read_recipe
     from still_export.linearization.select_layers import select_layers as run

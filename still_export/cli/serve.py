@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from still_export.cli.output import Guess, Output, PackageFolder, TrustNative
+from still_export.cli.output import Output, PackageFolder, TrustNative
 from still_export.errors import ConfigError, PackageError
 from still_export.extras import demand
 from still_export.sources import demand_package
@@ -28,6 +29,7 @@ Examples:
 
 
 def serve(
+    asked: dict[str, Any],
     package: PackageFolder,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = every one of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 = a free one.")] = 8000,
@@ -67,13 +69,7 @@ def serve(
         Path | None, typer.Option(help="Folder in which they outlive the server; as large as the cache at most.")
     ] = None,
     stop_timeout: Annotated[int, typer.Option(min=0, help="Seconds that SIGTERM leaves to what runs.")] = 30,
-    guess: Guess = None,
-    threads: Annotated[int, typer.Option(min=0, help="0 = OMP_NUM_THREADS, or the runtime's choice.")] = 0,
-    provider: Annotated[str, typer.Option(help="Of ONNX Runtime: cpu or cuda.")] = "cpu",
-    runtime: Annotated[str | None, typer.Option(help="ort, trt or torch.", show_default="the package's target")] = None,
-    plugin: Annotated[Path | None, typer.Option(help="trt: plugin library in the place of the package's.")] = None,
     trust_native: TrustNative = False,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the weights with their hashes.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
 ) -> None:
     """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
@@ -93,20 +89,11 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty: give one, or none.")
     out = Output(False, quiet)
-    name = name or package.resolve().name.removesuffix(".gguf")
+    name = name or os.path.basename(os.path.abspath(package)).removesuffix(".gguf")
     package = package_of(package, out)
 
     def open_scheduler() -> Scheduler:
-        model = load(
-            package,
-            runtime=runtime,  # type: ignore[arg-type]  # checked there
-            provider=provider,  # type: ignore[arg-type]
-            threads=threads,
-            plugin=plugin,
-            trust_native=trust_native,
-            check=check,
-            guess=guess,
-        )
+        model = load(package, trust_native=trust_native, **asked)
         if "tokenizer.json" not in model.runner.manifest["files"]:
             raise RunError(f"{package} has no tokenizer.json, so it cannot be served: answers are text.")
         host_memory = isinstance(model.runner, OrtModel) and model.runner.device == "cpu"

@@ -22,6 +22,7 @@ import numpy as np
 from still_export.fields import option
 from still_export.package.checked import read_manifest
 from still_export.proof.reference import open_runner, runtime_of
+from still_export.runtime.options import RunnerOptions
 from still_export.runtime.sampling import checked_token, likeliest
 
 LENGTHS = (1024, 4096, 8000)
@@ -41,14 +42,11 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(RunnerOptions):
     """How a package is measured: with the runner that `run` would open. Context lengths are in tokens; the help of flags says the rest."""
 
     steps: int = option(DECODE_STEPS, "Decode steps per length.", least=1)
-    threads: int = option(0, "0 = OMP_NUM_THREADS, or the runtime's choice.", least=0)
     batch: int = option(1, "Sequences at once.", least=1)
-    runtime: str | None = option(None, "ort, trt or torch.", shown="the package's target")
-    provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     lengths: tuple[int, ...] = option(
         (), "Context lengths.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
     )

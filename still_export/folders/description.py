@@ -13,7 +13,7 @@ from still_export.errors import CheckpointError, StillExportError
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.adapter_description import files_beside, lora_of
 from still_export.folders.codes import Codes
-from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, IMAGES, LINEAR, TEXT_OF, demand_softmax_folder
+from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, IMAGES, TEXT_OF, demand_softmax_folder
 from still_export.folders.files import check_tokenizer_files, read_json
 from still_export.folders.weights import METHODS, Head, heads_of, weight_files
 from still_export.folders.words import layers_of, template_of
@@ -70,12 +70,6 @@ def language_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if not kind:
         raise CheckpointError("config.json names no model_type, so the family is unknown. Fetch the model again.")
     return (TEXT_OF[kind], text) if kind in TEXT_OF and isinstance(text, dict) else (kind, config)
-
-
-def is_known(model_type: str) -> bool:
-    """Whether it is known without torch that the family is read; systems have others."""
-    name = model_type.removeprefix("still_")
-    return name in SOFTMAX or name in LINEAR or name in TEXT_OF or name == "still"
 
 
 def _purpose(name: str, config: Mapping[str, Any]) -> str:

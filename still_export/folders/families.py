@@ -70,6 +70,8 @@ NOT_COVERED = {
     ),
 }
 """Linear families that are refused, and why."""
+NEWER = ("lara_mini",)
+"""Those of them that are read where transformers is new enough, which its classes say."""
 _BESIDE = {"mamba_config.json": _IN_LLAMA, "hybrid_config.json": _ZEBRA}
 """Files beside a config.json that names the softmax model which was linearized."""
 

@@ -49,9 +49,9 @@ def describe_gguf(path: Path) -> dict[str, str]:
 
 def _demand_places(view: View, architecture: Architecture) -> None:
     """Raise UnsupportedModelError where a tensor has no place in the family."""
-    owned = {part for parts in architecture.joined.values() for part in parts}
+    owned = {*architecture.split, *(part for parts in architecture.joined.values() for part in parts)}
     for name in view.file.tensors:
-        prefix, part = place(view, name)
+        prefix, part = place(view, name, architecture.stem)
         if name != ROPE_TABLE and not architecture.skips(name) and not (prefix and part in owned):
             target_of(view, architecture, prefix, part, name)
 

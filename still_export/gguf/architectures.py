@@ -10,10 +10,11 @@ from still_export.gguf.container import open_gguf
 from still_export.gguf.ends import token_ids
 from still_export.gguf.hybrids import HYBRIDS
 from still_export.gguf.mamba import MAMBA
+from still_export.gguf.rwkv import RWKV
 from still_export.gguf.shared import BLOCK, Architecture, Config, View
 from still_export.gguf.softmax import SOFTMAX
 
-ARCHITECTURES: dict[str, Architecture] = {**SOFTMAX, **HYBRIDS, **MAMBA}
+ARCHITECTURES: dict[str, Architecture] = {**SOFTMAX, **HYBRIDS, **MAMBA, **RWKV}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
@@ -41,6 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.finetuned": (True, False),
+    "token_shift_count": (2,),
     "tensor_data_layout": ("reference", "Meta AI original pth"),
 }
 """Values of keys that change nothing for an architecture that has no such thing."""
@@ -66,7 +68,7 @@ def read_config(path: Path) -> tuple[View, Architecture, Config]:
     config = architecture.config(view)
     _refuse_unread(view)
     config |= token_ids(file, config["vocab_size"])
-    return view, architecture, config
+    return view, architecture.others.get(config["model_type"], architecture), config
 
 
 def _refuse_unread(view: View) -> None:
@@ -77,15 +79,15 @@ def _refuse_unread(view: View) -> None:
             raise view.refuse(f"{view.keys.prefix}{name}={str(value)[:60]}, a key that may change numbers")
 
 
-def place(view: View, name: str) -> tuple[str, str]:
-    """Where a tensor lies: "model.layers.N." or "", and its name there without `.weight`. Layers that guess tokens ahead come last."""
+def place(view: View, name: str, stem: str) -> tuple[str, str]:
+    """Where a tensor lies: `stem` and its number, or "", and its name there without `.weight`. Layers that guess tokens ahead come last."""
     match = BLOCK.fullmatch(name)
     if match is None:
         return "", name.removesuffix(".weight")
     layer = int(match[1])
     part = match[2].removesuffix(".weight")
     if layer < view.layers:
-        return f"model.layers.{layer}.", part
+        return f"{stem}{layer}.", part
     return f"mtp.layers.{layer - view.layers}.", part
 
 

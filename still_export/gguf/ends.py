@@ -31,7 +31,6 @@ def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
     Raises:
         CheckpointError: A token lies outside of the vocabulary.
     """
-    tokens = file.value("tokenizer.ggml.tokens", [])
     found = {}
     for name in (*_ENDS, "bos", "padding"):
         token = file.value(f"tokenizer.ggml.{name}_token_id", None)
@@ -40,13 +39,18 @@ def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
                 f"{file.path} has {name}_token_id={token}, outside of its vocabulary of {vocabulary} tokens. It is damaged."
             )
         found[name] = token
-    template = str(file.value("tokenizer.chat_template", ""))
-    used = [name for name in _TURNS if name in template]
-    turns = [tokens.index(name) for name in used if name in tokens] if used else []
-    given = [token for token in (*(found[name] for name in _ENDS), *turns) if token is not None]
+    given = [token for token in (*(found[name] for name in _ENDS), *turn_ends(file)) if token is not None]
     ends = list(dict.fromkeys(given))
     return {
         "bos_token_id": found["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": found["padding"],
     }
+
+
+def turn_ends(file: Container) -> list[int]:
+    """Known ends of turns that the chat template writes."""
+    template = str(file.value("tokenizer.chat_template", ""))
+    used = [name for name in _TURNS if name in template]
+    tokens = file.value("tokenizer.ggml.tokens", []) if used else []
+    return [tokens.index(name) for name in used if name in tokens]

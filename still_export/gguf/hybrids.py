@@ -1,4 +1,4 @@
-"""Architectures whose layers are linear, or some of them: gated delta rule, short convolutions, RWKV."""
+"""Architectures whose layers are linear, or some of them: gated delta rule, short convolutions, Kimi's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from still_export.gguf.shared import (
     CONVOLUTION,
     EXPERTS,
     FEED_FORWARD,
-    FLAT,
     LOG,
     MINUS_ONE,
     SHARED_EXPERT,
-    WHOLE,
     Architecture,
     Config,
     View,
@@ -136,7 +134,7 @@ def _qwen3_next_edits(view: View, config: Config) -> dict[str, Edit]:
 
 def _lfm2(view: View, model_type: str) -> Config:
     sizes = heads(view)
-    if sizes["head_dim"] * sizes["num_attention_heads"] != view.hidden:
+    if sizes["head_dim"] != view.hidden // sizes["num_attention_heads"]:
         raise view.refuse(f"{sizes['num_attention_heads']} heads of {sizes['head_dim']} channels for {view.hidden}")
     del sizes["head_dim"]
     return {
@@ -277,48 +275,6 @@ _KIMI = {
 }
 
 
-def _rwkv7(view: View) -> Config:
-    keys = view.keys
-    ranks = {"decay": "decay", "gate": "gate", "a": "iclr", "v": "value_residual_mix"}
-    keys("attention.head_count", 0)
-    return {
-        **common(view, "rwkv7"),
-        "intermediate_size": feed_forward(view),
-        "head_dim": keys.whole("wkv.head_size"),
-        "norm_eps": keys.number("attention.layer_norm_epsilon"),
-        "norm_bias": "attn_norm.bias" in view.parts,
-        "norm_first": "token_embd_norm.weight" in view.file.tensors,
-        "hidden_act": "sqrelu",
-        "fuse_norm": False,  # keys of length 1 without a term under the root, as llama.cpp and the published definition have them
-        **{f"{ours}_low_rank_dim": keys.whole(f"attention.{theirs}_lora_rank") for ours, theirs in ranks.items()},
-    }
-
-
-def _rwkv7_edits(view: View, config: Config) -> dict[str, Edit]:
-    return {
-        "attn.x_x": Edit(value=lambda lerp: lerp.reshape(6, -1)),
-        **dict.fromkeys(("attn.k_k", "attn.k_a", "ffn.x_k"), FLAT),
-        "attn.r_k": Edit(value=lambda r: r.reshape(-1, config["head_dim"])),
-    }
-
-
-_RWKV7 = {
-    "attn_norm": "attn_norm",
-    "attn_norm_2": "ffn_norm",
-    "time_mix_lerp_fused": "attn.x_x",
-    **{f"time_mix_{part}0": f"attn.{part}_lora.lora.2.bias" for part in "wav"},
-    **{f"time_mix_{part}1": f"attn.{part}_lora.lora.0" for part in "wavg"},
-    **{f"time_mix_{part}2": f"attn.{part}_lora.lora.2" for part in "wavg"},
-    **{f"time_mix_{part}": f"attn.{part}" for part in ("k_k", "k_a", "r_k")},
-    "time_mix_key": "attn.k_proj",
-    "time_mix_value": "attn.v_proj",
-    "time_mix_receptance": "attn.r_proj",
-    "time_mix_output": "attn.o_proj",
-    "time_mix_ln": "attn.g_norm",
-    "channel_mix_lerp_k": "ffn.x_k",
-    "channel_mix_key": "ffn.key",
-    "channel_mix_value": "ffn.value",
-}
 HYBRIDS = {
     "qwen35": Architecture(lambda view: _delta(view, "qwen3_5_text"), _QWEN35 | FEED_FORWARD, edits=_qwen35_edits),
     "qwen35moe": Architecture(
@@ -336,13 +292,6 @@ HYBRIDS = {
     "lfm2moe": Architecture(_lfm2_moe, _LFM2_MOE, _LFM2_WHOLE, lambda view, config: {"conv.conv": CONVOLUTION}),
     "kimi-linear": Architecture(
         _kimi, _KIMI, edits=_kimi_edits, joined={"self_attn.kv_b_proj": ("attn_k_b", "attn_v_b")}
-    ),
-    "rwkv7": Architecture(
-        _rwkv7,
-        _RWKV7,
-        {**WHOLE, "token_embd": "model.embeddings", "token_embd_norm": "model.layers.0.pre_norm"},
-        _rwkv7_edits,
-        skipped=r"blk\.0\.time_mix_v[012]\.weight",
     ),
 }
 """By GGUF's name."""

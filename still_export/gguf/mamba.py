@@ -110,12 +110,10 @@ def _granite_hybrid(view: View) -> Config:
     """Bamba has this architecture too: it is the one whose attention has positions."""
     keys = view.keys
     if keys("rope.scaling.finetuned", True):
-        raise view.refuse(
-            "rotary positions beside Mamba-2 layers (rope.scaling.finetuned), as Bamba has, and does not say how many channels rotate"
-        )
+        return _bamba(view)
     keys("rope.freq_base", None), keys("rope.dimension_count", None)
     sizes = heads(view)
-    size = sizes.pop("head_dim")
+    size = _shared_size(view, sizes)
     routed = "ffn_gate_inp" in view.parts
     shared = feed_forward(view, "expert_shared_feed_forward_length") if routed else view.shape("ffn_up")[0]
     config = {
@@ -137,20 +135,57 @@ def _granite_hybrid(view: View) -> Config:
     return config
 
 
+def _bamba(view: View) -> Config:
+    """transformers rotates half of each head in every Bamba; files say half or, where config.json said nothing, all.
+
+    Raises:
+        UnsupportedModelError: Another part is rotated, or heads do not share the channels of the hidden states.
+    """
+    sizes = heads(view)
+    size = _shared_size(view, sizes)
+    positions = rope(view, size)
+    if positions.get("partial_rotary_factor", 1.0) not in (0.5, 1.0):
+        raise view.refuse(
+            f"rope.dimension_count={view.keys('rope.dimension_count')} beside Mamba-2 layers, not {size // 2}"
+        )
+    return {
+        **common(view, "bamba"),
+        **sizes,
+        **_mixer2(view),
+        "rms_norm_eps": epsilon(view),
+        "attn_layer_indices": view.layers_with("attn_q"),
+        "rope_parameters": {**positions, "partial_rotary_factor": 0.5},
+        "intermediate_size": feed_forward(view),
+        "attention_bias": "attn_q.bias" in view.parts,
+        "mlp_bias": "ffn_up.bias" in view.parts,
+    }
+
+
+def _shared_size(view: View, sizes: Config) -> int:
+    """Take the size of a head, which these families' config.json has no field for, out of `sizes`.
+
+    Raises:
+        UnsupportedModelError: Heads do not share the channels of the hidden states.
+    """
+    size = int(sizes.pop("head_dim"))
+    if size != view.hidden // sizes["num_attention_heads"]:
+        raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
+    return size
+
+
 def _granite(view: View) -> Config:
-    """Granite of softmax layers alone: a hybrid without the others."""
+    """Granite of softmax layers alone: a hybrid without the others. llama.cpp takes rope.scaling.finetuned for whether it has positions."""
     config = {**llama(view, "granitemoehybrid")}
-    size = config.pop("head_dim")
-    if size * config["num_attention_heads"] != view.hidden:
-        raise view.refuse(f"{config['num_attention_heads']} heads of {size} channels for {view.hidden}")
+    size = _shared_size(view, config)
     return {
         **config,
         **_granite_scales(view, size),
-        "position_embedding_type": "rope",
+        "position_embedding_type": "rope" if view.keys("rope.scaling.finetuned", True) else "nope",
         "layer_types": ["full_attention"] * view.layers,
         "shared_intermediate_size": config["intermediate_size"],
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
+        "mamba_n_heads": 1,  # of layers that it does not have: 128, the default, must divide the hidden states
     }
 
 
@@ -225,7 +260,7 @@ def _nemotron_h(view: View) -> Config:
         "n_shared_experts": keys.whole("expert_shared_count", 0),
         "moe_intermediate_size": feed_forward(view, "expert_feed_forward_length"),
         "moe_shared_expert_intermediate_size": feed_forward(view, "expert_shared_feed_forward_length"),
-        "norm_topk_prob": bool(keys("expert_weights_norm", True)),
+        "norm_topk_prob": bool(keys("expert_weights_norm", False)),
         "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
         "n_group": keys.whole("expert_group_count", 1) or 1,
         "topk_group": keys.whole("expert_group_used_count", 1) or 1,
@@ -277,9 +312,7 @@ def _period(view: View, part: str, what: str) -> tuple[int, int]:
 def _jamba(view: View) -> Config:
     keys = view.keys
     sizes = heads(view)
-    size = sizes.pop("head_dim")
-    if size * sizes["num_attention_heads"] != view.hidden:
-        raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
+    _shared_size(view, sizes)
     attention, offset = _period(view, "attn_q", "attention")
     routed, first = _period(view, "ffn_gate_inp", "experts")
     found = experts(view) if view.layers_with("ffn_gate_inp") else {}
@@ -318,6 +351,12 @@ _JAMBA = {
     **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     **{f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
 }
+_HYBRID = {
+    **ATTENTION,
+    **_inside("mamba", _SSM2),
+    "ffn_norm": "pre_ff_layernorm",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+}
 _GRANITE = {
     **ATTENTION,
     **_inside("mamba", _SSM2),
@@ -338,21 +377,12 @@ MAMBA = {
         _GRANITE,
         edits=_granite_edits,
         joined={"shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp", "ffn_gate", "ffn_up")},
+        others={"bamba": Architecture(_bamba, _HYBRID, _FALCON, _granite_edits)},
     ),
     "granite": Architecture(
         _granite, _GRANITE, edits=rotation, joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")}, biases=QKVO
     ),
-    "falcon-h1": Architecture(
-        _falcon_h1,
-        {
-            **ATTENTION,
-            **_inside("mamba", _SSM2),
-            "ffn_norm": "pre_ff_layernorm",
-            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
-        },
-        _FALCON,
-        lambda view, config: _edits("mamba"),
-    ),
+    "falcon-h1": Architecture(_falcon_h1, _HYBRID, _FALCON, lambda view, config: _edits("mamba")),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture(_nemotron_h, _NEMOTRON, _BACKBONE, _nemotron_edits)),
     "jamba": Architecture(_jamba, _JAMBA, _FALCON, lambda view, config: _edits("mamba")),
 }

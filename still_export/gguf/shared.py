@@ -52,7 +52,7 @@ FLAT = Edit(value=lambda values: values.flatten())
 CONVOLUTION = Edit(value=lambda taps: taps.reshape(-1, 1, taps.shape[-1]))
 
 
-_UNTIED = ("kimi-linear", "rwkv7", "olmo2")
+_UNTIED = ("kimi-linear", "rwkv6", "rwkv7", "olmo2")
 """Architectures whose head is never the embedding: a file without one has lost it."""
 
 
@@ -143,10 +143,13 @@ class Architecture:
         config: From a file to config.json, `model_type` included.
         parts: Names of a layer's tensors by GGUF's, `.weight` left out on both sides.
         whole: Of those beside the layers.
-        edits: From a file and its config to the edits of tensors, by transformers' name without the layer.
+        edits: From a file and its config to the edits of tensors, by transformers' name, with its layer or for all without.
         joined: Tensors that are rows of several, by transformers' name; a layer that has none of them lacks it.
         biases: Groups of projections of which all have a bias where one has: those that the file lacks are zero.
         skipped: Tensors that nothing reads, as a pattern.
+        split: Tensors that are several, one below the other, by GGUF's name: transformers' names of them.
+        stem: How names of a layer's tensors begin, before its number.
+        others: By model_type, the names of another family whose files have this architecture too.
     """
 
     config: Callable[[View], Config]
@@ -156,6 +159,9 @@ class Architecture:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     biases: tuple[tuple[str, ...], ...] = ()
     skipped: str = ""
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stem: str = "model.layers."
+    others: Mapping[str, Architecture] = field(default_factory=dict)
 
     def skips(self, name: str) -> bool:
         """Whether nothing reads a tensor."""

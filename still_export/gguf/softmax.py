@@ -61,7 +61,7 @@ def _without_head_size(view: View, model_type: str) -> Config:
     """
     config = _dense(view, model_type)
     size = config.pop("head_dim")
-    if size * config["num_attention_heads"] != view.hidden:
+    if size != view.hidden // config["num_attention_heads"]:
         raise view.refuse(f"{config['num_attention_heads']} heads of {size} channels for {view.hidden}")
     return config
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from still_export.gguf.container import Container, open_gguf
+from still_export.gguf.ends import turn_ends
 from still_export.gguf.rules import rule_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "mask")
 """As keys spell them."""
 _SPACE = "\u2581"
@@ -131,6 +132,7 @@ def _vocabulary(file: Container) -> _Vocabulary:
         )
     tokens, kinds = tokens[:rows], kinds[:rows]
     ids = {name: file.value(f"tokenizer.ggml.{name}_token_id", None) for name in _SPECIAL}
+    ids |= {f"turn {number}": token for number, token in enumerate(turn_ends(file))}  # whatever kind they are of
     ids = {name: None if token is None or token >= len(tokens) else int(token) for name, token in ids.items()}
     seen: set[str] = set()
     for number, token in enumerate(tokens):
@@ -146,12 +148,24 @@ def _byte_level(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bo
 
     rule = rule_of(file.value("tokenizer.ggml.pre", None), file.path)
     merges = _pairs(file, file.value("tokenizer.ggml.merges", []))
+    if not merges:
+        _demand_plain(vocabulary, "tokenizer.ggml.merges")
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     made = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.ignore_merges))
     made.pre_tokenizer, made.decoder = rule.pre_tokenizer(), decoders.ByteLevel()
     if rule.composed:
         made.normalizer = normalizers.NFC()
     return made, rule.adds_bos, False
+
+
+def _demand_plain(vocabulary: _Vocabulary, key: str) -> None:
+    """Raise CheckpointError where tokens come about by what the file does not say under `key`."""
+    for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
+        if kind == _NORMAL and len(token) > 1:
+            raise CheckpointError(
+                f"{vocabulary.path} lacks the key {key}, which says how tokens such as {token!r} come about. Its tokenizer was lost; fetch "
+                "another file, or use the model's Hugging Face folder."
+            )
 
 
 def _pairs(file: Container, merges: Sequence[str]) -> list[tuple[str, str]]:
@@ -170,8 +184,11 @@ def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, kinds = vocabulary.tokens, vocabulary.kinds
-    scores = file.value("tokenizer.ggml.scores", [0.0] * len(tokens))
-    plain = {token: number for number, token in enumerate(tokens) if kinds[number] == 1}
+    scores = file.value("tokenizer.ggml.scores", None)
+    if scores is None:
+        _demand_plain(vocabulary, "tokenizer.ggml.scores")
+        scores = [0.0] * len(tokens)
+    plain = {token: number for number, token in enumerate(tokens) if kinds[number] == _NORMAL}
     merges = []
     for token, number in plain.items():
         for cut in range(1, len(token)):

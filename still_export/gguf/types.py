@@ -18,13 +18,15 @@ BLOCKS = {
     "Q4_K": (4, True, False),
     "Q8_0": (8, False, True),
     "Q5_0": (8, False, True),
+    "Q5_1": (8, True, False),
+    "Q5_K": (8, True, False),
     "IQ4_NL": (8, False, True),
     "IQ4_XS": (8, False, False),
     "MXFP4": (8, False, False),
 }
 """Types whose blocks of 32 are scale and offset of codes, with the bits that hold these, whether they have offsets, whether scales are half
-precision. The blocks of 32 in one of 256 (Q4_K, IQ4_XS) have scales and offsets that are products of two numbers. Codes of Q5_0, and of
-IQ4 and MXFP4, whose 16 numbers are not evenly spread, are whole numbers of 8 bits."""
+precision. The blocks of 32 in one of 256 (Q4_K, Q5_K, IQ4_XS) have scales and offsets that are products of two numbers. Codes of Q5, and
+of IQ4 and MXFP4, whose 16 numbers are not evenly spread, are whole numbers of 8 bits."""
 FORMS = {"Q4_K": (4, 32, 144), "Q6_K": (6, 16, 210)}
 """K-quants that kernels read: bits, inputs of a block, bytes of 256 inputs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,18 +47,13 @@ def tracing() -> Iterator[None]:
     """No gradients, few garbage collections, and nothing of a trace that no exporter reads: stack traces, layouts in memory, switches of
     gradients with the graphs that torch makes around them; no table of what ops made of shapes, which takes longer than it saves."""
     from torch._dynamo import config
-    from torch._export.passes import replace_set_grad_with_hop_pass as switches
-    from torch.fx import config as fx
-    from torch.fx.experimental import proxy_tensor
 
     with few_collections(), torch.no_grad(), config.patch(fake_tensor_cache_enabled=False), ExitStack() as stack:
-        for owner, name, value in (
-            (fx, "do_not_emit_stack_traces", True),
-            (proxy_tensor, "_extract_tensor_metadata", lambda _: None),
-            (switches, "replace_set_grad_with_hop_pass", _without_switches),
-        ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+        for place, name, value in SPARED:
+            owner = importlib.import_module(place) if importlib.util.find_spec(place) else None
+            if hasattr(owner, name):  # not every PyTorch has each
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
         yield
 
 
@@ -67,6 +63,14 @@ def _without_switches(module: torch.fx.GraphModule, signature: Any) -> tuple[tor
         module.graph.erase_node(node)
     module.recompile()
     return module, signature
+
+
+SPARED: tuple[tuple[str, str, Any], ...] = (
+    ("torch.fx.config", "do_not_emit_stack_traces", True),
+    ("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda _: None),
+    ("torch._export.passes.replace_set_grad_with_hop_pass", "replace_set_grad_with_hop_pass", _without_switches),
+)
+"""What torch.export does and no exporter reads: module, name, and what stands for it meanwhile."""
 
 
 def _name(state: State) -> str:

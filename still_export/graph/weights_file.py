@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
+from still_export.package.files import inside
 from still_graphs.edits import forget
+
+if TYPE_CHECKING:
+    import onnx
 
 INSIDE_BYTES = 256
 """Tensors below this size stay in the graph."""
@@ -25,6 +31,65 @@ TURNED_BYTES = 1 << 27
 
 Bytes = Callable[[int, int], None]
 """Told the bytes that were written and those that will be."""
+
+
+def load_graph(path: Path) -> ir.Model:
+    """A graph of a package, whose weights are read where they lie: files that are links into Hugging Face's cache, or have several names,
+    which onnx_ir refuses.
+
+    Raises:
+        CheckError: A weight lies outside of the package.
+    """
+    model = ir.load(path)
+    locate_weights(model.graph, path.parent)
+    return model
+
+
+def locate_weights(graph: ir.Graph, folder: Path) -> None:
+    """Let the weights of a graph of the package in `folder` be read where they lie; raises CheckError as `load_graph` does."""
+    for value in graph.initializers.values():
+        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+            value.const_value = _placed(tensor, str(inside(folder, str(tensor.location)).resolve()), "")
+
+
+def place_weights(model: ir.Model, folder: Path, location: str) -> None:
+    """Say of a loaded graph that its weights lie in the file `location` of `folder`, at the places that they had."""
+    for value in model.graph.initializers.values():
+        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+            value.const_value = _placed(tensor, location, folder)
+
+
+def _placed(tensor: ir.ExternalTensor, location: str, folder: Path | str) -> ir.ExternalTensor:
+    assert isinstance(tensor.shape, ir.Shape)
+    return ir.ExternalTensor(
+        location,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=tensor.name or "",
+        base_dir=folder,
+    )
+
+
+def resolve_weights(graph: onnx.ModelProto, path: Path) -> Path:
+    """Name the files of weights of a graph in memory as they are named behind links, through which ONNX Runtime does not follow there.
+
+    Args:
+        graph: Of the file `path`, changed here.
+
+    Returns:
+        The folder that the names start from.
+
+    Raises:
+        CheckError: A weight lies outside of the package.
+    """
+    folder = path.resolve().parent
+    for tensor in graph.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = os.path.relpath(inside(path.parent, entry.value).resolve(), folder)
+    return folder
 
 
 def save_streaming(model: ir.Model, path: Path, location: str, progress: Bytes = lambda done, total: None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.discovery import Registry, systems
 from still_export.errors import ConfigError, unknown
-from still_export.fields import option
+from still_export.fields import check_options, option
 from still_export.linearization.budget import Budget
 from still_export.mixers.layers import HYBRID, SELECTED, Linearizer
 
@@ -40,18 +40,8 @@ OF_STILL = (
     *("selection_weight", "selection_target"),
 )
 """Options that no other mixer has."""
-OF_BLOCKS = ("top_blocks", "local_blocks", "dense_length", "reuse")
+OF_BLOCKS = ("block_size", "top_blocks", "local_blocks", "dense_length", "reuse")
 """The same of chosen blocks."""
-CHOICES = {
-    "mixer": tuple(LINEARIZERS),
-    "loss": ("ce", "kl"),
-    "answer_loss": ("same", "ce"),
-    "selection_target": ("student", "base"),
-    "precision": ("fp32", "bf16"),
-    "adapter_dtype": ("float16", "int8", "int6"),
-    "device": ("auto", "cpu"),
-}
-
 
 ROW_TOKENS = 1024
 """Of a row, where nobody says otherwise and the model holds so many."""
@@ -79,7 +69,7 @@ class Recipe:
         (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
     )
     tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
-    mixer: str = option("still", f"What softmax layers become: {', '.join(LINEARIZERS)}.")
+    mixer: str = option("still", f"What softmax layers become: {', '.join(LINEARIZERS)}.", choices=tuple(LINEARIZERS))
     start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
@@ -104,94 +94,80 @@ class Recipe:
         None,
         f"Per layer full_attention or what the mixer makes; all of them: {MADE}.",
     )
-    top_blocks: int = option(96, "Blocks of 64 tokens that a token reads with mixer=blocks.")
+    block_size: int = option(64, "Tokens of a block with mixer=blocks; 1: single tokens are chosen.")
+    top_blocks: int = option(96, "Blocks that a token reads.")
     local_blocks: int = option(32, "Of them, the latest before its own.")
     dense_length: int = option(8192, "Tokens with fewer up to themselves read all blocks.")
     reuse: str | None = option(
         None,
         "File of select-layers --find-reuse: layers that read the blocks of an earlier one, and which stay softmax.",
     )
-    transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.")
+    transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.", least=0)
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
-    finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.")
+    finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.", least=0)
     finetune_rate: float = option(1e-4, "Learning rate of stage 2.")
     sequence_length: int | None = option(
-        None, "Tokens of a row; default: 1,024, or the model's context where that is less."
+        None, "Tokens of a row; default: 1,024, or the model's context where that is less.", least=1
     )
     row_lengths: tuple[int, ...] | None = option(
         None,
         "Rows of these lengths in turn, instead of one, a length as often as named; a step has batch_size x sequence_length tokens.",
     )
-    batch_size: int = option(8, "Rows of a step over all processes.")
+    batch_size: int = option(8, "Rows of a step over all processes.", least=1)
     micro_batch_size: int | None = option(
         None,
         "Rows of one pass on one process, whose gradients add up, or as many tokens in rows of other lengths; default: all.",
     )
-    lora_rank: int = option(8, "Rank of LoRA.")
+    lora_rank: int = option(8, "Rank of LoRA.", least=1)
     lora_alpha: float = option(16.0, "Scale of LoRA times its rank.")
-    loss: str = option("ce", "Of stage 2: ce = next token, kl = divergence from the teacher.")
+    loss: str = option("ce", "Of stage 2: ce = next token, kl = divergence from the teacher.", choices=("ce", "kl"))
     selection_weight: float = option(
-        0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off."
+        0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off.", least=0
     )
     selection_target: str = option(
-        "student", "Whose attention that is: the student's own, or base, the teacher's, which does not move."
+        "student",
+        "Whose attention that is: the student's own, or base, the teacher's, which does not move.",
+        choices=("student", "base"),
     )
-    retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.")
+    retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.", least=0, below=1)
     natural: float = option(0.0, "Share of them in natural forms (prose, code, tables, dialogue), many asked in chat.")
-    answer_weight: float = option(10.0, "Loss weight of their answers' tokens.")
+    answer_weight: float = option(10.0, "Loss weight of their answers' tokens.", least=0)
     answer_share: float = option(
-        0.0, "Loss weight of a row's answers together, by its tokens, whatever its length; 0 = answer_weight counts."
+        0.0,
+        "Loss weight of a row's answers together, by its tokens, whatever its length; 0 = answer_weight counts.",
+        least=0,
     )
-    answer_loss: str = option("same", "Of answers in stage 2: same = as other tokens, ce = the token itself.")
+    answer_loss: str = option(
+        "same", "Of answers in stage 2: same = as other tokens, ce = the token itself.", choices=("same", "ce")
+    )
     chat_file: str | None = option(None, "Conversations, a JSON list of messages in each line.")
-    chat: float = option(0.0, "Share of the rows that are conversations.")
-    warmup: float = option(0.05, "Share of a stage's steps in which the rate rises; it then falls to a tenth.")
+    chat: float = option(0.0, "Share of the rows that are conversations.", least=0, below=1)
+    warmup: float = option(
+        0.05, "Share of a stage's steps in which the rate rises; it then falls to a tenth.", least=0, below=1
+    )
     weight_decay: float = option(0.0, "Of AdamW.")
     clip_norm: float = option(1.0, "Greatest norm of the gradient; 0 = any.")
-    precision: str = option("fp32", "Of the products around the attention: fp32 or bf16.")
+    precision: str = option("fp32", "Of the products around the attention: fp32 or bf16.", choices=("fp32", "bf16"))
     adapter_dtype: str = option(
         "float16",
         "Of the adapter's file: float16, int8 rows, half of the size, or int6: these, and square maps in 6 bits.",
+        choices=("float16", "int8", "int6"),
     )
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.")
     seed: int = option(0, "Of data and LoRA.")
-    held_out: float = option(0.02, "Share of each text that is held out.")
-    validate_every: int = option(100, "Steps between validations.")
-    validation_rows: int = option(8, "Rows of a validation.")
-    patience: int = option(3, "Validations without improvement that end a stage; 0 = never.")
-    checkpoint_every: int = option(100, "Steps between checkpoints.")
-    device: str = option("auto", "auto or cpu.")
+    held_out: float = option(0.02, "Share of each text that is held out.", least=0, below=1)
+    validate_every: int = option(100, "Steps between validations.", least=1)
+    validation_rows: int = option(8, "Rows of a validation.", least=1)
+    patience: int = option(3, "Validations without improvement that end a stage; 0 = never.", least=0)
+    checkpoint_every: int = option(100, "Steps between checkpoints.", least=1)
+    device: str = option("auto", "auto or cpu.", choices=("auto", "cpu"))
 
     def __post_init__(self) -> None:
         for name in ("texts", "layer_types", "salient_by_layer", "window_factors", "row_lengths"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise unknown(getattr(self, name), choices, f"{name}={getattr(self, name)!r}")
-        for name in (
-            "batch_size",
-            "lora_rank",
-            "validate_every",
-            "validation_rows",
-            "checkpoint_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
-        for name in (
-            "transfer_steps",
-            "finetune_steps",
-            "selection_weight",
-            "answer_weight",
-            "answer_share",
-            "patience",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must not be negative.")
-        for name in ("retrieval", "chat", "warmup", "held_out"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is outside 0..1.")
+        check_options(self)
         if not 0 <= self.natural <= 1 or self.retrieval + self.chat > 1:
             raise ConfigError(
                 f"natural={self.natural}, retrieval={self.retrieval}, chat={self.chat}: shares, the last two of one whole."
@@ -206,8 +182,6 @@ class Recipe:
                 )
         if self.window_factor_scale <= 0:
             raise ConfigError(f"window_factor_scale={self.window_factor_scale}; it must be positive.")
-        if self.row_tokens < 1:
-            raise ConfigError(f"sequence_length={self.sequence_length}; it must be at least 1.")
         self._check_mixer()
         self._check_budget()
         shortest = min(self.row_lengths or (self.row_tokens,))
@@ -300,6 +274,7 @@ class Recipe:
         Raises:
             ConfigError: window_factors are neither one nor one per layer.
         """
+        from still_export.mixers.block_attention.settings import means_of
         from still_export.mixers.config import StillConfig  # brings torch, which the command line's help does not need
 
         factors = self.window_factors
@@ -310,7 +285,7 @@ class Recipe:
                 )
             factors = factors * (layers // len(factors))
         rows = None if factors is None else tuple((float(factor),) * heads for factor in factors)
-        values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)}
+        values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)} | means_of(self.block_size)
         if self.layer_types is None and self.mixer != "still":
             values["layer_types"] = (self.layer,) * layers
         if self.reuse is not None:

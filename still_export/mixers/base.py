@@ -414,6 +414,9 @@ class Mixer(Protocol):
     of_families: bool = False
     """Families have such layers from the start; no softmax layer becomes one."""
 
+    by_prompts: bool = False
+    """Its layers can go by a whole prompt's length, `whole_prompts` of the deployment."""
+
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         """The ops of the layer; the names of their states differ."""
 

@@ -18,10 +18,13 @@ class StillChoices:
     salient_per_chunk: int | None = option(None, "Tokens per chunk that stay in softmax.", shown="4", panel=MODEL)
     select_scope: str | None = option(None, "q_head, kv_group_max or kv_group_mean.", shown="q_head", panel=MODEL)
     capacity_tokens: int | None = option(None, "Longest sequence.", shown="the model's own")
-    overflow: str | None = option(None, "Beyond it: error, fold_min_score or fold_oldest.", shown="error", panel=MODEL)
+    overflow: str | None = option(None, "Beyond it: error or fold_oldest.", shown="error", panel=MODEL)
     cache: str | None = option(
         None,
         "Keep keys and values in float16 (of float32) or int8.",
         shown="as the activations",
         panel=MODEL,
+    )
+    whole_prompts: bool = option(
+        False, "Feed a prompt in one call: selected blocks go dense or sparse by its length.", panel=MODEL
     )

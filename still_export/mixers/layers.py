@@ -26,6 +26,7 @@ class Deployment:
         capacity_tokens: T_max, tokens that the states are meant to hold; None = the family's max_position_embeddings.
         overflow: What happens beyond: "error", or how the salient cache folds.
         cache: Type that keys and values are kept in, where it has fewer bits than the activations: "float16", "int8" or None.
+        whole_prompts: Each prompt is one call, and layers whose rule depends on the prompt's length go by it; else by each token's place.
 
     Raises:
         ConfigError: A value is unknown or out of range.
@@ -34,6 +35,7 @@ class Deployment:
     capacity_tokens: int | None = None
     overflow: str = "error"
     cache: str | None = None
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         check_choice("overflow", self.overflow, CHOICES["overflow"])

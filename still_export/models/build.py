@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.initialization import no_init_weights
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
-from still_export.folders.families import NOT_COVERED
+from still_export.folders.model import not_covered
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.projections import ProjectedAttention
 from still_export.models.families.experts import stacked_experts
@@ -36,12 +36,7 @@ def family_of(model_type: str) -> Family:
     name = model_type.removeprefix("still_")
     family = FAMILIES.get(name) or LINEAR_FAMILIES.get(name)
     if family is None:
-        why = NOT_COVERED.get(name)
-        what = "is no family that STILL attention is written for" if why is None else f"is not covered: {why}"
-        raise UnsupportedModelError(
-            f"model_type={model_type!r} in config.json {what}. Covered: {', '.join(FAMILIES)} (SmolLM and SmolLM2 are llama); "
-            f"as they are: {', '.join(LINEAR_FAMILIES)}."
-        )
+        raise not_covered(model_type, FAMILIES, LINEAR_FAMILIES)
     return family
 
 

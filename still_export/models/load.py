@@ -22,7 +22,8 @@ from still_export.errors import (
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.families import AHEAD, demand_softmax_folder
 from still_export.folders.files import Generation, Optimizer, check_tokenizer_files, read_checked
-from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
+from still_export.folders.model import check_file, resolve_source
+from still_export.folders.weights import weight_files
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
 from still_export.models.build import build_model, complete_weights, family_of, still_family_config
@@ -38,9 +39,7 @@ from still_export.models.read.checkpoint import (
 )
 from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
-from still_export.sources import local
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -57,6 +56,7 @@ class _Checkpoint:
     still: StillConfig | None = None
     configured: Path | None = None  # the file that `still` is from
     added: list[Path] = field(default_factory=list)  # files of overlays' tensors
+    own_embedding: Path | None = None  # PEFT's adapter with a trained embedding and no head
     sight: dict[str, Any] | None = None  # config.json of a model that sees images
 
 
@@ -197,6 +197,12 @@ def open_source(
     still = replace(still, deployment=replace(still.deployment, **deployment or {}))
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
+    if config.tie_word_embeddings and found.own_embedding is not None:
+        raise UnsupportedModelError(
+            f"{found.own_embedding} has trained embeddings (modules_to_save) of a model that ties its head to them. PEFT leaves the head "
+            "as it was, so they are tied no more: merge the adapter with PEFT (merge_and_unload), save the model with "
+            "tie_word_embeddings=false, and take that."
+        )
     try:
         weights = complete_weights(family, config, found.tensors, fresh)
     except ConfigError as error:  # fields that each are good and do not fit each other
@@ -300,30 +306,6 @@ def _config_fault(folder: Path) -> str:
     return ""
 
 
-def resolve_source(source: str | Path, revision: str | None = None) -> Path:
-    """The folder or file that `source` names; hub ids are fetched into the hub's cache (safetensors and text files only).
-
-    Raises:
-        ModelNotFoundError: Neither a path nor a hub id that can be reached.
-        CheckpointError: It has a named pipe, a device or a socket.
-    """
-    path = local(source)
-    if path is not None:
-        if path.is_file() and path.suffix in PICKLE_SUFFIXES:
-            raise refuse_pickle(path)
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(source), revision=revision, allow_patterns=_HUB_FILES))
-    except Exception as error:  # huggingface_hub, its HTTP client and the network raise a dozen unrelated types
-        raise ModelNotFoundError(
-            f"{source} is no folder here and could not be fetched from the hub: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no reason given'} "
-            "Check the name, the network and, for gated models, `hf auth login`."
-        ) from error
-
-
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -336,10 +318,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelNotFoundError(
-                f"{path} is a file; a model is a folder with config.json, a hub id, or a .gguf file."
-            )
+        check_file(path)
         model_type, values, blocks = read_gguf(path, dtype or torch.float32)
         return _Checkpoint(model_type, language_model(values), dict(blocks))
     config = read_config(path)
@@ -379,6 +358,14 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
         if isinstance(found.adapter.get("still_config"), dict):
             found.still = StillConfig.from_dict(found.adapter["still_config"], f"{adapter}: still_config")
             found.configured = adapter
+    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in added}
+    if (
+        found.still is None
+        and adapter.is_file()
+        and ends & {"embed_tokens", "embeddings"}
+        and not ends & {"lm_head", "head"}
+    ):
+        found.own_embedding = path
     found.tensors.update(added)
     if any("lora_" in name for name in added):
         found.tensors = convert.merge_lora(found.tensors, found.adapter, ", ".join(map(str, files)))

@@ -195,7 +195,7 @@ def _call(call: Any) -> Any:
         return call
     try:
         given = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": given}} if isinstance(given, dict) else call
 

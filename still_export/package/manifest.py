@@ -235,9 +235,16 @@ class _Untitled(GenerateJsonSchema):
 
 
 def schema_text() -> str:
-    """manifest.schema.json: what a manifest is, for readers without pydantic."""
+    """manifest.schema.json: what a manifest is, for readers without pydantic; one record or field a line."""
     schema = Manifest.model_json_schema(schema_generator=_Untitled)
-    return json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **schema}, indent=1) + "\n"
+    parts = {name: schema.pop(name) for name in ("$defs", "properties")}
+    head = json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **schema})[:-1]
+    lists = (f'"{name}": {{\n{_lines(part)}\n}}' for name, part in parts.items())
+    return ",\n".join((head, *lists)) + "}\n"
+
+
+def _lines(entries: dict[str, Any]) -> str:
+    return ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
 
 
 if __name__ == "__main__":

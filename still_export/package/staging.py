@@ -144,13 +144,18 @@ def _name(path: Path) -> str:
     return match["name"] if match else ""
 
 
+def demand_free(target: Path, force: bool) -> None:
+    """Raise PackageError where `target` exists, and is no folder that may be replaced."""
+    if target.exists() and not force:
+        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
+    if target.exists() and not target.is_dir():
+        raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
+
+
 def _check_target(target: Path, force: bool, replaceable: Callable[[Path], bool], kind: str) -> None:
+    demand_free(target, force)
     if not target.exists():
         return
-    if not force:
-        raise PackageError(f"{target} exists. Choose another folder, or replace it with --force.")
-    if not target.is_dir():
-        raise PackageError(f"{target} is a file, not a folder. Choose another place for the package.")
     if any(target.iterdir()) and not replaceable(target):
         # It may be the model itself, a home or the working directory.
         raise PackageError(f"{target} is no {kind}, so --force does not delete it. Choose another folder.")

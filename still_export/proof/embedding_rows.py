@@ -34,7 +34,10 @@ def check_rows(package: Package, source: Source) -> Verdict:
     import onnx
     import onnxruntime
 
+    from still_export.graph.weights_file import resolve_weights
+
     graph = onnx.load(package.path / MODEL, load_external_data=False)
+    folder = resolve_weights(graph, package.path / MODEL)
     stored = stored_weights(package.path / MODEL, package.manifest, source.weights)
     node = next((n for n in graph.graph.node if _reads(n)), None)
     cut = None if node is None else _cut(graph, node.output[0])
@@ -43,7 +46,7 @@ def check_rows(package: Package, source: Source) -> Verdict:
     allow_opset(package.manifest)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(package.path))
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
         session = onnxruntime.InferenceSession(cut, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # of onnxruntime's own types, which have no common base

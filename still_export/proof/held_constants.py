@@ -1,11 +1,13 @@
-"""What a graph computes with beside weights, held to the model's: the epsilon of every norm, and tables such as frequencies of rotation.
+"""What a graph computes with beside weights, held to the model's: the epsilon of every norm, tables such as frequencies of rotation, and
+attributes of this project's ops that the configuration names.
 
 Rounding hides them: an epsilon ten times as large moves no more than a float16 number's last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from still_export.package.files import HEAD, MODEL, VISION
 from still_export.proof.layer_inputs import weights_of
 from still_export.proof.verdict import Check
+from still_graphs.ops import DOMAIN
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -34,6 +37,7 @@ def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -
     model = source.outline()
     modules, tables = dict(model.named_modules()), dict(model.named_buffers())
     graphs = [MODEL, *(n for n in manifest["files"] if n.endswith(".onnx") and n not in (MODEL, VISION, HEAD))]
+    layers = [vars(each.still) for each in model.modules() if is_dataclass(getattr(each, "still", None))]
     count, wrong = 0, list[tuple[str, str]]()
     for name in graphs:
         graph = onnx.load(folder / name, load_external_data=False).graph
@@ -47,6 +51,10 @@ def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -
             count += 1
             if abs(found - right) > OFF * right:
                 wrong.append((weight, f"the epsilon of {weight} in {name} is {found:.6g}, the model's {right:.6g}"))
+        for what, found, right in _settings(graph, layers):
+            count += 1
+            if not (found == right or (isinstance(right, float) and abs(found - right) <= OFF * abs(right))):
+                wrong.append((what, f"{what} in {name} is {found!r}, the model's {right!r}"))
         for tensor in graph.initializer:
             table = tables.get(tensor.name.removeprefix(PREFIX))
             if table is None or table.is_meta or not table.is_floating_point() or table.numel() != np.prod(tensor.dims):
@@ -62,7 +70,27 @@ def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -
     first = wrong[0] if wrong else ("", "")
     what = first[1] + (f"; {len(wrong)} are not" if len(wrong) > 1 else "")
     notes = tuple(text for _, text in wrong[1 : 1 + SHOWN])
-    return Check(f"{count} epsilons and tables are the model's", not wrong, what, first[0], notes=notes)
+    return Check(f"{count} epsilons, tables and settings are the model's", not wrong, what, first[0], notes=notes)
+
+
+def _settings(graph: Any, layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Attributes of the op of `layers`, which are their configurations: its name and the attribute's, what it is, and what it should be."""
+    from onnx import helper
+
+    nodes = [
+        n for n in graph.node if n.domain == DOMAIN and layers and {a.name for a in n.attribute} & layers[0].keys()
+    ]
+    if len(nodes) != len(layers):
+        return
+    for node, layer in zip(nodes, layers, strict=True):
+        for attribute in (a for a in node.attribute if a.name in layer):
+            found = helper.get_attribute_value(attribute)
+            right = layer[attribute.name]
+            yield (
+                f"{attribute.name} of {node.op_type}",
+                found.decode() if isinstance(found, bytes) else found,
+                0 if right is None else right,
+            )
 
 
 def _epsilons(graph: Any) -> Iterator[tuple[str, float]]:

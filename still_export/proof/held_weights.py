@@ -2,7 +2,7 @@
 
 A float weight equals the source's in the package's type to the last bit. Codes of a method that rounds to nearest stand for numbers within
 half a step of the source's. Codes of the source's own, taken over as they are, stand for the same numbers. A method that moves weights
-on purpose (gptq) loses at most so many times what plain rounding loses, block by block, row by row, and in what a layer gives.
+on purpose (gptq) loses at most so many times what plain rounding loses, block by block and row by row.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ COARSER = 1.1
 LOST = 3.0
 """Times what plain rounding loses in a block of inputs, or in a row, that a method which searches may lose. Codes one step off lose 3.5
 times as much, a block of zeros 9 times."""
-NO_MORE = 2.0
-"""The same of what a layer gives."""
 SHOWN = 4
 """Further weights that a verdict names."""
 
@@ -174,11 +172,13 @@ def _graph(path: Path) -> ir.Graph:
     import onnx
     import onnx_ir as ir
 
+    from still_export.graph.weights_file import locate_weights
+
     model = onnx.load(path, load_external_data=False)
     model.ClearField("functions")
     model.graph.ClearField("value_info")
     graph = ir.from_proto(model).graph
-    ir.external_data.set_base_dir(graph, path.parent)
+    locate_weights(graph, path.parent)
     return graph
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
 from still_export.fields import option
-from still_export.package.files import HEAD, MANIFEST
+from still_export.package.files import HEAD
 from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
 from still_export.proof.sessions import Target
@@ -105,11 +105,6 @@ def verify(
     pairs: Mapping[str, tuple[Pair, ...]] = {}
     added: dict[str, Any] = {}
     manifest, folder = proof.package.manifest, proof.package.path
-    if (folder / MANIFEST).is_symlink():
-        raise PackageError(
-            f"{folder} has links to files elsewhere, as Hugging Face's cache has, and verify opens graphs in memory, whose weights must "
-            "not be links. Copy it with its links followed (cp -rL), and verify the copy."
-        )
     if options.adapter is not None:
         from still_export.runtime.adapters import adapter_inputs, read_pairs
 
@@ -149,10 +144,11 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
         return Verdict(
             not_asked=["the weights by themselves: PyTorch's answers are from a file; verify without --calls"]
         )
-    from still_export.models.load import resolve_source
+    from still_export.folders.model import resolve_source
     from still_export.models.read.source import find_source
     from still_export.proof.embedding_rows import check_rows
     from still_export.proof.held_constants import check_constants
+    from still_export.proof.held_manifest import check_manifest
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
 
@@ -160,6 +156,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
+    check_manifest(package.manifest, source)
     verdict = check_weights(package.path, package.manifest, source, progress)
     verdict.checks.append(check_constants(package.path, package.manifest, source))
     verdict.add(check_rows(package, source))
@@ -184,7 +181,7 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
         verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
         return verdict
     with _found(package):
-        from still_export.models.load import resolve_source
+        from still_export.folders.model import resolve_source
 
         asked = _options(package, options.model, "float32")
         verdict.add(check_files(package, resolve_source(asked.model, asked.revision)))

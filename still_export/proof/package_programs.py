@@ -20,6 +20,7 @@ from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.bundle import PROGRAMS, RUNTIME, write_programs
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.text import Answer, Text
+from still_export.targets.registry import packaged_target
 from still_export.version import __version__
 
 TOKENIZER = "tokenizer.json"
@@ -63,19 +64,20 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
     prompt = PROSE[:40]
     vocabulary = int(manifest["model"]["vocab_size"])
     ids = [1 + 7 * i % (vocabulary - 1) for i in range(9)] if vocabulary > 1 else [0]
-    asked = ["--prompt", prompt] if text else ["--prompt-ids", ",".join(map(str, ids))]
-    asked += ["--tokens", str(TOKENS), "--provider", provider]
-    command = [sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *asked]
     name = f"every file of {RUNTIME}/ can be imported, and {program.name} says the same, in a process of its own"
     try:
         runner = open_runner(package.path, manifest, "ort", provider, check=False)
         runner.start()
         speaks = Text(runner) if text else None
-        answer = Answer(runner, speaks, speaks.encode(prompt) if speaks else ids, TOKENS, Sampling())
-        right = "".join(answer)
+        told = speaks.encode(prompt) if speaks else []
+        if not told:  # an empty tokenizer has no token for any text
+            speaks, told = None, ids
+        right = "".join(Answer(runner, speaks, told, TOKENS, Sampling()))
     except RunError as error:
         return Verdict.of([Check(name, False, f"the runner here: {error}", MODEL)])
-    done = _run(command)
+    asked = ["--prompt", prompt] if speaks else ["--prompt-ids", ",".join(map(str, ids))]
+    asked += ["--tokens", str(TOKENS), "--provider", provider]
+    done = _run([sys.executable, "-c", ALONE.format(runtime=RUNTIME), str(package.path), str(program), *asked])
     found, wrong = done.stdout.removesuffix("\n"), ""
     if done.returncode:
         wrong = f"it ends with exit code {done.returncode}: {_last_line(done)}"
@@ -86,7 +88,8 @@ def check_programs(package: Package, provider: str = "cpu") -> Verdict:
 
 
 def _check_copies(package: Package) -> Verdict:
-    """The programs of a package, byte by byte those that this version writes."""
+    """The programs of a package, and the configurations of others that follow from its manifest, byte by byte those that this version
+    writes."""
     made, here = package.manifest["versions"].get("still-export"), __version__
     names = {name for name in package.manifest["files"] if name in PROGRAMS.values() or name.startswith(f"{RUNTIME}/")}
     if made != here:
@@ -97,6 +100,9 @@ def _check_copies(package: Package) -> Verdict:
         folder = Path(scratch)
         write_programs(folder, [runner for runner, name in PROGRAMS.items() if name in names])
         right = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    derived = packaged_target(package.manifest).derived(package.path, package.manifest)
+    names |= derived.keys()
+    right |= {name: text.encode() for name, text in derived.items()}
     found = {name: (package.path / name).read_bytes() for name in names if (package.path / name).is_file()}
     wrong = sorted(name for name in right.keys() | found.keys() if right.get(name) != found.get(name))
     what = f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not; export again" if wrong else ""
@@ -105,13 +111,15 @@ def _check_copies(package: Package) -> Verdict:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """In a process that sees nothing of this project but the package."""
+    """In a process that sees nothing of this project but the package; what it says is not changed, also where it has a carriage return."""
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     apart |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", env=apart, timeout=TIMEOUT_S, check=False
+        done = subprocess.run(command, capture_output=True, env=apart, timeout=TIMEOUT_S, check=False)
+        said, errors = (
+            part.decode("utf-8", "replace").replace(os.linesep, "\n") for part in (done.stdout, done.stderr)
         )
+        return subprocess.CompletedProcess(command, done.returncode, said, errors)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"it did not end in {TIMEOUT_S} seconds")
     except OSError as error:

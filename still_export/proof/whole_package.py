@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from still_export.package.chat_format import ChatFormat
 from still_export.package.folder import Package
 from still_export.proof.texts_asked import CHATS, KINDS, Silent, asked_texts
 from still_export.proof.verdict import Check, Verdict
@@ -19,8 +21,15 @@ SPECIAL_MOST = 64
 """Special tokens whose texts are asked in every place; of all others, their ids."""
 CONTROL = (3, 4)
 """Types of a GGUF file's tokens that may end an answer beside the one that it names: of control, and those that its maker added."""
+GGUF_IDS = {"eos": "", "eot": "", "eom": "", "bos": "bos_token_id", "padding": "pad_token_id"}
+"""Tokens that a GGUF file names, and generation settings that are one of them."""
 SHOWN = 60
 """Characters of a text that a message shows."""
+SAVED = (
+    *("special_tokens_map", "added_tokens_decoder", "model_max_length", "clean_up_tokenization_spaces"),
+    *("padding_side", "truncation_side", "model_input_names"),
+)
+"""Attributes of a tokenizer of transformers that its files keep."""
 APART = ("transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "use_cache")
 """Entries of a generation configuration that change no token."""
 SINGLE, IDS = ("bos_token_id", "pad_token_id"), ("_token_id", "_token_ids")
@@ -64,22 +73,51 @@ def _check_texts(package: Package, source: Path) -> Verdict:
             wrong.append(
                 f"the tokens of {text[:SHOWN]!r} become {held.decode(found)[:SHOWN]!r}, the model's {back[:SHOWN]!r}"
             )
+    written = {token["content"]: token["id"] for token in _json(path).get("added_tokens") or []}
     wrong += [
-        f"token {token!r} has the id {held.token_to_id(token)}, the model's {number}"
+        f"token {token!r} has the id {found}, the model's {number}"
         for token, number in added
-        if held.token_to_id(token) != number
+        for found in {
+            held.token_to_id(token),
+            written.get(token),
+        }  # ids of its own that the library has better ones for
+        if found != number
     ]
     vocabulary = own.get_vocab()
     if held.get_vocab() != vocabulary:
         other = {token for token, number in held.get_vocab().items() if vocabulary.get(token) != number}
         other |= {token for token in vocabulary if token not in held.get_vocab()}
         wrong.append(f"{len(other)} words have other ids, such as {min(other)!r}")
+    wrong += _other_rules(held, own)
     what = "" if not wrong else wrong[0] + ("" if len(wrong) == 1 else f"; {len(wrong)} texts and words differ")
     name = f"the tokenizer reads and writes {len(texts)} texts as the model's"
     verdict.checks.append(Check(name, not wrong, what, TOKENIZER * bool(wrong), notes=tuple(wrong[1:5])))
     verdict.checks.append(_check_saved(package, own))
     verdict.add(_check_chat(package, held, own))
     return verdict
+
+
+def _other_rules(held: Any, own: Any) -> list[str]:
+    """What differs of two tokenizers beside words: merges, which texts reach by luck, rules of splitting, flags of special tokens."""
+    from tokenizers import Tokenizer
+
+    backend = getattr(own, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    model = Tokenizer.from_str(backend.to_str())
+    model.no_truncation()
+    model.no_padding()
+    found, right = (json.loads(each.to_str()) for each in (held, model))
+    parts = ((f"{part} of its model", *(e["model"].get(part) for e in (found, right))) for part in right["model"])
+    whole = ((part, found.get(part), right[part]) for part in right if part not in ("version", "model"))
+    wrong = []
+    for name, ours, theirs in (*parts, *whole):
+        if ours != theirs and name != "vocab of its model":  # words are compared above
+            if isinstance(ours, list) and isinstance(theirs, list):
+                place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+                name, ours, theirs = f"number {place} of {name}", *((e[place:] or [None])[0] for e in (ours, theirs))
+            wrong.append(f"{name} is {json.dumps(ours)[:SHOWN]}, the model's {json.dumps(theirs)[:SHOWN]}")
+    return wrong
 
 
 def _check_saved(package: Package, own: Any) -> Check:
@@ -93,14 +131,16 @@ def _check_saved(package: Package, own: Any) -> Check:
         return Check(name, False, f"it cannot be read: {' '.join(str(error).split())[:200]}", TOKENIZER_CONFIG)
     ids = [f"{kind}_token_id" for kind in ("bos", "eos", "pad", "unk")]
     wrong = [
-        f"{what} is {str(found)[:SHOWN]!r}, the model's {str(right)[:SHOWN]!r}"
-        for what in ("chat_template", *ids)
-        if (right := getattr(own, what, None)) != (found := getattr(saved, what, None))
+        f"{what} is {_place_of_difference(found, right)}"
+        for what in ("chat_template", *ids, *SAVED)
+        if str(right := getattr(own, what, None)) != str(found := getattr(saved, what, None))
     ]
     for text in (*KINDS, *saved.get_added_vocab()):
         right, found = ([*each(text)["input_ids"]] for each in (own, saved))
         if right != found:
             wrong.append(_first_difference(text, right, found))
+        elif (here := saved.decode(found)) != (there := own.decode(right)):
+            wrong.append(f"the tokens of {text[:SHOWN]!r} become {here[:SHOWN]!r}, the model's {there[:SHOWN]!r}")
     return Check(name, not wrong, wrong[0] if wrong else "", TOKENIZER_CONFIG * bool(wrong), notes=tuple(wrong[1:5]))
 
 
@@ -150,6 +190,14 @@ def _check_gguf_words(source: Path) -> Verdict:
     return Verdict.of([Check(name, not wrong, wrong[0] if wrong else "", notes=tuple(wrong[1:5]))])
 
 
+def _place_of_difference(found: Any, right: Any) -> str:
+    """Both sides around the first character in which they differ."""
+    ours, theirs = str(found), str(right)
+    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(0, place - SHOWN // 2)
+    return f"{ours[start : start + SHOWN]!r}, the model's {theirs[start : start + SHOWN]!r}"
+
+
 def _first_difference(text: str, right: Sequence[int], found: Sequence[int]) -> str:
     place = next(
         (i for i, pair in enumerate(zip(right, found, strict=False)) if pair[0] != pair[1]), min(len(right), len(found))
@@ -165,7 +213,12 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
     if not template or not chat:
         wrong = ["the model has none"] * (not template and bool(chat)) + ["the model has one"] * (template and not chat)
         return Verdict.of([Check(name, False, wrong[0], "manifest.json: chat")] if wrong else [])
-    text, wrong, asked = Text(Silent(package.path, package.manifest)), list[str](), 0  # type: ignore[arg-type]
+    text, asked = Text(Silent(package.path, package.manifest)), 0  # type: ignore[arg-type]
+    wrong = [
+        f"{what} is {_place_of_difference(chat.get(what), right)}"
+        for what, right in _chat_of(own).items()
+        if chat.get(what) != right
+    ]
     for messages, more in CHATS:
         try:
             right = own.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
@@ -191,35 +244,43 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
     )
 
 
+def _chat_of(own: Any) -> dict[str, Any]:
+    """What a manifest should say of the chat format of a tokenizer that has one."""
+    given = own.chat_template
+    templates = dict(given) if isinstance(given, Mapping) else {"default": str(given)}
+    found = ChatFormat(templates, dict(own.special_tokens_map))
+    start = ""
+    with contextlib.suppress(RunError):  # a template that takes no message alone
+        start = found.start()
+    return {**found.to_dict(), "start": start}
+
+
 def _check_ends(package: Package, source: Path) -> Verdict:
     """End tokens and generation settings."""
-    verdict, known = Verdict(), set(package.manifest["eos_token_ids"])
-    verdict.checks.append(_check_settings(package, {} if source.is_file() else _json(source / GENERATION)))
+    known = set(package.manifest["eos_token_ids"])
     if source.is_file():
         from gguf import GGUFReader
 
         reader = GGUFReader(source)
-        ends = [reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        right, more = ({int(f.contents()) for f in part if f is not None} for part in (ends[:1], ends))
+        fields = {name: reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in GGUF_IDS}
+        ids = {name: int(f.contents()) for name, f in fields.items() if f is not None}
+        said = {own: ids[name] for name, own in GGUF_IDS.items() if own and name in ids}
+        right, more = ({ids[name] for name in part if name in ids} for part in (("eos",), ("eos", "eot", "eom")))
         kinds = reader.get_field("tokenizer.ggml.token_type")
         more |= set() if kinds is None else {i for i, kind in enumerate(kinds.contents()) if kind in CONTROL}
     else:
-        said = _json(source / GENERATION)
+        config = _json(source / "config.json")
+        config = {**config.get("text_config", {}), **config}
+        own = {name: config[name] for name in (*SINGLE, "eos_token_id") if config.get(name) is not None}
+        said = _json(source / GENERATION) or own
         right = _ids(said.get("eos_token_id"))
-        if not said:
-            config = _json(source / "config.json")
-            right = _ids({**config.get("text_config", {}), **config}.get("eos_token_id"))
         more = right | _ids(_end_of_tokenizer(source))
-    passed = right <= known <= more
-    verdict.checks.append(
-        Check(
-            "end tokens are the model's",
-            passed,
-            "" if passed else f"they are {sorted(known)}, the model's {sorted(right)}",
-            "" if passed else "manifest.json: eos_token_ids",
-        )
-    )
-    return verdict
+    saved, where = _ids(_json(package.path / GENERATION).get("eos_token_id")), "manifest.json: eos_token_ids"
+    wrong = "" if right <= known <= more else f"they are {sorted(known)}, the model's {sorted(right)}"
+    if not wrong and saved != known:
+        wrong, where = f"they are {sorted(saved)} in {GENERATION} and {sorted(known)} in manifest.json", GENERATION
+    ends = Check("end tokens are the model's", not wrong, wrong, where * bool(wrong))
+    return Verdict.of([_check_settings(package, said, not (source / GENERATION).is_file()), ends])
 
 
 def _end_of_tokenizer(source: Path) -> int | None:
@@ -229,23 +290,27 @@ def _end_of_tokenizer(source: Path) -> int | None:
     return next((int(word["id"]) for word in words if word.get("content") == token), None)
 
 
-def _check_settings(package: Package, said: Mapping[str, Any]) -> Check:
-    """Generation settings that the model has and the package has otherwise, or the other way round; token ids but for those that are said
-    are the configuration's."""
+def _check_settings(package: Package, said: Mapping[str, Any], configured: bool) -> Check:
+    """Generation settings that the model has and the package has otherwise, or the other way round; where a model has none (`configured`)
+    token ids that its configuration leaves out are those of its class."""
     from transformers import GenerationConfig
 
-    first = {name: (said[name] or [None])[0] for name in SINGLE if isinstance(said.get(name), list)}
+    first = {name: _first(said[name]) for name in SINGLE if name in said}
     right, found = (
         GenerationConfig(**{k: v for k, v in each.items() if k not in APART}).to_dict()
         for each in ({**said, **first}, _json(package.path / GENERATION))
     )
-    asked = set(said) | {name for name in found.keys() | right.keys() if not name.endswith(IDS)}
+    asked = set(said) | {name for name in found.keys() | right.keys() if not (configured and name.endswith(IDS))}
     wrong = [
         f"{name} is {found.get(name)!r}, the model's {right.get(name)!r}"
         for name in sorted(asked.difference(APART))
         if found.get(name) != right.get(name)
     ]
     return Check("generation settings are the model's", not wrong, "; ".join(wrong[:4]), GENERATION * bool(wrong))
+
+
+def _first(said: Any) -> Any:
+    return (said or [None])[0] if isinstance(said, list) else said
 
 
 def _ids(said: Any) -> set[int]:

@@ -28,7 +28,11 @@ PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}
 PROGRAM = '''#!/usr/bin/env python3
 """{summary} `python {name} --help` says how."""
 
+import os
 import sys
+
+# Not where links lead: behind those of Hugging Face's cache no file has its name.
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from {runtime}.runners.{module} import main
 

@@ -144,7 +144,8 @@ def open_session(
     path = folder / (graph if isinstance(graph, str) else MODEL)
     allow_opset(manifest)
     if isinstance(graph, bytes):
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        real = str((folder / MODEL).resolve().parent)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", real)
     try:
         session = onnxruntime.InferenceSession(
             graph if isinstance(graph, bytes) else str(path), options, providers=[*cuda, "CPUExecutionProvider"]
@@ -307,7 +308,8 @@ class OrtModel(Runner):
         self.replays = able if replay is None else replay
         graph, self._watched = watched or (MODEL, [])
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
-        self._weights = Held(self.folder / name for name in weights)
+        mapped = [self.folder / name for name in weights]
+        self._mapped = Held(mapped if self.native is None else [*mapped, self.native])
         hashing = Hashing(self.folder, self.manifest, weights if check else [])
         try:
             self.session = open_session(
@@ -333,8 +335,8 @@ class OrtModel(Runner):
         self._given: dict[str, Any] = {}  # of those that images have, for the call that is made
 
     def check_files(self) -> None:
-        """As of Runner: ONNX Runtime maps the weights."""
-        self._weights.check()
+        """As of Runner: the weights and the kernels' library are mapped."""
+        self._mapped.check()
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """As of Runner. The weights stay where they are: the adapter is bound to inputs that are empty without one.
@@ -753,5 +755,5 @@ def main() -> int:
             print("--no-check: damaged weights go unnoticed", file=sys.stderr)
         return OrtModel(options.folder, options.threads, options.provider, check=not options.no_check)
 
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).absolute().parents[2]  # where its name is, not where a link leads
     return run_program(str(__doc__), here, open_runner, add_options)

@@ -341,5 +341,5 @@ def main() -> int:
     def open_runner(options: argparse.Namespace) -> Runner:
         return TrtModel(options.folder, options.plugin)
 
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).absolute().parents[2]  # where its name is, not where a link leads
     return run_program(str(__doc__), here, open_runner, add_options, (RunError, CudaError, MemoryError))

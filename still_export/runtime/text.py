@@ -46,7 +46,15 @@ class Text:
         self.chat = read_format(model.manifest.get("chat"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the tokenizer puts around a plain text."""
+        """Token ids of `text`; `special` adds what the tokenizer puts around a plain text.
+
+        Raises:
+            RunError: It has half of a surrogate pair.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # of JSON's escapes, or of bytes of a command line that are no UTF-8
+            raise RunError("the text has half of a surrogate pair, which is no character. Give it in UTF-8.") from None
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def stream(self, tokens: Iterable[int], marks: Mapping[int, str] = NO_MARKS) -> Iterator[str]:

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import json
 import math
+import os
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -95,6 +96,7 @@ class _Server:
         self.metrics = Metrics(worker.scheduler)
         self.generation = _sampling_settings(worker.scheduler.model)
         self.created = int(time.time())
+        self._arriving: dict[asyncio.Task[bytes], None] = {}  # bodies, the oldest first
         self._reading = 0
         self._tokenizers = CapacityLimiter(TOKENIZERS)
 
@@ -102,7 +104,10 @@ class _Server:
         """`handler` whose errors are answers, and whose answers are counted."""
 
         async def handle(request: HttpRequest) -> Response:
+            two_lengths = "transfer-encoding" in request.headers and "content-length" in request.headers
             try:
+                if two_lengths:  # of which a proxy before this server may take the other
+                    raise ApiError(400, "the request has Content-Length and Transfer-Encoding. Send one of them.")
                 if self.settings.hosts is not None:
                     _check_host(request.headers.get("host", ""), self.settings.hosts)
                 response = await handler(request)
@@ -114,6 +119,8 @@ class _Server:
             except Exception as error:  # a bug of ours: the others' requests go on
                 traceback.print_exception(error)
                 response = _json(ApiError(500, "the server failed on this request.").to_dict(), 500)
+            if two_lengths:
+                response.headers["connection"] = "close"
             path = request.scope["route"].path
             self.metrics.responses.labels(path, str(response.status_code)).inc()
             return response
@@ -126,7 +133,7 @@ class _Server:
         async def handle(request: HttpRequest) -> Response:
             if self.settings.api_key is not None:
                 scheme, _, given = request.headers.get("authorization", "").partition(" ")
-                same = hmac.compare_digest(given.strip().encode("latin-1"), self.settings.api_key.encode())
+                same = hmac.compare_digest(given.strip().encode("latin-1"), os.fsencode(self.settings.api_key.strip()))
                 if scheme.lower() != "bearer" or not same:
                     message = "the API key is missing or wrong; send it as Authorization: Bearer KEY."
                     raise ApiError(401, message, None, "invalid_api_key")
@@ -216,21 +223,39 @@ class _Server:
     async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> Asked:
         """What a client asks, read by as few at a time as could be answered; None: to be read ahead, a text or a chat."""
         scheduler = self.worker.scheduler
+        body = await self._body(http)
         if self._reading >= scheduler.places:
             message = f"{self._reading} requests are being read, which is the limit. Ask again later."
             raise ApiError(429, message, None, "rate_limit_exceeded")
+
+        def understand() -> Asked:
+            said, name = _parsed(body), self.settings.name
+            chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
+            return asked(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
+
         self._reading += 1
         try:
-            body = await _read_body(http, self.settings.body_bytes)
-
-            def understand() -> Asked:
-                said, name = _parsed(body), self.settings.name
-                chosen = kind or (Chat if isinstance(said, dict) and "messages" in said else Completion)
-                return asked(understood(chosen, said, name), scheduler.text, scheduler.context, warm=kind is None)
-
             return await to_thread.run_sync(understand, limiter=self._tokenizers)
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply.", None, "invalid_value") from None
         finally:
             self._reading -= 1
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        """The body; where too many are on their way, the slowest is given up: clients that send none to its end keep no place."""
+        if len(self._arriving) >= self.worker.scheduler.places:
+            next(iter(self._arriving)).cancel()
+        task = asyncio.ensure_future(_read_body(http, self.settings.body_bytes))
+        self._arriving[task] = None
+        try:
+            await asyncio.wait((task,))
+            if task.cancelled():
+                message = "the body is slower than those of too many others. Ask again later."
+                raise ApiError(429, message, None, "rate_limit_exceeded")
+            return task.result()
+        finally:
+            task.cancel()
+            self._arriving.pop(task, None)
 
     def _submit(self, request: Asked, warm: bool = False) -> tuple[Request, asyncio.Queue[Event]]:
         loop = asyncio.get_running_loop()
@@ -354,9 +379,14 @@ async def _read_body(http: HttpRequest, most: int) -> bytes:
 
 def _parsed(body: bytes) -> object:
     try:
-        return json.loads(body.decode("utf-8"))
+        return json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {str(error)[:200]}.", None, "invalid_json") from None
+
+
+def _no_number(name: str) -> None:
+    """NaN and Infinity, which Python's own reader takes."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
 async def _gone(http: HttpRequest) -> None:

@@ -15,10 +15,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 SPARE_DESCRIPTORS = 64
 """File descriptors that connections leave to the rest of the process."""
 
+QUEUE = 512
+"""Connections that wait in the system until the event loop accepts them."""
+
+ACCEPTED = 16
+"""Connections that the event loop accepts in one round. It makes them in the rounds that follow, and others are closed for them then."""
+
+ROUNDS = 4
+
 
 @dataclass
 class Connections:
-    """Limits of all connections of a server.
+    """Limits of all connections of a server, for which the process may have more descriptors where the system allows it.
 
     Args:
         most: Connections at the same time. One more closes the one that has waited longest without a request.
@@ -39,9 +47,13 @@ class Connections:
             import resource
         except ImportError:  # Windows
             return
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY:
-            self.most = min(self.most, max(1, soft - SPARE_DESCRIPTORS))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        others = ROUNDS * ACCEPTED + SPARE_DESCRIPTORS
+        infinite = resource.RLIM_INFINITY
+        if soft != infinite and soft < self.most + others:
+            soft = self.most + others if hard == infinite else min(self.most + others, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            self.most = min(self.most, max(1, soft - others))
 
     def __call__(self, **given: Any) -> Connection:
         """A new connection, as uvicorn makes one."""
@@ -61,7 +73,9 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._watch()
         if len(self.connections) > self.limits.most:
-            next(iter(self.limits.waiting)).transport.abort()
+            oldest = next(iter(self.limits.waiting))
+            oldest._forget()  # or it would be the oldest for others of the same round, too
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -15,7 +15,7 @@ import uvicorn
 
 from still_export.errors import ConfigError
 from still_export.serving.app import Settings, make_app
-from still_export.serving.connection import Connections, report_once
+from still_export.serving.connection import ACCEPTED, QUEUE, Connections, report_once
 from still_export.serving.worker import Worker
 
 
@@ -27,7 +27,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=512)
+        return socket.create_server((host, port), family=family, backlog=QUEUE)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error}. Choose others: --host, --port.") from error
 
@@ -60,6 +60,7 @@ class Server(uvicorn.Server):
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=stop_timeout_s,
+            backlog=ACCEPTED,
         )
         super().__init__(config)
 
@@ -83,6 +84,8 @@ class Server(uvicorn.Server):
         """Listen."""
         asyncio.get_running_loop().set_exception_handler(report_once())
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(QUEUE)  # asyncio has one number for both
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end: asked ten times a second."""

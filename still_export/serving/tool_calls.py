@@ -179,14 +179,13 @@ class ToolCalls:
         if not self._calls or self.form is None:
             return held, []
         try:
-            found = self.form.calls(held.strip(), self.tools)
+            return "", [_said(name, given) for name, given in self.form.calls(held.strip(), self.tools)]
         except _ERRORS:
             return held, []
-        return "", [_said(name, given) for name, given in found]
 
 
 def _said(name: str, given: Any) -> dict[str, Any]:
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
     # Mistral's templates take names of calls with nine letters and digits alone.
     return {"id": secrets.token_hex(5)[:9], "type": "function", "function": {"name": name, "arguments": arguments}}
 

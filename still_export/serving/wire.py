@@ -283,7 +283,6 @@ def _chat_ids(request: Chat, text: Text, warm: bool) -> list[int]:
         arguments.setdefault("reasoning_effort", request.reasoning_effort)
     if request.documents is not None:
         arguments["documents"] = request.documents
-    _characters(json.dumps([messages, request.tools, arguments], ensure_ascii=False))
     goes_on = request.continue_final_message
     if goes_on is None and request.add_generation_prompt is not None:
         goes_on = False
@@ -297,17 +296,8 @@ def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Tex
             raise RunError(f"prompt has {len(prompt)} texts; send one request for each.")
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return text.encode(_characters(prompt))
+        return text.encode(prompt)
     return [token for token in prompt if isinstance(token, int)]
-
-
-def _characters(text: str) -> str:
-    """`text`, which a tokenizer can take."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RunError("the text has half of a surrogate pair, which is no character.") from None
-    return text
 
 
 FINISHED = {"end": "stop", "stop": "stop", "length": "length"}

@@ -134,5 +134,5 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
 
 
 def _absolute(source: str) -> str:
-    """A path as an absolute one; hub ids stay."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
+    """A path as an absolute one; hub ids stay. Links do: behind those of Hugging Face's cache a GGUF file has neither ending nor parts."""
+    return os.path.abspath(source) if Path(source).exists() else source

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from still_export.errors import ConfigError, PackageError
 from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions, Progress, silent
-from still_export.graph.weights_file import save_streaming
+from still_export.graph.weights_file import load_graph, place_weights, save_streaming
 from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.runtime.bundle import PROGRAMS
@@ -193,11 +193,12 @@ def state_identity(content: dict[str, Any]) -> str:
 
 def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:
     """Run the target's steps and write the graph, and the weights where steps changed them; whether they did."""
-    path, model = lowering.folder / MODEL, ir.load(source / PORTABLE)
+    path, model = lowering.folder / MODEL, load_graph(source / PORTABLE)
     lowering.passes |= run_steps(model, target.steps, lowering.dump, traits)
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
     if rewritten:
         save_streaming(model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total))
     else:
+        place_weights(model, lowering.folder, DATA)
         ir.save(model, path)
     return model, rewritten

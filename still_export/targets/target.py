@@ -73,6 +73,7 @@ class Target:
         options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
         steps: From the portable graph to the target's, in order; they read no weight, but may say what is written in its place.
         finish: Writes the target's own files and completes the manifest; called with the graph.
+        derived: Texts of files that follow from a package's folder and manifest, by name.
         traits: Of a package and the options, which steps ask for.
         demand: Raises ConfigError for what the target with its options cannot have of an export.
         check: Raises for what it cannot have of a model, given its manifest and the options.
@@ -99,6 +100,7 @@ class Target:
     own_layouts: Callable[[Any], bool] | None = None
     caches: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+    derived: Callable[[Path, dict[str, Any]], dict[str, str]] = lambda folder, manifest: {}
     traits: Callable[[Any], Collection[str]] = lambda options: ()
     demand: Callable[[ExportOptions, Any], None] = _nothing
     check: Callable[[dict[str, Any], Any], None] = _nothing
@@ -146,7 +148,7 @@ class Target:
         self.check_dtype(dtype)
         feeding = manifest.get("feeding") or {}
         inserted = feeding.get("inserted")
-        if (feeding and not self.portable) or (inserted and manifest.get("speculate")):
+        if feeding and (not self.portable or manifest.get("speculate")):
             what = "--speculate" if self.portable else f"--to {self.to}"
             wanted = f"a token of its own behind every {inserted['every']}" if inserted else "a prompt in one call"
             raise UnsupportedError(

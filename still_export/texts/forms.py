@@ -13,49 +13,15 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError
-from still_export.texts.tasks import ANSWER, Weighing, hide, piece, places, room_for_filler, stretch
+from still_export.texts.tasks import ANSWER, DATA, Weighing, hide, piece, places, room_for_filler, stretch
 
 OPEN, CLOSE = "\x02", "\x03"
 """Around a value in a text; a space before it belongs to it, because tokenizers join it."""
 MOST_FACTS, MOST_TURNS = 24, 12
 
-PEOPLE = (
-    "Alice Anton Beatrice Boris Carla Cedric Daniel Dora Edgar Elena Felix Fiona George Greta Hannah Hugo Irene Ivan Julia Karl Laura "
-    "Leon Maria Martin Nadia Nora Oliver Oscar Paula Peter Rachel Robert Sandra Simon Teresa Thomas Ursula Victor Wanda William"
-).split()
-SURNAMES = (
-    "Adams Bauer Carter Dubois Evans Fischer Garcia Hansen Ivanov Jensen Keller Lopez Moreau Novak Olsen Parker Quinn Rossi Schmidt "
-    "Turner Vogel Walker Young Zimmer"
-).split()
-TOWNS = (
-    "Bergen Bristol Cologne Dallas Dublin Florence Geneva Hamburg Kyoto Lisbon Lyon Madrid Milan Naples Oslo Porto Prague Quebec "
-    "Seville Toronto Turin Vienna Warsaw Zurich"
-).split()
-COMPANIES = (
-    "Acme Borealis Corvex Deltron Everline Fintra Globex Hexaware Ionic Juniper "
-    "Kestrel Lumina Meridian Nimbus Orbita Pinnacle"
-).split()
-PROJECTS = (
-    "Apollo Badger Cascade Dynamo Echo Falcon Granite Horizon Iris Jupiter Kepler "
-    "Lotus Mercury Nova Orion Phoenix Quartz Raven"
-).split()
-GOODS = (
-    "printer router camera lamp heater freezer scanner telescope engine pump "
-    "generator keyboard turbine microscope projector boiler"
-).split()
-ROOMS = "archive laboratory kitchen workshop warehouse garage office library attic cellar greenhouse reception".split()
-COLOURS = "red blue green yellow purple orange black white brown pink silver gold turquoise violet".split()
-JOBS = (
-    "nurse pilot carpenter lawyer teacher chemist farmer painter butcher plumber editor tailor dentist surgeon".split()
-)
-INSTRUMENTS = "violin cello flute trumpet piano guitar drums harp clarinet saxophone accordion oboe".split()
-ANIMALS = "horse parrot rabbit hamster goat turtle spaniel donkey canary ferret hedgehog peacock".split()
-DRINKS = "coffee tea lemonade cider cocoa milk beer juice water wine".split()
-WORDS = (
-    "lantern velvet harvest cobalt meadow thunder pebble saffron glacier walnut ember marble willow canyon tulip feather anchor cactus "
-    "cinnamon dragon eclipse fossil ginger hazel"
-).split()
-MONTHS = "January February March April May June July August September October November December".split()
+_NAMES = [names.split() for names in DATA["names"].values()]
+PEOPLE, SURNAMES, TOWNS, COMPANIES, PROJECTS, GOODS, ROOMS, *_OTHERS = _NAMES
+COLOURS, JOBS, INSTRUMENTS, ANIMALS, DRINKS, WORDS, MONTHS = _OTHERS
 
 SUBJECTS: dict[str, Callable[[np.random.Generator], str]] = {
     "person": lambda rng: pick(PEOPLE, rng) if rng.random() < 0.5 else f"{pick(PEOPLE, rng)} {pick(SURNAMES, rng)}",
@@ -96,36 +62,7 @@ class Relation:
     question: str = ""
 
 
-RELATIONS = (
-    Relation("locker code", "person", "number", "{s} opens the locker with {v}", "With what does {s} open the locker?"),
-    Relation("phone number", "company", "number", "You can reach {s} at {v}", "At what number can you reach {s}?"),
-    Relation("home town", "person", "town", "{s} comes from {v}", "Where does {s} come from?"),
-    Relation("favourite colour", "person", "colour", "{s} likes {v} best", "Which colour does {s} like best?"),
-    Relation("price", "thing", "number", "{s} costs {v} dollars", "How many dollars does {s} cost?"),
-    Relation("opening year", "room", "year", "{s} was opened in {v}", "In which year was {s} opened?"),
-    Relation("director", "company", "person", "{s} is led by {v}", "Who leads {s}?"),
-    Relation("port", "project", "number", "{s} listens on port {v}", "On which port does {s} listen?"),
-    Relation("departure time", "town", "time", "The train to {s} leaves at {v}", "When does the train to {s} leave?"),
-    Relation("password", "thing", "word", "{s} is unlocked by the word {v}", "By which word is {s} unlocked?"),
-    Relation("password", "project", "two words"),
-    Relation("profession", "person", "job", "{s} works as a {v}", "What does {s} work as?"),
-    Relation("weight", "thing", "short number", "{s} weighs {v} kilograms", "How many kilograms does {s} weigh?"),
-    Relation("latest version", "project", "version", "{s} was released as {v}", "As which version was {s} released?"),
-    Relation("mayor", "town", "person", "{v} is the mayor of {s}", "Who is the mayor of {s}?"),
-    Relation("instrument", "person", "instrument", "{s} plays the {v}", "What does {s} play?"),
-    Relation("deadline", "project", "date", "{s} must be finished by {v}", "By when must {s} be finished?"),
-    Relation("order number", "person", "code", "{s} ordered under {v}", "Under which number did {s} order?"),
-    Relation("owner", "thing", "person", "{s} belongs to {v}", "To whom does {s} belong?"),
-    Relation("pet", "person", "animal", "{s} keeps a {v}", "Which animal does {s} keep?"),
-    Relation("drink", "person", "drink", "{s} asked for {v}", "What did {s} ask for?"),
-    Relation("access code", "room", "code", "{s} opens with {v}", "With which code does {s} open?"),
-    Relation("number of seats", "room", "short number", "{s} has {v} seats", "How many seats does {s} have?"),
-    Relation("head office", "company", "town", "{s} moved to {v}", "Where did {s} move?"),
-    Relation("birthday", "person", "date", "{s} was born on {v}", "On which day was {s} born?"),
-    Relation("serial number", "thing", "code"),
-    Relation("secret number", "thing", "number"),
-    Relation("magic word", "person", "word"),
-)
+RELATIONS = tuple(Relation(*relation) for relation in DATA["relations"])
 
 
 @dataclass(frozen=True)

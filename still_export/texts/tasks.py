@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,9 @@ ANSWER = -1.0
 """Stands for the loss weight of an answer's tokens until `Weighing` knows how many answers a row has."""
 FEW_ANSWERS = 4
 """A single answer with the weight of a whole row's would make the gradient of a step that answer's."""
-_COLOURS = "amber azure black bronze brown copper coral cream crimson golden green grey ivory olive orange pink purple red silver white"
-_THINGS = (
-    "anchor apple arrow badger barrel basket beacon bell bottle bridge candle castle clock cloud falcon feather forest garden hammer "
-    "harbor island kettle ladder lantern lemon lion mirror mountain needle orchard otter pencil piano pocket rabbit river saddle "
-    "shadow spider stone table temple thunder tiger tower tunnel valley violin wagon whale window winter"
-)
-COLOURS, THINGS = _COLOURS.split(), _THINGS.split()
+DATA: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+"""Names, things and relations that rows speak of."""
+COLOURS, THINGS = DATA["key_colours"].split(), DATA["key_things"].split()
 
 
 @dataclass(frozen=True)

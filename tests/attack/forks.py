@@ -14,6 +14,8 @@ import time
 import traceback
 from dataclasses import dataclass
 
+DOTS = re.compile(r" \.+ \d+ s$")
+"""How a line of progress ends."""
 MEMORY_BYTES = 12 << 30
 """Address space of a process: a damaged size must not take the machine's memory."""
 
@@ -50,10 +52,11 @@ class Ended:
 
 
 def _is_noise(line: str) -> bool:
-    """Warnings of libraries, usage, timings, and where a native kernel stays out: no error message."""
+    """Warnings of libraries, usage, timings, progress, and where a native kernel stays out: no error message."""
     line = re.sub("\x1b\\[[0-9;]*m", "", line)
     return not line.strip() or (
         "Warning" in line
+        or DOTS.search(line) is not None
         or line.startswith(
             (
                 "[",

@@ -81,7 +81,7 @@ def anchors(page: Path) -> set[str]:
 
 def guide() -> list[Path]:
     """The pages of docs/guide in the order of its first page."""
-    return [GUIDE, *(GUIDE.parent / link for link in links(GUIDE) if "/" not in link)]
+    return [GUIDE, *(GUIDE.parent / link for link in links(GUIDE) if not {"/", "#"} & set(link))]
 
 
 SESSIONS = {"README": [README], "guide": guide()}

@@ -41,8 +41,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "qwen3_moe")
 VARIANTS: dict[str, dict[str, Any]] = {
     "a selection a group": {"select_scope": "kv_group_max"},
     "an int8 cache": {"cache": "int8"},
-    "an int8 cache that folds": {"cache": "int8", "overflow": "fold_min_score", "capacity_tokens": 160},
-    "a cache that folds": {"overflow": "fold_min_score", "capacity_tokens": 160},
+    "an int8 cache that folds": {"cache": "int8", "overflow": "fold_oldest", "capacity_tokens": 160},
+    "a cache that folds": {"overflow": "fold_oldest", "capacity_tokens": 160},
     "one feature map, no gate": {"shared_feature_map": True, "gate": "none"},
     "window factors": {"window_factors": [[0.5, 1.0, 2.0, 4.0]] * 3},
     **{

@@ -51,19 +51,18 @@ CASES = [
     (1, 1, 4096, "kv_group_max", "error", "channel", torch.float16, "float"),
     (1, 1, 65536, "kv_group_mean", "error", "channel", torch.bfloat16, "float"),  # no clusters
     (2, 1, 4096, "q_head", "error", "channel", torch.float32, "float"),
-    (2, 1, 640, "q_head", "fold_min_score", "channel", torch.float16, "float"),
+    (2, 1, 640, "q_head", "fold_oldest", "channel", torch.float16, "float"),
     (2, 2, 4096, "q_head", "error", "channel", torch.float16, "float"),
     (2, 300, 4096, "kv_group_mean", "error", "channel", torch.float16, "float"),
     (1, 2048, 65536, "q_head", "error", "none", torch.float16, "float"),
     (1, 300, 640, "q_head", "fold_oldest", "channel", torch.float32, "float"),
-    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, "float"),
     (1, 20000, 65536, "q_head", "error", "channel", torch.float16, "float"),
     (2, 100, 128, "q_head", "error", "channel", torch.bfloat16, "float"),  # no slot
     (3, 200, 4096, "q_head", "error", "channel", torch.bfloat16, "float"),
     (3, 70, 640, "kv_group_max", "fold_oldest", "none", torch.float16, "float"),
     (1, 1, 65536, "q_head", "error", "channel", torch.float16, "int8"),
     (2, 300, 4096, "kv_group_max", "error", "none", torch.bfloat16, "int8"),
-    (1, 300, 640, "q_head", "fold_min_score", "channel", torch.float16, "int8"),
+    (1, 300, 640, "q_head", "fold_oldest", "channel", torch.float16, "int8"),
     (3, 200, 4096, "q_head", "error", "channel", torch.float32, "int8"),
 ]
 

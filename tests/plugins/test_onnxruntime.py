@@ -27,8 +27,7 @@ CASES: list[tuple[dict[str, Any], Any]] = [
     ({"chunk_size": 64, "salient_per_chunk": 4, "head_dim": 16, "feature_dim": None, "capacity_tokens": 1000},
      [130, 1, 1, 1, 59, 1, 1, [1, 61], [0, 1], [3, 70], 1, 200]),
     ({"chunk_size": 40, "head_dim": 20, "feature_dim": 33, "capacity_tokens": 1000}, [97, 1, 1, 30, [33, 64], 120]),
-    *(({"capacity_tokens": 20, "overflow": overflow, **knobs}, FOLDING)
-      for overflow in ("fold_oldest", "fold_min_score")
+    *(({"capacity_tokens": 20, "overflow": "fold_oldest", **knobs}, FOLDING)
       for knobs in ({}, {"select_scope": "kv_group_mean"}, {"local": "sliding"}, {"capacity_tokens": 8})),
 ]  # fmt: skip
 

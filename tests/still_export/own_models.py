@@ -28,19 +28,33 @@ from tests.block_cases import Layer, attended, chosen
 from tests.still_export.fla_models import States, turned
 
 Draw = Callable[[str, tuple[int, ...]], Tensor]
+Shapes = dict[str, tuple[int, ...]]
+COMMON: dict[str, Any] = dict(vocab_size=61, tie_word_embeddings=False, eos_token_id=None, pad_token_id=None)
+LLAMA: dict[str, Any] = dict(hidden_size=24, intermediate_size=44, num_hidden_layers=3)
 
 
 class OwnModel:
     """A model whose parameters `draw`(name, shape) gives, under its published names."""
 
     sizes: ClassVar[dict[str, Any]]
-    """Of its configuration."""
+    """Of its configuration, beside `COMMON`."""
+    names: ClassVar[tuple[str, str, str, str]] = ("model.embed_tokens", "lm_head", "model.norm", "model.layers")
+    """Of the embeddings, the head, the last norm and the layers."""
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
-        self.config = {"model_type": family, **self.sizes, **changes}
+        self.config = {"model_type": family, **COMMON, **self.sizes, **changes}
         self.tensors = {name: draw(name, shape) for name, shape in self.shapes().items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        c, (embeddings, head, norm, layers) = self.config, self.names
+        width, count = c.get("hidden_size") or c["d_model"], c.get("num_hidden_layers") or c["num_layers"]
+        found: dict[str, tuple[int, ...]] = {f"{name}.weight": (c["vocab_size"], width) for name in (embeddings, head)}
+        found[f"{norm}.weight"] = (width,)
+        for i in range(count):
+            found |= {f"{layers}.{i}.{name}": shape for name, shape in self.layer_shapes(i).items()}
+        return found
+
+    def layer_shapes(self, i: int) -> Shapes:
         raise NotImplementedError
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
@@ -48,8 +62,15 @@ class OwnModel:
 
     def layer(self, i: int) -> dict[str, Tensor]:
         """The tensors of layer `i` by the rest of their names."""
-        prefix = f"model.layers.{i}."
+        prefix = f"{self.names[3]}.{i}."
         return {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.tensors[f"{self.names[0]}.weight"][ids]
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """Logits of what the layers leave."""
+        return rms(x, self.tensors[f"{self.names[2]}.weight"]) @ self.tensors[f"{self.names[1]}.weight"].T
 
     def save_pretrained(self, folder: Path | str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -87,11 +108,30 @@ def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
+def turns(places: Tensor, dim: int, theta: float) -> Tensor:
+    """Rotations complex128 [T, 1, dim / 2] of tokens at `places` [T]."""
+    angles = places[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
+    return torch.polar(torch.ones_like(angles), angles)[:, None]
+
+
+def mlp_shapes(config: dict[str, Any]) -> Shapes:
+    """Of a layer's norms and its gated MLP, as Llama has them."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    shapes: Shapes = {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    shapes |= {f"mlp.{x}_proj.weight": (inner, width) for x in ("gate", "up")}
+    return {**shapes, "mlp.down_proj.weight": (width, inner)}
+
+
+def mlp(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    """What Llama's MLP adds to x."""
+    h = rms(x, w["post_attention_layernorm.weight"])
+    return (silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+
+
 class TransNormerModel(OwnModel):
     """TransNormerLLM; three heads, so that the slopes are those of no power of two."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
         decoder_embed_dim=24,
         decoder_layers=3,
         decoder_attention_heads=3,
@@ -102,9 +142,6 @@ class TransNormerModel(OwnModel):
         linear_use_lrpe_list=[1, 0, 1],
         no_scale_embedding=False,
         bias=False,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -132,7 +169,7 @@ class TransNormerModel(OwnModel):
     def logits(self, ids: Tensor, seen: States) -> Tensor:
         c = self.config
         heads, layers = c["decoder_attention_heads"], c["decoder_layers"]
-        x = self.tensors["model.embed_tokens.weight"][ids]
+        x = self.embedded(ids)
         x = x if c["no_scale_embedding"] else x * c["decoder_embed_dim"] ** 0.5
         places = torch.arange(ids.shape[1], dtype=x.dtype)[:, None, None]
         for i in range(layers):
@@ -156,13 +193,15 @@ class TransNormerModel(OwnModel):
 
 
 class SalaModel(OwnModel):
-    """MiniCPM-SALA: a sparse layer, a Lightning one, a sparse one; blocks as published, made small."""
+    """MiniCPM-SALA: a sparse layer, a Lightning one, a sparse one; blocks as published, made small.
+
+    prompt: Tokens of a prompt by whose length its layers go, as the published code does; 0: each token goes by its own place.
+    """
+
+    prompt = 0
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
+        **LLAMA,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=10,
@@ -195,38 +234,26 @@ class SalaModel(OwnModel):
         rms_norm_eps=1e-6,
         hidden_act="silu",
         max_position_embeddings=512,
-        tie_word_embeddings=False,
         attention_bias=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, i: int) -> Shapes:
         c = self.config
-        width, inner, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
-        found["model.norm.weight"] = (width,)
-        for i, kind in enumerate(c["mixer_types"]):
-            sparse = kind == "minicpm4"
-            heads, kept = (
-                ("num_attention_heads", "num_key_value_heads") if sparse else ("lightning_nh", "lightning_nkv")
-            )
-            size, keys = c[heads] * dim, (c[kept] or c[heads]) * dim
-            own: dict[str, tuple[int, ...]] = {"q_proj.weight": (size, width), "o_proj.weight": (width, size)}
-            own |= {f"{x}_proj.weight": (keys, width) for x in "kv"}
-            if sparse and c["attn_use_output_gate"]:
-                own["o_gate.weight"] = (size, width)
-            if not sparse:
-                own |= {"z_proj.weight": (size, width)} if c["use_output_gate"] else {}
-                own |= {"o_norm.weight": (size,)} if c["use_output_norm"] else {}
-                own |= {f"{x}_norm.weight": (dim,) for x in "qk"} if c["qk_norm"] else {}
-            own = {f"self_attn.{name}": shape for name, shape in own.items()}
-            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-            own |= {f"mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
-            own["mlp.down_proj.weight"] = (width, inner)
-            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+        width, dim = c["hidden_size"], c["head_dim"]
+        sparse = c["mixer_types"][i] == "minicpm4"
+        heads, kept = ("num_attention_heads", "num_key_value_heads") if sparse else ("lightning_nh", "lightning_nkv")
+        size, keys = c[heads] * dim, (c[kept] or c[heads]) * dim
+        own: dict[str, tuple[int, ...]] = {"q_proj.weight": (size, width), "o_proj.weight": (width, size)}
+        own |= {f"{x}_proj.weight": (keys, width) for x in "kv"}
+        if sparse and c["attn_use_output_gate"]:
+            own["o_gate.weight"] = (size, width)
+        if not sparse:
+            own |= {"z_proj.weight": (size, width)} if c["use_output_gate"] else {}
+            own |= {"o_norm.weight": (size,)} if c["use_output_norm"] else {}
+            own |= {f"{x}_norm.weight": (dim,) for x in "qk"} if c["qk_norm"] else {}
+        own = {f"self_attn.{name}": shape for name, shape in own.items()}
+        own |= mlp_shapes(c)
+        return own
 
     @property
     def blocks(self) -> Layer:
@@ -252,9 +279,8 @@ class SalaModel(OwnModel):
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
         c, dim = self.config, self.config["head_dim"]
-        x = self.tensors["model.embed_tokens.weight"][ids] * c["scale_emb"]
-        angles = torch.arange(ids.shape[1])[:, None] / c["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        x = self.embedded(ids) * c["scale_emb"]
+        turn = turns(torch.arange(ids.shape[1]), dim, c["rope_theta"])
         scale = c["scale_depth"] / c["num_hidden_layers"] ** 0.5
         for i, kind in enumerate(c["mixer_types"]):
             w = self.layer(i)
@@ -264,8 +290,10 @@ class SalaModel(OwnModel):
             if kind == "minicpm4" and c["attn_use_rope"]:
                 q, k = turned(q, turn), turned(k, turn)
             if kind == "minicpm4":
+                ends = [max(self.prompt, p + 1) for p in range(ids.shape[1])]
                 rows = [
-                    attended(self.blocks, q[b], k[b], v[b], chosen(self.blocks, q[b], k[b])[0]) for b in range(len(q))
+                    attended(self.blocks, q[b], k[b], v[b], chosen(self.blocks, q[b], k[b], ends)[0])
+                    for b in range(len(q))
                 ]
                 output = torch.stack(rows).to(x.dtype).flatten(2)
                 gate = own.get("o_gate.weight")
@@ -283,9 +311,7 @@ class SalaModel(OwnModel):
                 gate = own.get("z_proj.weight")
             output = output if gate is None else output * (h @ gate.T).sigmoid()
             x = x + scale * (output @ own["o_proj.weight"].T)
-            h = rms(x, w["post_attention_layernorm.weight"])
-            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-            x = x + scale * (inner @ w["mlp.down_proj.weight"].T)
+            x = x + scale * mlp(x, w)
         hidden = rms(x, self.tensors["model.norm.weight"]) * c["dim_model_base"] / c["hidden_size"]
         return hidden @ self.tensors["lm_head.weight"].T
 
@@ -294,10 +320,7 @@ class Rwkv7Model(OwnModel):
     """RWKV-7, the state as the paper has it: rows are values."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
+        **LLAMA,
         head_dim=8,
         decay_low_rank_dim=5,
         gate_low_rank_dim=6,
@@ -309,9 +332,6 @@ class Rwkv7Model(OwnModel):
         norm_eps=1e-5,
         fuse_norm=False,
         value_dim=[24] * 3,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -395,12 +415,10 @@ class Rwkv6Model(OwnModel):
     """RWKV-5 and RWKV-6 as their published folders have them, the state as the paper has it: read before a token, whose own part has a
     bonus."""
 
+    names = ("rwkv.embeddings", "head", "rwkv.ln_out", "rwkv.blocks")
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
-        hidden_size=24,
+        **LLAMA,
         attention_hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
         head_size=8,
         head_size_divisor=8,
         layer_norm_epsilon=1e-5,
@@ -441,10 +459,6 @@ class Rwkv6Model(OwnModel):
             found |= {f"rwkv.blocks.{i}.{name}": shape for name, shape in own.items()}
             norms += [f"rwkv.blocks.{i}.{x}" for x in ("ln1", "ln2", "attention.ln_x", *([] if i else ["pre_ln"]))]
         return found | {f"{name}.{x}": (width,) for name in norms for x in ("weight", "bias")}
-
-    def layer(self, i: int) -> dict[str, Tensor]:
-        prefix = f"rwkv.blocks.{i}."
-        return {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
         c, heads = self.config, self.config["hidden_size"] // self.config["head_size"]
@@ -501,20 +515,15 @@ class VisionModel(OwnModel):
     """PolaFormer's, InLine's and MirrorLA's attention by their formulas, whose n is the number of tokens so far."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
+        **LLAMA,
         num_attention_heads=3,
         num_key_value_heads=3,
         qkv_bias=True,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
-        kind = {"kernel_size": 5 if family == "polaformer" else 0, "mirrors": 5 if family == "mirrorla" else 0}
+        kind = {"kernel_size": 5 if family == "polaformer" else 0}
+        kind |= {"mirrors": 5, "head_mirrors": 2} if family == "mirrorla" else {"mirrors": 0}
         super().__init__(family, draw, **{**kind, **changes})
         for name in [n for n in self.tensors if n.endswith(".mirrors")]:
             # Two reflections of blocks of channels, the others of all.
@@ -522,30 +531,24 @@ class VisionModel(OwnModel):
             self.tensors[name][0, 4:] = 0
             self.tensors[name][1, :4] = self.tensors[name][1, 8:] = 0
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, i: int) -> Shapes:
         c = self.config
-        width, inner, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
-        found["model.norm.weight"] = (width,)
-        for i in range(c["num_hidden_layers"]):
-            polar, taps = c["model_type"] == "polaformer", c["kernel_size"]
-            names = "qkvg" if polar else "qkv"
-            own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
-            own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
-            own |= {"attn.mirrors": (c["mirrors"], width)} if c["mirrors"] else {}
-            size = width // heads
-            if taps and not polar:
-                own |= {"attn.residual.0.weight": (width, size, 1), "attn.residual.2.weight": (width * taps, size, 1)}
-                own |= {"attn.residual.0.bias": (width,), "attn.residual.2.bias": (width * taps,)}
-            if polar:
-                own |= {"attn.power": (heads, size), "attn.scale": (width,), "attn.dwc.bias": (size,)}
-                own["attn.dwc.weight"] = (size, 1, c["kernel_size"])
-            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
-            own["mlp.down_proj.weight"] = (width, inner)
-            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+        width, heads = c["hidden_size"], c["num_attention_heads"]
+        polar, taps = c["model_type"] == "polaformer", c["kernel_size"]
+        names = "qkvg" if polar else "qkv"
+        own: dict[str, tuple[int, ...]] = {f"attn.{x}_proj.weight": (width, width) for x in (*names, "o")}
+        own |= {f"attn.{x}_proj.bias": (width,) for x in (*(names if c["qkv_bias"] else ""), "o")}
+        own |= {"attn.mirrors": (c["mirrors"], width)} if c["mirrors"] else {}
+        own |= {"attn.head_mirrors": (c["head_mirrors"], heads)} if c.get("head_mirrors") else {}
+        size = width // heads
+        if taps and not polar:
+            own |= {"attn.residual.0.weight": (width, size, 1), "attn.residual.2.weight": (width * taps, size, 1)}
+            own |= {"attn.residual.0.bias": (width,), "attn.residual.2.bias": (width * taps,)}
+        if polar:
+            own |= {"attn.power": (heads, size), "attn.scale": (width,), "attn.dwc.bias": (size,)}
+            own["attn.dwc.weight"] = (size, 1, c["kernel_size"])
+        own |= mlp_shapes(c)
+        return own
 
     def residual(self, w: dict[str, Tensor], h: Tensor, v: Tensor) -> Tensor:
         """InLine's: of each channel the latest values, weighted as convolutions in groups say of the mean input so far, [B, T, C]."""
@@ -562,7 +565,7 @@ class VisionModel(OwnModel):
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
         c, heads = self.config, self.config["num_attention_heads"]
-        x = self.tensors["model.embed_tokens.weight"][ids]
+        x = self.embedded(ids)
         for i in range(c["num_hidden_layers"]):
             w = self.layer(i)
             h = rms(x, w["input_layernorm.weight"])
@@ -574,6 +577,10 @@ class VisionModel(OwnModel):
             for mirror in w.get("attn.mirrors", []):
                 unit = mirror / mirror.norm()
                 wide |= {n: wide[n] - 2 * (wide[n] @ unit)[..., None] * unit for n in "qk"}
+            for mirror in w.get("attn.head_mirrors", []):
+                across = torch.eye(heads, dtype=mirror.dtype) - 2 * torch.outer(mirror, mirror) / mirror.square().sum()
+                for n in "qk":
+                    wide[n] = torch.einsum("gh,bthd->btgd", across, wide[n].unflatten(-1, (heads, -1))).flatten(2)
             q, k, v = (wide[n].unflatten(-1, (heads, -1)).transpose(1, 2) for n in "qkv")  # [B, H, T, D]
             scale, ones, outputs = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1]), []
             taps = c["kernel_size"] if "attn.dwc.weight" in w else 0
@@ -618,17 +625,14 @@ class VisionModel(OwnModel):
                 )
                 rows = (rows + beside.transpose(1, 2)) * linear(h, "g")
             x = x + linear(rows, "o")
-            h = rms(x, w["post_attention_layernorm.weight"])
-            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-            x = x + inner @ w["mlp.down_proj.weight"].T
-        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+            x = x + mlp(x, w)
+        return self.read_out(x)
 
 
 class MohModel(OwnModel):
     """MoH-LLaMA3: the mask of heads as it is published, behind softmax attention."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
         hidden_size=32,
         intermediate_size=44,
         num_hidden_layers=3,
@@ -637,33 +641,22 @@ class MohModel(OwnModel):
         rope_theta=1000.0,
         rms_norm_eps=1e-6,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, i: int) -> Shapes:
         c = self.config
-        width, inner = c["hidden_size"], c["intermediate_size"]
+        width = c["hidden_size"]
         keys = width // c["num_attention_heads"] * c["num_key_value_heads"]
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
-        found["model.norm.weight"] = (width,)
-        for i in range(c["num_hidden_layers"]):
-            own: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": (width, width) for x in "qo"}
-            own |= {f"self_attn.{x}_proj.weight": (keys, width) for x in "kv"}
-            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
-            own["mlp.down_proj.weight"] = (width, inner)
-            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+        own: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": (width, width) for x in "qo"}
+        own |= {f"self_attn.{x}_proj.weight": (keys, width) for x in "kv"}
+        own |= mlp_shapes(c)
+        return own
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
         c, heads = self.config, self.config["num_attention_heads"]
         shared, routed = c.get("shared_heads") or heads // 2, c.get("routed_heads") or heads // 4
-        x, dim = self.tensors["model.embed_tokens.weight"][ids], c["hidden_size"] // heads
-        angles = torch.arange(ids.shape[1])[:, None] / c["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        x, dim = self.embedded(ids), c["hidden_size"] // heads
+        turn = turns(torch.arange(ids.shape[1]), dim, c["rope_theta"])
         for i in range(c["num_hidden_layers"]):
             w = self.layer(i)
             h = rms(x, w["input_layernorm.weight"])
@@ -676,57 +669,44 @@ class MohModel(OwnModel):
                 scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2) * mask[..., None]
             )
             x = x + rows.flatten(2) @ w["self_attn.o_proj.weight"].T
-            h = rms(x, w["post_attention_layernorm.weight"])
-            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-            x = x + inner @ w["mlp.down_proj.weight"].T
-        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+            x = x + mlp(x, w)
+        return self.read_out(x)
 
 
 class RatModel(OwnModel):
     """RAT: the scan one token after the other, softmax over the chunks' ends and the token's own key."""
 
+    names = ("embedding.wte", "head.lm_head", "backbone.ln", "backbone.layers")
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
         d_model=24,
         num_layers=3,
         d_head=6,
         ngroups=2,
         chunk_size=7,
         d_ffn=44,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, i: int) -> Shapes:
         c = self.config
         width, few = c["d_model"], c["ngroups"] * c["d_head"]
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"embedding.wte.weight": embeddings, "head.lm_head.weight": embeddings}
-        found["backbone.ln.weight"] = (width,)
-        for i in range(c["num_layers"]):
-            local = i % (c.get("interleave_step") or 1) > 0
-            own: dict[str, tuple[int, ...]] = {
-                "seq_layer.in_proj.weight": (3 * width + (0 if local else 2 * few), width),
-                **({} if local else {"seq_layer.gate_bias": (width,)}),
-                "seq_layer.input_norm.weight": (width,),
-                "seq_layer.out_proj.weight": (width, width),
-                "hidden_layer.ln.weight": (width,),
-                "hidden_layer.fc1.weight": (c["d_ffn"], width),
-                "hidden_layer.fc2.weight": (width, c["d_ffn"]),
-            }
-            found |= {f"backbone.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+        local = i % (c.get("interleave_step") or 1) > 0
+        own: dict[str, tuple[int, ...]] = {
+            "seq_layer.in_proj.weight": (3 * width + (0 if local else 2 * few), width),
+            **({} if local else {"seq_layer.gate_bias": (width,)}),
+            "seq_layer.input_norm.weight": (width,),
+            "seq_layer.out_proj.weight": (width, width),
+            "hidden_layer.ln.weight": (width,),
+            "hidden_layer.fc1.weight": (c["d_ffn"], width),
+            "hidden_layer.fc2.weight": (width, c["d_ffn"]),
+        }
+        return own
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
-        c, x = self.config, self.tensors["embedding.wte.weight"][ids]
+        c, x = self.config, self.embedded(ids)
         width, dim, size, few = c["d_model"], c["d_head"], c["chunk_size"], c["ngroups"] * c["d_head"]
-        chunks = torch.arange(ids.shape[1])[:, None] // size
-        angles = chunks / c.get("base", 1e4) ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = turns(torch.arange(ids.shape[1]) // size, dim, c.get("base", 1e4))
         for i in range(c["num_layers"]):
-            prefix = f"backbone.layers.{i}."
-            w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+            w = self.layer(i)
             h = rms(x, w["seq_layer.input_norm.weight"]) @ w["seq_layer.in_proj.weight"].T
             if "seq_layer.gate_bias" not in w:
                 x = x + self.local(h, dim) @ w["seq_layer.out_proj.weight"].T
@@ -739,11 +719,12 @@ class RatModel(OwnModel):
             z, v, g, q, k = h.split((width, width, width, few, few), -1)
             g = (g + w["seq_layer.gate_bias"]).sigmoid()
             q, k = (y.repeat(1, 1, width // few) for y in (q, k))
-            u, g, state, scanned = torch.cat((v, k), -1), torch.cat((g, g), -1), 0.0, []
+            u, g, scanned = torch.cat((v, k), -1), torch.cat((g, g), -1), list[Tensor]()
+            state = torch.zeros_like(u[:, 0])
             for t in range(ids.shape[1]):
-                state = (0 if t % size == 0 else g[:, t] * state) + (1 - g[:, t]) * u[:, t]
+                state = (t % size > 0) * g[:, t] * state + (1 - g[:, t]) * u[:, t]
                 scanned.append(state)
-            seen.recurrent[i] = state[:, :, None]  # type: ignore[index]
+            seen.recurrent[i] = state[:, :, None]
             v, k = torch.stack(scanned, 1).chunk(2, -1)
             q, k, v = (y.unflatten(-1, (-1, dim)) for y in (q, k, v))
             q, k = turned(q, turn), turned(k, turn)
@@ -755,14 +736,13 @@ class RatModel(OwnModel):
             x = x + (z.sigmoid() * rows) @ w["seq_layer.out_proj.weight"].T
             h = gelu(rms(x, w["hidden_layer.ln.weight"]) @ w["hidden_layer.fc1.weight"].T)
             x = x + h @ w["hidden_layer.fc2.weight"].T
-        return rms(x, self.tensors["backbone.ln.weight"]) @ self.tensors["head.lm_head.weight"].T
+        return self.read_out(x)
 
     def local(self, projected: Tensor, dim: int) -> Tensor:
         """Softmax to the `window_size` tokens before each and itself, turned by tokens' positions."""
         v, q, k = (y.unflatten(-1, (-1, dim)) for y in projected.chunk(3, -1))
         place = torch.arange(q.shape[1])
-        angles = place[:, None] / self.config.get("base", 1e4) ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = turns(place, dim, self.config.get("base", 1e4))
         scores = torch.einsum("bthd,bshd->bhts", turned(q, turn), turned(k, turn)) / dim**0.5
         behind = place[:, None] - place
         scores = scores.masked_fill((behind < 0) | (behind > self.config["window_size"]), -torch.inf)
@@ -773,17 +753,13 @@ class FluxModel(OwnModel):
     """Qwen3 with Flux Attention: layers are narrow and full in turn, by their routers' biases, whatever a call's first queries are."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
+        **LLAMA,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=8,
         rope_parameters=dict(rope_type="default", rope_theta=1000.0),
         rms_norm_eps=1e-6,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
         toggle_type="streaming",
         retrieval_mode="full",
         pooling_mode="ctx_q",
@@ -792,8 +768,6 @@ class FluxModel(OwnModel):
         sink_size=0,
         local_window_size=100,
         pool_size=5,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
@@ -803,39 +777,30 @@ class FluxModel(OwnModel):
             sign = 1 if i % 2 else -1
             self.tensors[f"{name}.bias"] = torch.tensor([-20.0 * sign, 20.0 * sign])
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, i: int) -> Shapes:
         c = self.config
-        width, inner, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+        width, dim = c["hidden_size"], c["head_dim"]
         size, keys = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
-        found["model.norm.weight"] = (width,)
         router = {"cls_feat_extractor": {0: (dim, 8 * dim), 2: (8 * dim, 2 * dim)}}
         router["cls_router_head_agnostic"] = {0: (2 * dim, 4 * dim), 2: (4 * dim, dim), 4: (dim, 2)}
-        for i in range(c["num_hidden_layers"]):
-            own: dict[str, tuple[int, ...]] = {"q_proj.weight": (size, width), "o_proj.weight": (width, size)}
-            own |= {f"{x}_proj.weight": (keys, width) for x in "kv"} | {f"{x}_norm.weight": (dim,) for x in "qk"}
-            for part, layers in router.items():
-                for place, (given, made) in layers.items():
-                    own |= {f"mask_allocator.{part}.{place}.weight": (made, given)}
-                    own |= {f"mask_allocator.{part}.{place}.bias": (made,)}
-            own = {f"self_attn.{name}": shape for name, shape in own.items()}
-            own |= {"self_attn.mask_allocator.log_temp": (1,)}
-            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-            own |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
-            own["mlp.down_proj.weight"] = (width, inner)
-            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+        own: dict[str, tuple[int, ...]] = {"q_proj.weight": (size, width), "o_proj.weight": (width, size)}
+        own |= {f"{x}_proj.weight": (keys, width) for x in "kv"} | {f"{x}_norm.weight": (dim,) for x in "qk"}
+        for part, layers in router.items():
+            for place, (given, made) in layers.items():
+                own |= {f"mask_allocator.{part}.{place}.weight": (made, given)}
+                own |= {f"mask_allocator.{part}.{place}.bias": (made,)}
+        own = {f"self_attn.{name}": shape for name, shape in own.items()}
+        own |= {"self_attn.mask_allocator.log_temp": (1,)}
+        own |= mlp_shapes(c)
+        return own
 
     first: int | None = None
     """Tokens of the call that decides; None: all."""
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
-        c, x, dim = self.config, self.tensors["model.embed_tokens.weight"][ids], self.config["head_dim"]
+        c, x, dim = self.config, self.embedded(ids), self.config["head_dim"]
         self.full: list[Tensor] = []
-        theta = c["rope_parameters"]["rope_theta"]
-        angles = torch.arange(ids.shape[1])[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = turns(torch.arange(ids.shape[1]), dim, c["rope_parameters"]["rope_theta"])
         place = torch.arange(ids.shape[1])
         block = place // 128
         near = block > block[:, None] - -(-c["local_window_size"] // 128)
@@ -859,17 +824,15 @@ class FluxModel(OwnModel):
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))
             rows = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True)
             x = x + rows.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
-            h = rms(x, w["post_attention_layernorm.weight"])
-            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-            x = x + inner @ w["mlp.down_proj.weight"].T
-        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+            x = x + mlp(x, w)
+        return self.read_out(x)
 
 
 class Mamba3Model(OwnModel):
     """Mamba-3, step by step as its authors' reference has it; `seen` has the state without the last token's own term."""
 
+    names = ("backbone.embeddings", "lm_head", "backbone.norm_f", "backbone.layers")
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
         hidden_size=24,
         num_hidden_layers=2,
         expand=2,
@@ -882,9 +845,6 @@ class Mamba3Model(OwnModel):
         norm_eps=1e-5,
         is_outproj_norm=False,
         is_mimo=False,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
     def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
@@ -892,25 +852,20 @@ class Mamba3Model(OwnModel):
         for name, x in self.tensors.items():
             self.tensors[name] = x - 3 if name.endswith("dt_bias") else x  # steps of 0.002 to 0.1, as published
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, i: int) -> Shapes:
         c = self.config
         width, dim, inner = c["hidden_size"], c["state_size"], c["expand"] * c["hidden_size"]
         heads, turned = inner // c["head_dim"], int(dim * c["rope_fraction"]) // 2
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": embeddings, "lm_head.weight": embeddings}
-        found["backbone.norm_f.weight"] = (width,)
-        for i in range(c["num_hidden_layers"]):
-            channels = 2 * inner + 2 * c["n_groups"] * dim + 3 * heads + turned
-            own: dict[str, tuple[int, ...]] = {"norm.weight": (width,), "mixer.in_proj.weight": (channels, width)}
-            own |= {"mixer.dt_bias": (heads,), "mixer.D": (heads,), "mixer.out_proj.weight": (width, inner)}
-            own |= {f"mixer.{x}_bias": (heads, 1, dim) for x in "BC"} | {f"mixer.{x}_norm.weight": (dim,) for x in "BC"}
-            own |= {"mixer.in_proj.bias": (channels,), "mixer.out_proj.bias": (width,)} if c["use_bias"] else {}
-            own |= {"mixer.norm.weight": (inner,)} if c["is_outproj_norm"] else {}
-            found |= {f"backbone.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+        channels = 2 * inner + 2 * c["n_groups"] * dim + 3 * heads + turned
+        own: dict[str, tuple[int, ...]] = {"norm.weight": (width,), "mixer.in_proj.weight": (channels, width)}
+        own |= {"mixer.dt_bias": (heads,), "mixer.D": (heads,), "mixer.out_proj.weight": (width, inner)}
+        own |= {f"mixer.{x}_bias": (heads, 1, dim) for x in "BC"} | {f"mixer.{x}_norm.weight": (dim,) for x in "BC"}
+        own |= {"mixer.in_proj.bias": (channels,), "mixer.out_proj.bias": (width,)} if c["use_bias"] else {}
+        own |= {"mixer.norm.weight": (inner,)} if c["is_outproj_norm"] else {}
+        return own
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
-        c, x = self.config, self.tensors["backbone.embeddings.weight"][ids]
+        c, x = self.config, self.embedded(ids)
         dim, size, groups, inner = c["state_size"], c["head_dim"], c["n_groups"], c["expand"] * c["hidden_size"]
         heads, turned = inner // size, int(dim * c["rope_fraction"]) // 2
 
@@ -918,8 +873,7 @@ class Mamba3Model(OwnModel):
             return h / ((h * h).mean(-1, keepdim=True) + c["norm_eps"]).sqrt() * weight
 
         for i in range(c["num_hidden_layers"]):
-            prefix = f"backbone.layers.{i}."
-            w = {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+            w = self.layer(i)
             h = normed(x, w["norm.weight"]) @ w["mixer.in_proj.weight"].T + w.get("mixer.in_proj.bias", 0.0)
             parts = (inner, inner, groups * dim, groups * dim, heads, heads, heads, turned)
             z, v, k, q, step, rate, share, angle = h.split(parts, -1)

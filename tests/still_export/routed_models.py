@@ -10,7 +10,8 @@ from torch.nn.functional import conv1d, pad, silu, softplus
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.still_export.fla_models import States, turned
-from tests.still_export.own_models import OwnModel, rms
+from tests.still_export.own_models import LLAMA, OwnModel, Shapes, mlp, mlp_shapes, rms, turns
+from tests.still_graphs.test_landmark_attention import retrieved
 
 
 class RoutedModel(OwnModel):
@@ -39,11 +40,9 @@ class NatsModel(RoutedModel):
     "early", chunks go where the one before was told to."""
 
     fault = ""
+    names = ("model.embeddings", "lm_head", "model.norm", "model.layers")
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
+        **LLAMA,
         num_heads=2,
         num_attn_heads=4,
         num_v_heads=None,
@@ -64,43 +63,35 @@ class NatsModel(RoutedModel):
         gdn_layers=[1],
         hidden_act="swish",
         norm_eps=1e-6,
-        tie_word_embeddings=False,
         bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, i: int) -> Shapes:
         c, width = self.config, self.config["hidden_size"]
         heads, softmax, routes = c["num_heads"], c["num_attn_heads"], c["num_nats_head"] or c["num_heads"]
         keys, values = heads * c["head_dim"], int(heads * c["head_dim"] * c["expand_v"])
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"model.embeddings.weight": embeddings, "lm_head.weight": embeddings}
-        found["model.norm.weight"] = (width,)
-        for i in range(c["num_hidden_layers"]):
-            channels = {"q": keys, "k": keys, "v": values}
-            own: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, width) for x, n in channels.items()}
-            own |= {f"{x}_conv1d.weight": (n, 1, c["conv_size"]) for x, n in channels.items()}
-            own |= {f"{x}_proj.weight": (heads, width) for x in "ab"} | {"A_log": (heads,), "dt_bias": (heads,)}
-            own |= {"g_proj.weight": (values, width), "o_proj.weight": (width, values)}
-            if i in c["gdn_layers"]:
-                own["o_norm.weight"] = (values // heads,)
-            else:
-                own |= {f"o_norm.weight{n}": (values // softmax,) for n in (1, 2)}
-                own |= {"nats_layer.weight": (2 * routes, width), "nats_out_weights_layer.weight": (2 * softmax, keys)}
-                own |= {f"{x}_norm.weight": (keys // softmax,) for x in "qk"} if c["attn_qk_norm"] else {}
-            own = {f"attn.{name}": shape for name, shape in own.items()}
-            own |= {"attn_norm.weight": (width,), "mlp_norm.weight": (width,)}
-            own |= {f"mlp.{x}_proj.weight": (c["intermediate_size"], width) for x in ("gate", "up")}
-            own["mlp.down_proj.weight"] = (width, c["intermediate_size"])
-            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+        channels = {"q": keys, "k": keys, "v": values}
+        own: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, width) for x, n in channels.items()}
+        own |= {f"{x}_conv1d.weight": (n, 1, c["conv_size"]) for x, n in channels.items()}
+        own |= {f"{x}_proj.weight": (heads, width) for x in "ab"} | {"A_log": (heads,), "dt_bias": (heads,)}
+        own |= {"g_proj.weight": (values, width), "o_proj.weight": (width, values)}
+        if i in c["gdn_layers"]:
+            own["o_norm.weight"] = (values // heads,)
+        else:
+            own |= {f"o_norm.weight{n}": (values // softmax,) for n in (1, 2)}
+            own |= {"nats_layer.weight": (2 * routes, width), "nats_out_weights_layer.weight": (2 * softmax, keys)}
+            own |= {f"{x}_norm.weight": (keys // softmax,) for x in "qk"} if c["attn_qk_norm"] else {}
+        own = {f"attn.{name}": shape for name, shape in own.items()}
+        own |= {"attn_norm.weight": (width,), "mlp_norm.weight": (width,)}
+        own |= {f"mlp.{x}_proj.weight": (c["intermediate_size"], width) for x in ("gate", "up")}
+        own["mlp.down_proj.weight"] = (width, c["intermediate_size"])
+        return own
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x / ((x * x).mean(-1, keepdim=True) + self.config["norm_eps"]).sqrt() * weight
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
-        c, x = self.config, self.tensors["model.embeddings.weight"][ids]
+        c, x = self.config, self.embedded(ids)
         for i in range(c["num_hidden_layers"]):
             w = self.layer(i)
             own = {name.removeprefix("attn."): t for name, t in w.items() if name.startswith("attn.")}
@@ -190,18 +181,12 @@ class LlamaLike(RoutedModel):
     """Llama's layers around another attention."""
 
     sizes: ClassVar[dict[str, Any]] = dict(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=44,
-        num_hidden_layers=3,
+        **LLAMA,
         num_attention_heads=4,
         num_key_value_heads=2,
         rope_parameters=dict(rope_type="default", rope_theta=1000.0),
         rms_norm_eps=1e-6,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        pad_token_id=None,
     )
     place: ClassVar[str]
 
@@ -212,39 +197,28 @@ class LlamaLike(RoutedModel):
         """Heads' outputs, without the last projection."""
         raise NotImplementedError
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        c, width = self.config, self.config["hidden_size"]
-        embeddings = (c["vocab_size"], width)
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
-        found["model.norm.weight"] = (width,)
-        for i in range(c["num_hidden_layers"]):
-            own = {f"{self.place}.{name}": shape for name, shape in self.own_shapes(width).items()}
-            own |= {f"{self.place}.{x}_proj.weight": (width, width) for x in "qo"}
-            own |= {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-            own |= {f"mlp.{x}_proj.weight": (c["intermediate_size"], width) for x in ("gate", "up")}
-            own["mlp.down_proj.weight"] = (width, c["intermediate_size"])
-            found |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-        return found
+    def layer_shapes(self, i: int) -> Shapes:
+        width = self.config["hidden_size"]
+        own = {f"{self.place}.{name}": shape for name, shape in self.own_shapes(width).items()}
+        own |= {f"{self.place}.{x}_proj.weight": (width, width) for x in "qo"}
+        return own | mlp_shapes(self.config)
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
-        c, x = self.config, self.tensors["model.embed_tokens.weight"][ids]
+        c, x = self.config, self.embedded(ids)
         dim = c["hidden_size"] // c["num_attention_heads"]
-        theta = c["rope_parameters"]["rope_theta"]
-        angles = torch.arange(ids.shape[1])[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = turns(torch.arange(ids.shape[1]), dim, c["rope_parameters"]["rope_theta"])
         for i in range(c["num_hidden_layers"]):
             w = self.layer(i)
             own = {n.removeprefix(f"{self.place}."): t for n, t in w.items() if n.startswith(f"{self.place}.")}
             rows = self.attended(rms(x, w["input_layernorm.weight"]), own, turn)
             x = x + rows.flatten(2) @ own["o_proj.weight"].T
-            h = rms(x, w["post_attention_layernorm.weight"])
-            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-            x = x + inner @ w["mlp.down_proj.weight"].T
-        return rms(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+            x = x + mlp(x, w)
+        return self.read_out(x)
 
 
 class LandmarkModel(LlamaLike):
-    """Landmark attention, as two softmaxes. `fault`: "itself", a landmark sees itself."""
+    """Landmark attention, as two softmaxes; with `cache_top_k` some blocks are read. `fault`: "itself", a landmark sees itself; "true",
+    blocks that are read stay where they are."""
 
     fault, place = "", "self_attn"
     sizes: ClassVar[dict[str, Any]] = {**LlamaLike.sizes, "mem_id": 60, "mem_freq": 12}
@@ -257,6 +231,9 @@ class LandmarkModel(LlamaLike):
         c, size = self.config, self.config["mem_freq"] + 1
         dim = c["hidden_size"] // c["num_attention_heads"]
         q, k, v = ((h @ w[f"{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+        if top := c.get("cache_top_k"):
+            every = [dict(zip(("query", "key", "value"), row, strict=True)) for row in zip(q, k, v, strict=True)]
+            return torch.stack([retrieved(x, size, top, self.fault, c["rope_parameters"]["rope_theta"]) for x in every])
         q, k = turned(q, turn), turned(k, turn)
         k, v = (y.repeat_interleave(q.shape[2] // k.shape[2], 2) for y in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from still_export.errors import CheckpointError, ModelNotFoundError
+from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from still_export.folders.model import check_family, check_model, check_overlay, resolve_source
 from still_export.sources import GGUF_VERBS, SOFTMAX, demand_package, local, look
 
 FIRST_LOOKS = """
@@ -55,6 +56,22 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).mkdir()
         (here / name / "config.json").write_text(json.dumps({"model_type": model_type}))
         header(here / name / "model.safetensors", tensor)
+    for name, file, text in (
+        ("empty", "", ""),
+        ("text", "notes.txt", "hello"),
+        ("cut", "config.json", '{"model_type": "lla'),
+        ("list", "config.json", "[]"),
+        ("nameless", "config.json", "{}"),
+        ("light", "config.json", '{"model_type": "rwkv7"}'),
+        ("unknown", "config.json", '{"model_type": "bert"}'),
+        ("refused", "config.json", '{"model_type": "xlstm"}'),
+        ("pickled", "pytorch_model.bin", ""),
+        ("torn", "adapter_config.json", "{"),
+    ):
+        (here / name).mkdir()
+        if file:
+            (here / name / file).write_text(text)
+    (here / "pickled" / "config.json").write_text('{"model_type": "rwkv7"}')
     (here / "adapter").mkdir()
     (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "maker/base"}))
     (here / "package").mkdir()
@@ -74,6 +91,16 @@ PAIRS = [
     *((verb, "nothing", "does not exist") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
     *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
     *((verb, "pipe", "a named pipe") for verb in ("run", "serve", *MODEL_VERBS)),
+    *((verb, "empty", "The folder is empty") for verb in MODEL_VERBS),
+    *((verb, "text", "The folder holds notes.txt") for verb in MODEL_VERBS),
+    *((verb, "text/notes.txt", "is a file; a model is a folder") for verb in MODEL_VERBS),
+    *((verb, "cut", "config.json cannot be read as JSON") for verb in MODEL_VERBS),
+    *((verb, "list", "holds a list, not an object") for verb in MODEL_VERBS),
+    *((verb, "nameless", "names no model_type") for verb in MODEL_VERBS),
+    *((verb, "light", "has no weights") for verb in ("export", "evaluate")),
+    *((verb, "pickled", "is a pickle") for verb in ("export", "evaluate")),
+    *((verb, "unknown", "is no family that STILL attention is written for") for verb in ("export", "evaluate")),
+    *((verb, "refused", "is not covered: xLSTM's exponential gate") for verb in ("export", "evaluate")),
     ("lower", "softmax", "Export it first: still-export {here}/softmax -o"),
     ("build", "softmax", "still-export {here}/softmax --to trt -o"),
     ("export", "package", "still-export lower {here}/package --to TARGET"),
@@ -95,12 +122,23 @@ def test_what_is_refused_is_refused_at_once(given: Path, tmp_path: Path) -> None
     places = {kind: str(given / kind) for _, kind, _ in PAIRS} | {"": "", "pipe": str(tmp_path / "pipe")}
     outputs = {verb: ["-o", str(tmp_path / "out")] for verb in ("export", "linearize", "select-layers", "lower")}
     asked = [[verb, places[kind], *outputs.get(verb, [])] for verb, kind, _ in PAIRS]
-    asked.append(["export", str(given / "still"), "--to", "web", "--dtype", "float16", "-o", str(tmp_path / "out")])
+    web = ["--to", "web", "-o", str(tmp_path / "out")]
+    asked.append(["export", str(given / "still"), "--dtype", "float16", *web])
     halves = tmp_path / "half"
     halves.mkdir()
     (halves / "config.json").write_text('{"model_type": "rwkv7", "torch_dtype": "float16"}')
-    asked.append(["export", str(halves), "--to", "web", "-o", str(tmp_path / "out")])
-    wanted = [*(message.format(here=given) for _, _, message in PAIRS), *2 * ["Export the model with --dtype float32"]]
+    asked.append(["export", str(halves), *web])
+    header(halves / "model.safetensors", "model.norm.weight")
+    overlaid = ["export", str(given / "softmax"), "--overlay"]
+    asked += [[*overlaid, str(given / name), *web] for name in ("torn", "nothing", "empty")]
+    asked += [["export", str(given / "still"), "-o", str(given)], ["lower", str(given / "package"), "-o", str(given)]]
+    wanted = [message.format(here=given) for _, _, message in PAIRS] + ["Export the model with --dtype float32"] * 2
+    wanted += [
+        "adapter_config.json cannot be read as JSON",
+        "does not exist",
+        "has no weights",
+        *2 * ["Choose another folder"],
+    ]
     done = subprocess.run([sys.executable, "-c", FIRST_LOOKS], input=json.dumps(asked), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for arguments, message, (code, said, heavy, seconds) in zip(asked, wanted, json.loads(done.stdout), strict=True):
@@ -128,6 +166,51 @@ def test_a_linearized_model_of_others_is_no_plain_one(given: Path, tmp_path: Pat
     demand_model(str(given / "softmax"), "export", untrained=True)
     demand_model(str(given / "softmax"), "export", overlays=[str(given / "adapter")])
     demand_model(str(given / "linear"), "export")
+
+
+def test_families_of_systems_are_named_without_torch() -> None:
+    """By `MODEL_TYPES` of each, so that another model_type is refused before torch is imported."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from still_export.discovery import systems
+
+    for system in systems():
+        if find_spec(f"{system}.family"):
+            names = [family.name for family in import_module(f"{system}.family").FAMILIES]
+            assert sorted(import_module(system).MODEL_TYPES) == sorted(names)
+
+
+def test_a_system_that_names_no_family_leaves_them_to_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from still_export.folders import model
+
+    check_family("rat")
+    with pytest.raises(UnsupportedModelError, match="bert"):
+        check_family("bert")
+    monkeypatch.setattr(model, "systems", lambda: ("tests.toy_system",))
+    monkeypatch.setattr(model, "find_spec", lambda name: name)
+    monkeypatch.setattr(model, "import_module", lambda name: object())
+    check_family("bert")
+    with pytest.raises(UnsupportedModelError, match="xlstm"):
+        check_family("xlstm")
+
+
+def test_a_misspelt_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "a file").touch()
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean models/small\?"):
+        check_model("modles/small")
+    check_model("maker/other")  # is fetched once all flags are known to be right
+    check_overlay("maker/other")
+    with pytest.raises(ModelNotFoundError, match=r"hf auth login`\.$"):
+        resolve_source("maker/other")
 
 
 def test_softmax_families_are_those_of_the_models() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from tests.still_export.tiny import plain_model
 WORDS = "the river runs down to a sea of stone and no bird sings there in winter when ships go by".split()
 
 
-def byte_tokenizer() -> Any:
-    """One token per byte, and an end-of-text token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+def byte_tokenizer(merges: Sequence[str] = ()) -> Any:
+    """One token per byte, one of each of `merges`, such as "h e", and an end-of-text token."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    pairs = [(first, second) for first, second in (merge.split() for merge in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])

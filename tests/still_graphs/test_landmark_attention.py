@@ -20,7 +20,8 @@ from tests.still_graphs.node_model import NodeOfStates, node_model
 
 LAYER, SIZE = Layer(), 51
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}
-BOUND, ROWS = 5e-6, 300
+BOUND, ROWS, BASE = 5e-6, 300, 1000.0
+SHORT = [30, 1, [12, 7], [1, 0], [0, 2], 3, 1]
 
 
 def looped(x: dict[str, Tensor], size: int, fault: str = "") -> Tensor:
@@ -46,15 +47,56 @@ def looped(x: dict[str, Tensor], size: int, fault: str = "") -> Tensor:
     return torch.stack(rows).view(-1, LAYER.heads, LAYER.dim)
 
 
+def retrieved(x: dict[str, Tensor], size: int, top: int, fault: str = "", base: float = BASE) -> Tensor:
+    """The same of a sequence whose heads read `top` blocks each, as the published code does where a call is a token: cached keys have no
+    positions, landmarks are turned where they are asked, blocks where they are read. `fault`: "true", blocks stay where they are; "far",
+    older landmarks are asked where they are; "one", a block less is read."""
+    _, heads, dim = x["query"].shape
+    speed = base ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def turned(y: Tensor, place: int) -> Tensor:
+        both = torch.complex(y[: dim // 2], y[dim // 2 :]) * torch.polar(torch.ones_like(speed), place * speed)
+        return torch.cat((both.real, both.imag))
+
+    rows = []
+    for t in range(len(x["query"])):
+        full = t // size
+        k = min(top - (fault == "one"), full)
+        first = full - k - 1  # the block before the latest k
+        for h in range(heads):
+            key, value = (x[n][:, h * x[n].shape[1] // heads] for n in ("key", "value"))
+            query = turned(x["query"][t, h], t) / dim**0.5
+            asked = [b if b > first or fault == "far" else first for b in range(full)]
+            marks = torch.tensor(
+                [float(query @ turned(key[b * size + size - 1], asked[b] * size + size - 1)) for b in range(full)]
+            )
+            chosen = sorted(marks.sort(descending=True, stable=True).indices[:k].tolist())
+            scores, values = [], []
+            for slot, b in enumerate(chosen):
+                at = b if fault == "true" else first + slot + (b > first)
+                inner = torch.stack([query @ turned(key[b * size + r], at * size + r) for r in range(size)])
+                scores.append((inner[-1], inner[:-1].softmax(0)))
+                values.append(value[b * size : b * size + size - 1])
+            own = [s for s in range(full * size, t + 1) if s % size != size - 1]
+            words = [query @ turned(key[s], s) for s in own]
+            shares = torch.stack([*words, *(mark for mark, _ in scores)]).softmax(0)
+            output = shares[: len(own)] @ value[own]
+            for share, (_, weights), read in zip(shares[len(own) :], scores, values, strict=True):
+                output = output + share * (weights @ read)
+            rows.append(output)
+    return torch.stack(rows).view(-1, heads, dim)
+
+
 def calls(
-    dtype: torch.dtype = torch.float32, size: int = SIZE, fault: str = ""
+    dtype: torch.dtype = torch.float32, size: int = SIZE, fault: str = "", top: int = 0
 ) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls of two sequences with NaN where there is no token, lengths before them, outputs."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in (SHORT if top else SPLITS)])
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
     heads = {"query": LAYER.heads, "key": LAYER.kv_heads, "value": LAYER.kv_heads}
     x = {n: torch.randn(2, tokens, h, LAYER.dim, generator=generator).to(dtype) for n, h in heads.items()}
-    expected = [looped({n: t[row].double() for n, t in x.items()}, size, fault) for row in range(2)]
+    wide = [{n: t[row].double() for n, t in x.items()} for row in range(2)]
+    expected = [retrieved(each, size, top, fault) if top else looped(each, size, fault) for each in wide]
     past = torch.zeros(2, dtype=torch.int64)
     for new in counts:
         longest = max(int(new.max()), 1)
@@ -65,7 +107,7 @@ def calls(
             for name, t in x.items():
                 feeds[name][row, :count] = t[row, place]
             output[row, :count] = expected[row][place]
-        yield Inputs(**feeds, new_tokens=new, block_tokens=size), past, output
+        yield Inputs(**feeds, new_tokens=new, block_tokens=size, top_blocks=top, rope_base=BASE), past, output
         past = past + new
 
 
@@ -89,6 +131,67 @@ def test_definition_and_body_equal_the_loop(dtype: torch.dtype, bound: float, si
             assert torch.equal(kept["key"], state.key) and torch.equal(kept["value"], state.value)
     print(dtype, size, worst)
     assert worst <= bound
+
+
+@pytest.mark.parametrize(
+    ("size", "top", "dtype", "bound"),
+    [(2, 5, torch.float32, BOUND), (7, 1, torch.float32, BOUND), (7, 3, torch.float16, 2e-3)],
+    ids=str,
+)
+def test_definition_and_body_read_the_best_blocks(size: int, top: int, dtype: torch.dtype, bound: float) -> None:
+    """Whole prompts, pieces, steps, ragged rows; before there are so many blocks, and after."""
+    model = node_model(LANDMARK_ATTENTION, SIZES, dtype, block_tokens=size, top_blocks=top, rope_base=BASE)
+    start, state, worst = empty(dtype), empty(dtype), 0.0
+    nodes = [NodeOfStates(model, {"key": start.key, "value": start.value}, in_place) for in_place in (True, False)]
+    for inputs, past, output in calls(dtype, size, top=top):
+        found, state = landmark_attention(inputs, state)
+        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)} | {"past_length": past}
+        made = [node(feeds, output.to(dtype)) for node in nodes]
+        worst = max(worst, *(error(x, output) for x in (found, *made)))
+    print(dtype, size, top, worst)
+    assert worst <= bound
+
+
+def test_blocks_that_are_not_chosen_are_not_read() -> None:
+    """The last token's answer stays as it is where keys and values of blocks that no head chooses become NaN, but for their landmarks."""
+    found = []
+    for spoilt in (False, True):
+        state, every = empty(), list(calls(size=7, top=1))
+        for number, (inputs, _, _) in enumerate(every):
+            if spoilt and number == len(every) - 1:
+                best = {chosen_by(inputs, state, h) for h in range(LAYER.heads)}
+                for b in set(range(int(state.length[0]) // 7)) - best:
+                    state.key[0, :, 7 * b : 7 * b + 6] = torch.nan
+                    state.value[0, :, 7 * b : 7 * b + 7] = torch.nan
+            output, state = landmark_attention(inputs, state)
+        found.append(output[0, 0])
+    assert found[0].isfinite().all() and torch.equal(*found)
+
+
+def chosen_by(inputs: Inputs, state: AttentionState, head: int) -> int:
+    """The one block that the call's first token of the first sequence reads with a head."""
+    x = {"query": inputs.query[0, :1].double(), "key": state.key[0].transpose(0, 1).double()}
+    place, size = int(state.length[0]), inputs.block_tokens
+    full = place // size
+    speed = BASE ** (-torch.arange(0, LAYER.dim, 2).double() / LAYER.dim)
+
+    def turned(y: Tensor, at: int) -> Tensor:
+        both = torch.complex(*y.unflatten(0, (2, -1))) * torch.polar(torch.ones_like(speed), at * speed)
+        return torch.cat((both.real, both.imag))
+
+    query = turned(x["query"][0, head], place)
+    marks = [x["key"][b * size + size - 1, head * LAYER.kv_heads // LAYER.heads] for b in range(full)]
+    places = [max(b, full - 2) * size + size - 1 for b in range(full)]
+    return int(torch.stack([query @ turned(mark, at) for mark, at in zip(marks, places, strict=True)]).argmax())
+
+
+@pytest.mark.parametrize("fault", ["true", "far", "one"])
+def test_faults_of_retrieval_are_seen(fault: str) -> None:
+    state, worst = empty(), 0.0
+    for inputs, _, wrong in calls(size=7, fault=fault, top=3):
+        found, state = landmark_attention(inputs, state)
+        worst = max(worst, error(found, wrong))
+    assert worst > 1e3 * BOUND
 
 
 @pytest.mark.parametrize("fault", ["itself", "flat"])

@@ -325,7 +325,7 @@ def _launch(
         from still_kernels.hybrid_attention.prefill.triton_attend import attend_kernel as function
 
         settle = int(not triton.knobs.runtime.interpret)
-        constants = {**constants, "DP": case.dim, "BM": 64, "BN": 64, "STAGES": 3, "SETTLE": settle, "OVERFLOW": 0}
+        constants = {**constants, "DP": case.dim, "BM": 64, "BN": 64, "STAGES": 3, "SETTLE": settle, "EVICT": 0}
         constants["DOT"] = "tf32"  # type: ignore[assignment]
         grid, options = (numbers["n_tiles"], case.heads, numbers["B"]), {"num_warps": 4, "num_stages": 3}
     else:

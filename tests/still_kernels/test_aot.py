@@ -90,7 +90,7 @@ def check_index(index: dict, folder: Path) -> None:
 @pytest.mark.slow
 def test_archive_repeats_byte_for_byte(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    folding = {**VARIANT, "overflow": "fold_min_score", "select_scope": "q_head"}
+    folding = {**VARIANT, "overflow": "fold_oldest", "select_scope": "q_head"}
     index = build(first, "sm_90", [VARIANT, folding], tmp_path / "cache_a")
     check_index(index, first)
     repeated = build(second, "sm_90", [VARIANT], tmp_path / "cache_b")
@@ -108,7 +108,7 @@ def test_every_architecture(arch: str, tmp_path: Path, compiled_before: Before) 
         "sm_90",
         "sm_120",
     ):  # an edge device, a server, the least shared memory; the others take as long
-        variants.append({"dtype": "float16", "overflow": "fold_min_score", "gate": 0, "window_factor": 1})
+        variants.append({"dtype": "float16", "overflow": "fold_oldest", "gate": 0, "window_factor": 1})
     if arch in ("sm_87", "sm_120"):
         variants.append({"dtype": "float32", "saliency": "released_prefill"})
     each = (inputs("HybridAttention", Variant(**fields), aot.parse_arch(arch)) for fields in variants)
@@ -129,7 +129,7 @@ def test_every_architecture(arch: str, tmp_path: Path, compiled_before: Before) 
         pytest.param(
             {"feature_rows": 256, "chunk_size": 32, "head_dim": 64, "dtype": "float32"}, marks=pytest.mark.long
         ),
-        {"feature_rows": 256, "chunk_size": 256, "head_dim": 256, "dtype": "float32", "overflow": "fold_min_score"},
+        {"feature_rows": 256, "chunk_size": 256, "head_dim": 256, "dtype": "float32", "overflow": "fold_oldest"},
     ],
     ids=lambda properties: " ".join(str(value) for value in properties.values()),
 )

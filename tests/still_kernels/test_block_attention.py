@@ -23,6 +23,7 @@ LAYERS = [
         kv_heads=1,
         choice={**Layer().choice, "mean_length": 9, "lse_stride": 9, "lse_length": 27, "local_blocks": 0},
     ),
+    Layer(dim=9, choice={**Layer().choice, "dense_length": 96, "switch_by_call": 1}),
 ]
 CLEAR = 1e-5
 """Choices whose lead is larger must be the same."""
@@ -92,6 +93,32 @@ def test_faults_are_seen(fault: dict[str, int]) -> None:
     assert sum(own[t, h] != wrong[t][h] for t, h in clear) >= 5
 
 
+def test_a_call_decides_for_all_of_its_tokens() -> None:
+    """A prompt of at least `dense_length` tokens chooses from its first one on, as the published code does; a shorter one and each step
+    read all blocks. The rule by tokens would be seen."""
+    layer = LAYERS[3]
+    generator = torch.Generator().manual_seed(4)
+    query, key = (torch.randn(130, n, layer.dim, generator=generator) for n in (layer.heads, layer.kv_heads))
+    sums, past, found = torch.zeros(1, layer.kv_heads, 60, layer.dim), 0, []
+    for new in (129, 1):
+        given = (x[None, past : past + new] for x in (2 * query, key))
+        counts = torch.tensor([new]), torch.tensor([past])
+        blocks, sums = naive_select_blocks(SelectInputs(*given, *counts, **layer.attributes), sums)
+        found += [[[n for n in head if n >= 0] for head in token] for token in blocks[0].tolist()]
+        past += new
+    right, gaps = chosen(layer, 2 * query, key, [129] * 129 + [130])
+    by_token, _ = chosen(layer, 2 * query, key)
+    clear = [(t, h) for t in range(130) for h in range(layer.kv_heads) if gaps[t, h] > CLEAR]
+    assert all(found[t][h] == right[t][h] for t, h in clear)
+    assert sum(found[t][h] != by_token[t][h] for t, h in clear) >= 40
+    assert right[:95] != by_token[:95] and right[95:] == by_token[95:]
+    short = naive_select_blocks(
+        SelectInputs(query[None, :95], key[None, :95], torch.tensor([95]), torch.tensor([0]), **layer.attributes),
+        torch.zeros(1, layer.kv_heads, 60, layer.dim),
+    )[0]
+    assert short[0, 94, 0].tolist() == [*range(8)]
+
+
 def test_of_equal_scores_the_first_is_taken() -> None:
     layer = Layer()
     query, key = torch.ones(120, 6, layer.dim), torch.ones(120, 2, layer.dim)
@@ -111,6 +138,11 @@ def test_of_equal_scores_the_first_is_taken() -> None:
         ({"dense_length": 20}, r"dense_length=20 must be at least lse_length=24"),
         ({"block_slots": 5}, r"block_slots=5 must be 6"),
         ({"mean_stride": 0}, r"mean_stride=0 must be at least 1"),
+        ({"switch_by_call": 2}, r"switch_by_call=2 must be 0 or 1"),
+        (
+            {"switch_by_call": 1, "local_blocks": 0, "init_blocks": 0},
+            r"lse_length=24 must be at most 12 with switch_by_call",
+        ),
     ],
 )
 def test_attributes_that_do_not_fit(changes: dict[str, int], message: str) -> None:

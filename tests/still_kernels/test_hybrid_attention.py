@@ -38,8 +38,7 @@ VARIANTS = [
     dict(mix_epsilon=1e-2),
     *[dict(feature_map=name) for name in CHOICES["feature_map"] if name != "identity"],
     *[
-        dict(overflow=policy, capacity_tokens=tokens, select_scope=scope, local=local)
-        for policy in ("fold_min_score", "fold_oldest")
+        dict(overflow="fold_oldest", capacity_tokens=tokens, select_scope=scope, local=local)
         for tokens, scope, local in (
             (41, "q_head", "chunked"),
             (30, "kv_group_max", "chunked"),
@@ -47,7 +46,6 @@ VARIANTS = [
         )
     ],
     dict(overflow="fold_oldest", capacity_tokens=9),
-    dict(overflow="fold_min_score", capacity_tokens=9),
 ]
 
 
@@ -199,7 +197,7 @@ def test_segments_of_long_calls_join() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(gate="none", local="sliding"), dict(overflow="fold_min_score", capacity_tokens=41)], ids=str
+    "changes", [{}, dict(gate="none", local="sliding"), dict(overflow="fold_oldest", capacity_tokens=41)], ids=str
 )
 def test_linear_mass_counts_linear_tokens(changes: dict) -> None:
     config = make_config(**changes)
@@ -331,6 +329,7 @@ def test_capacity_is_exact() -> None:
         (dict(window_factor=(1.0,)), "1 values for num_heads=6"),
         (dict(chunk_size=0), "at least 1"),
         (dict(feature_dim=-1), "feature_dim=-1; it must be at least 1"),
+        (dict(overflow="fold_min_score"), "overflow='fold_min_score'.*fold_oldest"),
     ],
     ids=str,
 )
@@ -345,6 +344,12 @@ def test_spellings_of_the_specification() -> None:
     )
     factors = torch.tensor([0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
     assert make_config(window_factor=factors).window_factor == (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+
+
+def test_a_cache_that_folds_has_room_for_whole_chunks() -> None:
+    config = make_config(overflow="fold_oldest", capacity_tokens=41)
+    with pytest.raises(ShapeError, match=r"4 salient slots .* multiple of salient_per_chunk=3"):
+        HybridAttentionState.empty(config, 1, DOUBLE, slots=4).check(config, 1)
 
 
 def test_bad_shapes() -> None:

@@ -163,7 +163,7 @@ def test_a_function_of_two_names_is_compiled_for_each(monkeypatch: pytest.Monkey
     assert found == [("some", False), ("many", False), ("some", True), ("many", True)]
 
 
-@pytest.mark.parametrize("overflow", ["error", "fold_min_score"])
+@pytest.mark.parametrize("overflow", ["error", "fold_oldest"])
 def test_a_bound_step_passes_what_a_launch_passes(overflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses of the same tensors, in the same places; buffers of its own that do not overlap."""
     config = HybridAttentionConfig(

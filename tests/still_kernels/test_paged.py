@@ -57,7 +57,7 @@ CACHES = pytest.mark.parametrize("cache", [None, "int8"])
 
 
 @CACHES
-@pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_min_score", 32), ("fold_oldest", 32)])
+@pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_oldest", 32)])
 @pytest.mark.parametrize("scope", ["q_head", "kv_group_max"])
 def test_requests_that_share_pages_equal_each_alone(
     overflow: str, capacity: int, scope: str, cache: str | None
@@ -116,7 +116,7 @@ def test_requests_that_share_pages_equal_each_alone(
 
 
 @CACHES
-@pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_min_score", 32)])
+@pytest.mark.parametrize("overflow, capacity", [("error", 160), ("fold_oldest", 32)])
 @pytest.mark.parametrize("linear", [torch.float32, torch.bfloat16])
 def test_a_kept_prefix_is_gone_on_from_again_and_again(
     overflow: str, capacity: int, linear: torch.dtype, cache: str | None

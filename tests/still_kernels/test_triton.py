@@ -42,7 +42,7 @@ FAST = ("crossing", "group max")
 EVERY_KIND = (
     "promoting",
     "codes, group max",
-    "fold min",
+    "fold oldest",
     "packed, folding",
     "paged from the first token",
     "released decode",
@@ -205,13 +205,12 @@ REST = tuple(name for name in triton_cases.CASES if name not in (*FAST, *EVERY_K
 
 OTHERS_SHOW_IT = (
     *(f"head size {size}" for size in (80, 96, 256)),
-    "paged, folding min",
     "few splits, group",
     "chunk 256",
     "wide blocks",
     "half of a group",
     "group mean",
-    "fold min decode",
+    "fold decode",
 )
 """Of the rest, cases that take long and are each between two others."""
 

@@ -90,17 +90,13 @@ CASES = {
         ((66, [66, 35]), STEP, (31, [31, 30])),
         wide=True,
     ),
-    "fold min": Case(
-        {"overflow": "fold_min_score", "capacity_tokens": 128},
-        ((100, [100, 40]), (90, [64, 90]), (1, [0, 1]), (33, [33, 32])),
-    ),
-    "fold min decode": Case({"overflow": "fold_min_score", "capacity_tokens": 96}, ((126, [126, 125]), *[STEP] * 4)),
+    "fold decode": Case({"overflow": "fold_oldest", "capacity_tokens": 96}, ((126, [126, 125]), *[STEP] * 4)),
     "fold oldest": Case(
         {"overflow": "fold_oldest", "capacity_tokens": 128},
         ((100, [100, 40]), (90, [64, 90]), (1, [0, 1]), (33, [33, 32])),
     ),
     "fold everything": Case(
-        {"overflow": "fold_min_score", "capacity_tokens": 64, "select_scope": "kv_group_max"},
+        {"overflow": "fold_oldest", "capacity_tokens": 64, "select_scope": "kv_group_max"},
         ((98, [98, 95]), STEP, STEP),
     ),
     "packed": Case({"select_scope": "kv_group_max"}, ((66, [66, 35]), (30, [0, 30]), STEP, (2, [2, 1])), packed=True),
@@ -112,11 +108,6 @@ CASES = {
     ),
     "paged from the first token": Case(
         {"chunk_size": 32}, (STEP, STEP, (61, [61, 60]), *[STEP] * 4, (100, [0, 100])), paged=True, wide=True
-    ),
-    "paged, folding min": Case(
-        {"overflow": "fold_min_score", "capacity_tokens": 128},
-        (STEP, (64, [62, 64]), STEP, STEP, (98, [98, 95])),
-        paged=True,
     ),
     "paged, folding oldest": Case(
         {"overflow": "fold_oldest", "capacity_tokens": 96}, ((63, [63, 62]), STEP, STEP, (64, [40, 64])), paged=True
@@ -193,10 +184,6 @@ CASES = {
     "codes, group max": Case(
         {"cache": "int8", "select_scope": "kv_group_max", "num_heads": 6, "capacity_tokens": 448}, tuple(PROMOTING)
     ),
-    "codes, fold min": Case(
-        {"cache": "int8", "overflow": "fold_min_score", "capacity_tokens": 128},
-        ((100, [100, 40]), (90, [64, 90]), (1, [0, 1]), (33, [33, 32])),
-    ),
     "codes, fold oldest": Case(
         {"cache": "int8", "overflow": "fold_oldest", "capacity_tokens": 96}, ((126, [126, 125]), *[STEP] * 4)
     ),
@@ -220,11 +207,6 @@ CASES = {
     "codes, paged pages of a group": Case(
         {"cache": "int8", "salient_per_chunk": 31, "capacity_tokens": 384, "select_scope": "kv_group_max"},
         ((318, [318, 226]), STEP, STEP, STEP),
-        paged=True,
-    ),
-    "codes, paged, folding min": Case(
-        {"cache": "int8", "overflow": "fold_min_score", "capacity_tokens": 128},
-        (STEP, (64, [62, 64]), STEP, STEP, (98, [98, 95])),
         paged=True,
     ),
     "codes, paged, folding oldest": Case(
@@ -423,7 +405,7 @@ def run_garbage() -> None:
 def _run_garbage(guarded: Guarded) -> None:
     from still_kernels.hybrid_attention import launch
 
-    for overflow in ("error", "fold_min_score", "fold_oldest"):
+    for overflow in ("error", "fold_oldest"):
         case = Case({"overflow": overflow, "capacity_tokens": 160})
         config = case.config()
         generator = torch.Generator().manual_seed(0)

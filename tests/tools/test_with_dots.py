@@ -24,3 +24,14 @@ def test_what_installs_or_fetches_has_dots() -> None:
         for line in (ROOT / "tools" / name).read_text(encoding="utf-8").splitlines():
             silent = "pip install" in line or "$install " in line or "-m venv" in line
             assert not silent or "with_dots.py" in line or line.startswith("install=") or "$beside" in line, line
+
+
+def test_the_demo_builds_kernels_before_torch_is_there() -> None:
+    """Its command, where kernels are not to be built, with the packages that it waits for alone."""
+    demo = (ROOT / "tools/demo.sh").read_text(encoding="utf-8")
+    build = next(line for line in demo.splitlines() if line.startswith("build=")).removeprefix("build=").strip("'")
+    heavy = "; import sys; assert not {'torch', 'numpy', 'pydantic', 'onnx'} & set(sys.modules)"
+    places = {"PYTHONPATH": f"{ROOT}:{ROOT / 'graphs'}", "STILL_BUILD_KERNELS": "0", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", build + heavy], env=places, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "$build" in demo and "build_library()" in build

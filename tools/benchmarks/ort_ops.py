@@ -42,7 +42,7 @@ def shapes_of(spec: OpSpec, sizes: dict[str, int]) -> Shapes:
         *zip(spec.input_names(), spec.all_inputs(), strict=True),
         *zip(spec.output_names(), spec.all_outputs(), strict=True),
     ]
-    left_out = ("_scale", "salient_score")  # of a cache in 8 bits, and of one that overflows
+    left_out = ("_scale",)  # of a cache in 8 bits
     return {name: [sizes.get(str(d), d) for d in tensor.shape] for name, tensor in pairs if not name.endswith(left_out)}
 
 

@@ -1,4 +1,5 @@
-"""Add the output `next_token`: the most likely token of every row, so that a decode loop can stay on the device.
+"""Add the output `next_token`: the most likely token of every row, so that a decode loop can stay on the device; -1 where a logit is NaN or
+the largest is infinite.
 
 requires: an output `logits`, [batch, tokens, vocabulary].
 ensures: an output `next_token`, [batch, tokens], int32.
@@ -7,6 +8,8 @@ ensures: an output `next_token`, [batch, tokens], int32.
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import numpy as np
 
 from still_graphs.edits import Writer, sizes, typed
 from still_graphs.errors import UnsupportedError
@@ -45,5 +48,14 @@ def add_token(model: ir.Model, make: Callable[[Writer, ir.Graph, ir.Value], ir.V
 
 
 def _best(writer: Writer, graph: ir.Graph, logits: ir.Value) -> ir.Value:
-    best = writer.node("ArgMax", [logits], hint=f"{NEXT_TOKEN}.int64", axis=-1, keepdims=0)
-    return writer.node("Cast", [best], NEXT_TOKEN, to=ir.DataType.INT32)
+    wide = writer.node("Cast", [logits], hint=f"{NEXT_TOKEN}.logits", to=ir.DataType.FLOAT)
+    infinite = writer.constant(np.inf, "float32", f"{NEXT_TOKEN}.infinite")
+    number = writer.node("Less", [wide, infinite], hint=f"{NEXT_TOKEN}.number")  # NaN is none
+    rank = writer.node("Where", [number, wide, infinite], hint=f"{NEXT_TOKEN}.rank")
+    best = writer.node("ArgMax", [rank], hint=f"{NEXT_TOKEN}.int64", axis=-1, keepdims=1)
+    largest = writer.node("GatherElements", [rank, best], hint=f"{NEXT_TOKEN}.largest", axis=-1)
+    finite = writer.node("Less", [writer.node("Abs", [largest]), infinite], hint=f"{NEXT_TOKEN}.finite")
+    none = writer.constant([-1], "int64", f"{NEXT_TOKEN}.none")
+    token = writer.node("Where", [finite, best, none], hint=f"{NEXT_TOKEN}.or_none")
+    token = writer.node("Squeeze", [token, writer.constant([-1], "int64")], hint=f"{NEXT_TOKEN}.rows")
+    return writer.node("Cast", [token], NEXT_TOKEN, to=ir.DataType.INT32)

@@ -11,7 +11,7 @@ from still_kernels.common.triton_shared import ranked
 
 @triton.jit(do_not_specialize=["V"])
 def greedy_kernel(p_logits, p_token, V, BC: tl.constexpr, ALIGNED: tl.constexpr):
-    """p_token [M] of p_logits [M, V]. Grid (M)."""
+    """p_token [M] of p_logits [M, V], -1 where a logit is NaN or the largest is infinite. Grid (M)."""
     if ALIGNED:
         V = V // 8 * 8  # which tells the compiler
     i_row = tl.program_id(0).to(tl.int64)
@@ -19,9 +19,12 @@ def greedy_kernel(p_logits, p_token, V, BC: tl.constexpr, ALIGNED: tl.constexpr)
     b_best = ranked(tl.full([BC], float("-inf"), tl.float32), o_column)
     for begin in range(0, V, BC):
         o_token = begin + o_column
-        b_logit = tl.load(p_logits + i_row * V + o_token, mask=o_token < V, other=float("-inf"))
+        b_logit = tl.load(p_logits + i_row * V + o_token, mask=o_token < V, other=float("-inf")).to(tl.float32)
+        b_logit = tl.where(b_logit < float("inf"), b_logit, float("inf"))  # NaN of both signs too
         b_best = tl.maximum(b_best, ranked(b_logit, o_token))
-    tl.store(p_token + i_row, (0x7FFFFFFF - (tl.max(b_best, 0) & 0x7FFFFFFF)).to(tl.int32))
+    best = tl.max(b_best, 0)
+    finite = ((best >> 32) < 0x7F800000) & ((best >> 32) > -0x7F800001)  # in the order of `ranked`
+    tl.store(p_token + i_row, tl.where(finite, 0x7FFFFFFF - (best & 0x7FFFFFFF), -1).to(tl.int32))
 
 
 FUNCTIONS = {"greedy": greedy_kernel}

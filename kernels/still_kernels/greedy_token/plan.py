@@ -31,12 +31,14 @@ class Inputs(StatelessInputs, plan=PLAN):
 
 
 def naive_greedy_token(inputs: Inputs) -> Tensor:
-    """The first of the likeliest tokens, int32 [B, T]. ShapeError: The logits do not fit."""
+    """The first of the likeliest tokens, int32 [B, T]; -1 where a logit is NaN or the largest is infinite: the model overflowed.
+    ShapeError: The logits do not fit."""
     import torch
 
     inputs.check()
-    largest = inputs.logits.amax(-1, keepdim=True)
-    return (inputs.logits == largest).int().argmax(-1).to(torch.int32)
+    largest = inputs.logits.amax(-1, keepdim=True)  # NaN where a logit is
+    found = (inputs.logits == largest).int().argmax(-1)
+    return found.where(largest[..., 0].isfinite(), -1).to(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from still_graphs.spec import OpSpec, TensorSpec
 
 GREEDY_TOKEN = OpSpec(
-    # Symbols: V tokens of the vocabulary. The first of the likeliest.
+    # Symbols: V tokens of the vocabulary. The first of the likeliest; -1 where a logit is NaN or the
+    # largest is infinite.
     name="GreedyToken",
     torch_name="greedy_token",
     inputs=(TensorSpec("logits", ("B", "T", "V"), "T", "activation"),),

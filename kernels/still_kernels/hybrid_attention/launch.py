@@ -17,7 +17,7 @@ from still_kernels.hybrid_attention.kernels import FUNCTIONS
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState, state_names
 from still_kernels.hybrid_attention.pages import Pages
-from still_kernels.hybrid_attention.plan import BY_TMA, constants_of, plan_constants, sizes_of, table_of
+from still_kernels.hybrid_attention.plan import BY_TMA, constants_of, plan_constants, table_of
 from still_kernels.hybrid_attention.plan.launches import PLAN
 from still_kernels.hybrid_attention.plan.tiles import for_many_rows
 from still_kernels.packing import Packing, size_of_call
@@ -60,7 +60,7 @@ def call_of(
         packed: Tokens of all rows and rows of the state, where rows are packed.
     """
     return Call(
-        {**sizes_of(config), "B": batch, "T": tokens, "N": slots},
+        {**config.symbols(), "B": batch, "T": tokens, "N": slots},
         config.attributes(),
         plan_constants(config, table),
         dtype=str(dtype).removeprefix("torch."),

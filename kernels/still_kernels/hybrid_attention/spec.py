@@ -37,7 +37,6 @@ HYBRID_ATTENTION = OpSpec(
         StateSpec("window_score", ("B", "H", "2*C"), "float32"),
         _SALIENT_KEY,
         _SALIENT_VALUE,
-        StateSpec("salient_score", ("B", "HS", "N"), "float32", SLOTS, only=("overflow", "fold_min_score")),
         StateSpec("kv_state", ("B", "H", "F", "D"), "float32"),
         StateSpec("z_state", ("B", "H", "F"), "float32", features=True),
         *map(scales_of, (_WINDOW_KEY, _WINDOW_VALUE, _SALIENT_KEY, _SALIENT_VALUE)),
@@ -57,7 +56,7 @@ HYBRID_ATTENTION = OpSpec(
         AttributeSpec("window_size", 0),  # tokens of a sliding window; 0 = chunk_size
         AttributeSpec("mix_epsilon", 1e-6),
         AttributeSpec("phantom_first_chunk", 0),
-        AttributeSpec("overflow", "error", ("error", "fold_min_score", "fold_oldest")),
+        AttributeSpec("overflow", "error", ("error", "fold_oldest")),
         CACHE,
     ),
 )

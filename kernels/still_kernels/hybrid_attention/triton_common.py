@@ -14,7 +14,6 @@ from still_kernels.common.triton_shared import LOG2E, as_numbers
 
 FEATURE_CODES = {"np_softmax_pm": 0, "softmax_pm": 1, "softmax": 2, "relu": 3, "elu_plus_one": 4, "identity": 5}
 SCOPE_CODES = {"q_head": 0, "kv_group_max": 1, "kv_group_mean": 2}
-OVERFLOW_CODES = {"error": 0, "fold_min_score": 1, "fold_oldest": 2}
 
 FEATURE_FLOOR = tl.constexpr(1e-12)
 RELEASED_EPSILON = tl.constexpr(1e-8)
@@ -149,7 +148,7 @@ def select_chunk(
     chunk, length, end, start, row, i_select, H, GR, K,
     SCOPE: tl.constexpr, GP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """True for the K highest scores of a chunk (ties: lower position), int1 [C], and the scores, [C]."""
+    """True for the K highest scores of a chunk (ties: lower position), int1 [C]."""
     o_row = tl.arange(0, C)
     b_score = ranked_scores(
         p_score, p_window_score, chunk * C + o_row, length, end, start, row, i_select, H, GR, SCOPE, GP, C
@@ -161,7 +160,7 @@ def select_chunk(
     for _ in range(K):
         b_left = tl.where(b_selected, -(1 << 63), b_key)
         b_selected = b_selected | (b_left == tl.max(b_left, 0))
-    return b_selected, b_score
+    return b_selected
 
 
 @triton.jit

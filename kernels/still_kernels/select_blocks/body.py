@@ -60,7 +60,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     windows = [b("Slice", padded, [i], b("Add", room, i + 1 - per), [3], [per]) for i in range(per + shared - 1)]
     scores = b("Max", *windows) if len(windows) > 1 else windows[0]  # [B, HK, T, blocks]
     number, own = b.arange(count), b.unsqueeze(b("Div", position, block), 2)  # [blocks], [B, T, 1]
-    dense = b.unsqueeze(b("Less", b("Add", position, 1), int(a["dense_length"])), 2)
+    reach = b("Add", past, new) if a["switch_by_call"] else b("Add", position, 1)
+    dense = b.unsqueeze(b("Less", reach, int(a["dense_length"])), 2)
     near = b("GreaterOrEqual", number, b("Sub", own, int(a["local_blocks"])))
     always = b("Or", b("Or", b("Less", number, int(a["init_blocks"])), near), dense)
     scores = b("Where", b.unsqueeze(always, 1), ALWAYS, scores)

@@ -87,6 +87,15 @@ def _rows(
 
 
 @triton.jit
+def _all_dense(length, count, last, DENSE: tl.constexpr, BY_CALL: tl.constexpr):
+    """Whether no token of a tile chooses; its last one is at position `last`, -1 without any."""
+    reach = last + 1
+    if BY_CALL:
+        reach = tl.where(last < 0, 0, length + count)
+    return reach < DENSE
+
+
+@triton.jit
 def _absorb(b_max, b_sum, b_logit):
     """Logits in log2 units, -inf where there is none, into the maximum and the sum of exponentials."""
     b_new = tl.maximum(b_max, tl.max(b_logit, 1))
@@ -115,7 +124,7 @@ def _kept(p_from, o_first, end, COUNT: tl.constexpr):
 def multiply_kernel(
     p_query, p_key_sum, p_new_tokens, p_past_length, p_product, p_part_ml, T, H, HK, N, NS, scale,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, STRIDE: tl.constexpr,
-    LSE_STRIDE: tl.constexpr, LSE_LENGTH: tl.constexpr, DENSE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
+    LSE_STRIDE: tl.constexpr, LSE_LENGTH: tl.constexpr, DENSE: tl.constexpr, BY_CALL: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
     MEANS: tl.constexpr, MP: tl.constexpr, STAGES: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries times means of STRIDE keys, in log2 units; maximum and sum of exponentials over part of the coarse means.
@@ -141,7 +150,7 @@ def multiply_kernel(
     row, start, length, count = row_of(i_batch, p_new_tokens, p_past_length, None, None, T, False)
     o_dim = tl.arange(0, DP)
     b_q, o_position, last = _rows(p_query, start, 0, length, count, i_tile, i_kv, H, HK, N * STRIDE, o_dim, D, GP, BM)
-    if last + 1 < DENSE:
+    if _all_dense(length, count, last, DENSE, BY_CALL):
         return
     end = tl.minimum((last + 1) // STRIDE, N)  # sums that are complete
     p_sums = p_key_sum + (row * HK + i_kv) * N * D
@@ -227,7 +236,7 @@ def _products(b_q, p_mean, o_mean, o_dim, rows, D: tl.constexpr, PARTS: tl.const
 def normalize_kernel(
     p_query, p_coarse, p_new_tokens, p_past_length, p_part_ml, T, H, HK, N, NC, NS, scale, first,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, STRIDE: tl.constexpr,
-    LSE_STRIDE: tl.constexpr, LSE_LENGTH: tl.constexpr, DENSE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
+    LSE_STRIDE: tl.constexpr, LSE_LENGTH: tl.constexpr, DENSE: tl.constexpr, BY_CALL: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of exponentials over part of the coarse means, of the tokens from `first` on. Grid (NS, HK * tiles, B)."""
@@ -240,7 +249,7 @@ def normalize_kernel(
     b_q, o_position, last = _rows(
         p_query, start, first, length, count, i_tile, i_kv, H, HK, N * STRIDE, o_dim, D, GP, BM
     )
-    if last + 1 < DENSE:
+    if _all_dense(length, count, last, DENSE, BY_CALL):
         return
     b_limit = _complete(o_position, LSE_STRIDE, LSE_LENGTH)
     many = _complete(last, LSE_STRIDE, LSE_LENGTH)
@@ -261,8 +270,8 @@ def score_kernel(
     p_query, p_product, p_mean, p_new_tokens, p_past_length, p_part_ml, p_best, p_tail,
     T, H, HK, N, NM, NS, NB, scale, first, chunk,
     D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BS: tl.constexpr,
-    STRIDE: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr, DENSE: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr, KEPT: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
+    STRIDE: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr, DENSE: tl.constexpr, BY_CALL: tl.constexpr, PARTS: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each block the largest weight of the means that begin in it, and of those that reach into it. Grid (splits, HK * tiles, B).
 
@@ -280,7 +289,7 @@ def score_kernel(
     b_q, o_position, last = _rows(
         p_query, start, first, length, count, i_tile, i_kv, H, HK, N * STRIDE, o_dim, D, GP, BM
     )
-    if last + 1 < DENSE:
+    if _all_dense(length, count, last, DENSE, BY_CALL):
         return
     o_part = tl.arange(0, BS)
     p_ml = p_part_ml + (i_batch.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * NS * BM * 2
@@ -369,7 +378,7 @@ def _take(p_best, p_tail, p_to, end, take, BC: tl.constexpr, INIT: tl.constexpr)
 def choose_kernel(
     p_new_tokens, p_past_length, p_best, p_tail, p_blocks, T, HK, NB, S, first, chunk,
     BC: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    DENSE: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
+    DENSE: tl.constexpr, BY_CALL: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The list of one token: what is chosen always, and between it the blocks of the best scores, ascending. Grid (chunk, HK, B)."""
     wait_for_ahead(PDL, SETTLE)
@@ -386,7 +395,7 @@ def choose_kernel(
     own = (length + token) // BLOCK
     end = own - LOCAL  # scores decide on those from INIT on, before it
     open_blocks = tl.maximum(end - INIT, 0)
-    if (length + token + 1 < DENSE) | (open_blocks == 0):
+    if _all_dense(length, count, length + token, DENSE, BY_CALL) | (open_blocks == 0):
         tl.store(p_to + o_slot, tl.where(o_slot <= own, o_slot, -1), mask=o_slot < S)
         return
     tl.store(p_to + o_slot, o_slot, mask=o_slot < INIT)

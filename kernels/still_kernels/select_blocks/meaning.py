@@ -45,6 +45,7 @@ class Inputs:
     local_blocks: int = 32
     dense_length: int = 8192
     block_slots: int = 128
+    switch_by_call: int = 0
 
     def check(self, state: Tensor) -> None:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
@@ -100,7 +101,8 @@ def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = Non
         query = inputs.query[row, :new].to(state.dtype).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [HK, G, T, D]
         for start in range(0, new, TOKENS):
             part = slice(start, min(start + TOKENS, new))
-            chosen, scores = _choose(inputs, query[:, :, part], sums, places[part])
+            reach = places[part] + 1 if not inputs.switch_by_call else torch.full_like(places[part], past + new)
+            chosen, scores = _choose(inputs, query[:, :, part], sums, places[part], reach < inputs.dense_length)
             blocks[row, part, :, : chosen.shape[-1]] = chosen.transpose(0, 1)
             if watch:
                 margins[row, part, : scores.shape[-1]] = _margins(scores, chosen).permute(1, 2, 0)
@@ -144,9 +146,9 @@ def means(sums: Tensor, stride: int, kernel: int, row: int) -> Tensor:
     return padded.unfold(1, width, step).sum(-1)[:, : -(-sums.shape[1] // step)] / kernel
 
 
-def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks int32 [HK, T, slots or fewer] of tokens at `places` [T], query [HK, G, T, D]; and what they were chosen by [HK, T, blocks],
-    infinite where always, below 0 where never."""
+def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks int32 [HK, T, slots or fewer] of tokens at `places` [T], query [HK, G, T, D], which read all of them where `dense` [T]; and
+    what they were chosen by [HK, T, blocks], infinite where always, below 0 where never."""
 
     def logits(stride: int, kernel: int) -> Tensor:
         keys = means(sums, stride, kernel, inputs.mean_stride)
@@ -164,7 +166,7 @@ def _choose(inputs: Inputs, query: Tensor, sums: Tensor, places: Tensor) -> tupl
     padded = torch.nn.functional.pad(shares, (shared - 1, max(0, room - shares.shape[-1] - shared + 1)))
     scores = padded[..., :room].unfold(2, per + shared - 1, per).amax(-1)  # [HK, T, blocks]
     number, own = torch.arange(count, device=places.device), (places // inputs.block_size)[:, None]
-    dense = (places + 1 < inputs.dense_length)[:, None]
+    dense = dense[:, None]
     always = (number < inputs.init_blocks) | (number >= own - inputs.local_blocks) | dense
     scores = scores.masked_fill(always, torch.inf).masked_fill(number > own, -1.0)
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : inputs.block_slots]

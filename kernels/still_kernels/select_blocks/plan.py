@@ -166,6 +166,7 @@ class Variant:
     local_blocks: int = 32
     dense_length: int = 8192
     block_slots: int = 128
+    switch_by_call: int = 0
     count_dtype: str = "int64"
 
     def __post_init__(self) -> None:
@@ -198,6 +199,7 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
         "INIT": v.init_blocks,
         "LOCAL": v.local_blocks,
         "DENSE": v.dense_length,
+        "BY_CALL": v.switch_by_call,
         "PARTS": PARTS[v.dtype],
         "DOT": "tf32x3" if wide else "tf32",
         "MEANS": means,

@@ -13,7 +13,8 @@ SELECT_BLOCKS = OpSpec(
     #   a_j  = sum over the heads of exp(q k1_j / sqrt(D) - log sum over i of exp(q k2_i / sqrt(D)))
     #   score of block b = the largest a_j of those k1_j that share a key with it, 0 where none does
     # The first `init_blocks`, the token's own block and the `local_blocks` before it are chosen always, then those of the largest scores,
-    # `top_blocks` together, of equal ones the lower index. A token with fewer than `dense_length` tokens up to itself reads all blocks.
+    # `top_blocks` together, of equal ones the lower index. A token with fewer than `dense_length` tokens up to itself reads all blocks;
+    # with `switch_by_call`, one of a call that ends before so many, as the published code has it: then a prompt must be one call.
     # Both k1 and k2 follow from sums of `mean_stride` keys, which is all that is kept.
     name="SelectBlocks",
     torch_name="select_blocks",
@@ -38,6 +39,7 @@ SELECT_BLOCKS = OpSpec(
         AttributeSpec("local_blocks", 32),
         AttributeSpec("dense_length", 8192),
         AttributeSpec("block_slots", 128),  # as of `slots_of`
+        AttributeSpec("switch_by_call", 0),
     ),
 )
 
@@ -58,6 +60,7 @@ def fault_of(given: Mapping[str, AttributeValue]) -> str | None:
         "lse_length": 1,
         "init_blocks": 0,
         "local_blocks": 0,
+        "switch_by_call": 0,
     }
     for name, low in least.items():
         if a[name] < low:
@@ -72,6 +75,11 @@ def fault_of(given: Mapping[str, AttributeValue]) -> str | None:
         return f"top_blocks={a['top_blocks']} must be at least {forced}, the blocks that are chosen always"
     if a["dense_length"] < a["lse_length"]:
         return f"dense_length={a['dense_length']} must be at least lse_length={a['lse_length']}"
+    if a["switch_by_call"] > 1:
+        return f"switch_by_call={a['switch_by_call']} must be 0 or 1"
+    always = (a["init_blocks"] + a["local_blocks"] + 1) * a["block_size"]
+    if a["switch_by_call"] and always < a["lse_length"]:
+        return f"lse_length={a['lse_length']} must be at most {always} with switch_by_call, the keys of the blocks that are chosen always"
     if a["block_slots"] != (slots := slots_of(a["top_blocks"], a["dense_length"], a["block_size"])):
         return f"block_slots={a['block_slots']} must be {slots}, as top_blocks, dense_length and block_size say"
     return None

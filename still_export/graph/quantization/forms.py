@@ -102,7 +102,10 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
                 blocks.bits <= bits or base.bits < blocks.bits
             )  # the latter: of fewer bits, which no narrower form holds
             and (asked.layout.zero_points or not blocks.zero_points)
-            and (role != EMBEDDING or (blocks.bits == 8 and not blocks.zero_points and blocks.order is None))
+            and (
+                role != EMBEDDING
+                or (blocks.bits == 8 and not blocks.zero_points and not blocks.offsets and blocks.order is None)
+            )
             and (weight.dim() == 2 or blocks.bits == bits)  # both matrices of experts have the same bits
         ):
             # TensorRT takes positive scales alone; those of a file turn their sign by offsets.

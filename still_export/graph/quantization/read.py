@@ -114,9 +114,9 @@ def _with_held(source: Source, graph: Path, manifest: dict[str, Any], device: st
 def held_names(folder: Path, graph: str = MODEL) -> dict[str, np.ndarray | None]:
     """The weights in blocks of a graph of the package in `folder`, by their names in it: their inputs as the blocks have them, None: in
     order."""
-    import onnx_ir as ir
+    from still_export.graph.weights_file import load_graph
 
-    parts = {name: value.const_value for name, value in ir.load(folder / graph).graph.initializers.items()}
+    parts = {name: value.const_value for name, value in load_graph(folder / graph).graph.initializers.items()}
     joined = [n.rpartition(".")[0] for n in parts if n.endswith((".scales", *K_QUANT.values()))]
     orders = {names: None if (o := parts.get(f"{names}.{ORDER}")) is None else o.numpy().copy() for names in joined}
     return {name: order for names, order in orders.items() for name in names.split(TOGETHER)}
@@ -157,7 +157,9 @@ def held_rows(
     nothing but blocks is computed on `device`, from where its codes go."""
     import onnx_ir as ir
 
-    parts = {name: value.const_value for name, value in ir.load(path).graph.initializers.items()}
+    from still_export.graph.weights_file import load_graph
+
+    parts = {name: value.const_value for name, value in load_graph(path).graph.initializers.items()}
     loading = Lock()  # a tensor maps its file once, at the first look
 
     def array(name: str) -> np.ndarray:

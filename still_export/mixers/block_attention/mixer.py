@@ -17,7 +17,7 @@ from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import LayerOp, layer_of
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
 from still_export.mixers.block_attention.op import read_blocks, select_blocks
-from still_export.mixers.block_attention.settings import BlockSettings
+from still_export.mixers.block_attention.settings import BlockSettings, checked_choice
 from still_export.mixers.kept import rounded
 from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.roles import GATE, PROJECTION
@@ -130,14 +130,16 @@ class SalaSparse(BlockSelected):
 
 def choice_of(config: Any) -> dict[str, int]:
     """The attributes of SelectBlocks in a model with the STILL family configuration `config`: the family's own, or what it stores."""
-    return (config if hasattr(config, "block_choice") else config.still).block_choice()
+    choice = (config if hasattr(config, "block_choice") else config.still).block_choice()
+    by_call = int(config.still.deployment.whole_prompts)
+    return checked_choice({**choice, "switch_by_call": by_call}, "the choice of blocks")
 
 
 class BlockAttentionMixer(KeysMixer):
     """Layers of type "block_attention", of families that choose blocks from the start."""
 
     name = "block_attention"
-    of_families = True
+    of_families = by_prompts = True
     as_numbers = "reads chosen blocks, whose keys and values are kept as numbers"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

@@ -10,7 +10,12 @@ from still_graphs.errors import ConfigError
 from still_kernels.select_blocks.spec import SELECT_BLOCKS, fault_of, slots_of
 
 COARSE = 4
-"""Times the fine means' stride and length are those of the coarse ones, as InfLLM-V2 has them."""
+"""Times the fine means' stride and length are those of the coarse ones, as InfLLM-V2 has them; of single keys once, an exact softmax."""
+
+
+def means_of(block: int) -> dict[str, int]:
+    """`mean_stride` and `mean_length` of blocks of so many tokens, in MiniCPM-SALA's proportions; of single tokens the keys themselves."""
+    return {"mean_stride": max(1, block // 4), "mean_length": max(1, block // 2)}
 
 
 def checked_choice(given: Mapping[str, int], source: str) -> dict[str, int]:
@@ -20,7 +25,8 @@ def checked_choice(given: Mapping[str, int], source: str) -> dict[str, int]:
         ConfigError: They do not fit each other.
     """
     choice = {a.name: int(a.default) for a in SELECT_BLOCKS.attributes} | dict(given)
-    choice |= {"lse_stride": COARSE * choice["mean_stride"], "lse_length": COARSE * choice["mean_length"]}
+    coarse = 1 if choice["mean_length"] == 1 else COARSE
+    choice |= {"lse_stride": coarse * choice["mean_stride"], "lse_length": coarse * choice["mean_length"]}
     if choice["block_size"] > 0:
         choice["block_slots"] = slots_of(choice["top_blocks"], choice["dense_length"], choice["block_size"])
     if fault := fault_of(choice):

@@ -52,7 +52,7 @@ class HybridLayer(KernelStateLayer[HybridAttentionState]):
         if self.bounded and tokens > config.capacity_tokens:
             raise CapacityError(
                 f"room for {tokens} tokens is asked for and capacity_tokens={config.capacity_tokens}. Generate fewer, raise "
-                'capacity_tokens, or choose overflow="fold_min_score" or "fold_oldest".'
+                'capacity_tokens, or choose overflow="fold_oldest".'
             )
         super().allocate(batch, tokens, dtype, device)
         if config.window_factor is not None:

@@ -14,7 +14,11 @@ from still_export.gguf.shared import Architecture, Config, View
 from still_export.models.gguf.tensors import Stored, stack, weight, zeros
 from still_export.models.read.weights import Deferred
 
-_LEAVES = ("A_log", "D", "dt_bias", "bias", "expert_bias", "e_score_correction_bias", "x_x", "k_k", "k_a", "r_k", "x_k")
+_LEAVES = (
+    *("A_log", "D", "dt_bias", "bias", "expert_bias", "e_score_correction_bias", "x_x", "k_k", "k_a", "r_k", "x_k"),
+    *("time_faaaa", "time_decay", "time_decay_w1", "time_decay_w2", "time_maa_w1", "time_maa_w2"),
+    *(f"time_maa_{part}" for part in "xwkvrg"),
+)
 """Ends of names of parameters that have no `.weight` behind them."""
 
 
@@ -41,13 +45,19 @@ def _tensors(view: View, architecture: Architecture, config: Config, dtype: torc
     for name, tensor in view.file.tensors.items():
         if name == ROPE_TABLE or architecture.skips(name):
             continue
-        stored, (prefix, part) = Stored(tensor, str(view.file.path)), place(view, name)
+        stored, (prefix, part) = Stored(tensor, str(view.file.path)), place(view, name, architecture.stem)
         if prefix and (owner := owners.get(part)) is not None:
             pieces.setdefault(f"{prefix}{owner}", {})[part] = stored
             continue
+        if prefix and (names := architecture.split.get(part)) is not None:
+            for number, one in enumerate(names):
+                found[f"{prefix}{one}"] = weight(one, [Stored(tensor, stored.origin, number)], dtype, edits[one])
+            continue
         target = target_of(view, architecture, prefix, part, name)
         full = _named(prefix, target, part)
-        edit = AS_IT_IS if target in architecture.joined else edits.get(target, AS_IT_IS)  # a file that has it whole
+        edit = (
+            AS_IT_IS if target in architecture.joined else edits.get(f"{prefix}{target}", edits.get(target, AS_IT_IS))
+        )  # a file that has it whole
         if full == f"{prefix}{target}.bias":
             edit = Edit(edit.rows)
         if "{}" in target:

@@ -29,6 +29,8 @@ def read_blocks(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
     outputs = len(raw)
     if kind in _WHOLE_NUMBERS:
         return _whole_numbers(raw, kind, origin)
+    if kind in ("Q5_1", "Q5_K"):
+        return _five_bits(raw, kind, origin)
     bits, has_offsets, _ = BLOCKS[kind]
     fields = 2 if has_offsets else 1
     blocks = raw.reshape(outputs, -1, K_BYTES if kind == "Q4_K" else 2 * fields + BLOCK * bits // 8)
@@ -76,6 +78,31 @@ def _whole_numbers(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
     values = dequantize(raw, kind_of).reshape(len(raw), -1, BLOCK)
     codes = np.divide(values, scales[..., None], out=np.zeros_like(values), where=scales[..., None] != 0)
     return BlockWeight((np.rint(codes) + 128).astype(np.uint8), scales, None, 8)
+
+
+def _five_bits(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
+    """Codes of 0 to 31, whose fifth bits lie apart, with offsets."""
+    from gguf.quants import Q4_K
+
+    outputs, wide = len(raw), kind == "Q5_K"
+    blocks = raw.reshape(outputs, -1, 176 if wide else 24)
+    head = np.ascontiguousarray(blocks[..., :4]).view("<f2").astype(np.float32)
+    if not np.isfinite(head).all():
+        raise _no_number(origin)
+    scales, least = head[..., 0], head[..., 1]
+    if wide:  # scales and offsets as of Q4_K
+        factors, minima = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
+        scales = (scales.reshape(-1, 1) * factors).reshape(outputs, -1)
+        least = -(least.reshape(-1, 1) * minima).reshape(outputs, -1)
+        low = blocks[..., 48:].reshape(outputs, -1, 4, 1, BLOCK)  # low halves are one block, high ones the next
+        low = (low >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(outputs, -1, 8, BLOCK)
+        high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    else:  # low halves are the first 16 codes, high ones the others
+        low = np.concatenate([blocks[..., 8:] & 15, blocks[..., 8:] >> 4], axis=-1)
+        high = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")
+    # MatMulNBits subtracts 128. Codes around 0 multiply what rounding a token's values errs by less.
+    codes = (low | high << 4) + np.uint8(128 - 16)
+    return BlockWeight(codes.reshape(outputs, -1, BLOCK), scales, None, 8, least + 16 * scales)
 
 
 def checked_rows(rows: np.ndarray, kind: str, origin: str) -> np.ndarray:

@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from still_export.errors import CheckpointError, ConfigError, ModelNotFoundError
-from still_export.folders.files import Config, read_checked, read_json
+from still_export.errors import CheckpointError, ConfigError
+from still_export.folders.files import Config, read_checked
+from still_export.folders.model import check_folder
 from still_export.folders.weights import PICKLE_SUFFIXES, damaged, refuse_pickle
 from still_export.models.families.experts import FLOAT32
 from still_export.models.read.rows import FLOAT_TYPES, PARTS, from_rows, is_part
@@ -33,20 +34,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelNotFoundError: The folder is no model.
         CheckpointError: The file is damaged.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        found = sorted(p.name for p in folder.iterdir())[:6]
-        hint = f" The folder holds {', '.join(found)}." if found else " The folder is empty."
-        ggufs = sorted(folder.glob("*.gguf"))
-        todo = (
-            f"Name the file itself: {ggufs[0]}."
-            if ggufs
-            else "Give a Hugging Face model folder, a hub id or a .gguf file."
-        )
-        raise ModelNotFoundError(f"{folder} is no model: it has no config.json.{hint} {todo}")
-    if "model_type" not in read_json(path):
-        raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
-    config = _with_infinities(read_checked(path, Config, ConfigError))
+    check_folder(folder)
+    config = _with_infinities(read_checked(folder / "config.json", Config, ConfigError))
     return config
 
 

@@ -194,7 +194,7 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
             result[name] = tensor
     if not pairs:
         return result
-    if adapter is None or not adapter.get("lora_alpha") or not adapter.get("r"):
+    if adapter is None or adapter.get("lora_alpha") is None or not adapter.get("r"):
         raise CheckpointError(
             f"{source} has LoRA tensors ({next(iter(pairs))}) but no adapter_config.json with lora_alpha and r beside them, so "
             "their scale is unknown. Put the file there (LoLCATs trains with lora_alpha 16, r 8)."

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.config import LayersConfig
+from still_export.mixers.layers import head_size
 from still_export.models.families.linear_mixins import LinearConfigMixin, LlamaModelMixin, Place
 from still_export.models.families.softmax_families import make_family
 
@@ -16,10 +17,11 @@ class LandmarkConfigMixin(LinearConfigMixin):
     """Its blocks, and what does not fit."""
 
     @property
-    def block_tokens(self) -> int:
-        """Of a block, its landmark among them."""
+    def retrieval(self) -> dict[str, Any]:
+        """Attributes of the op."""
         config: Any = self
-        return config.mem_freq + 1
+        base = float(config.rope_parameters["rope_theta"])
+        return {"block_tokens": config.mem_freq + 1, "top_blocks": config.cache_top_k or 0, "rope_base": base}
 
     @property
     def feeding(self) -> dict[str, Any]:
@@ -35,10 +37,15 @@ class LandmarkConfigMixin(LinearConfigMixin):
     def check(self, still: LayersConfig) -> None:
         super().check(still)
         config: Any = self
-        if config.cache_top_k is not None:
+        if config.cache_top_k is not None and config.cache_top_k < 1:
+            raise ConfigError(
+                f"cache_top_k={config.cache_top_k} in config.json of a llama_with_landmark model; at least 1, or null: every block is read."
+            )
+        kind = config.rope_parameters.get("rope_type", "default")
+        if config.cache_top_k and (kind != "default" or head_size(config) % 2):
             raise UnsupportedModelError(
-                f"cache_top_k={config.cache_top_k} in config.json of a llama_with_landmark model: blocks that are fetched get other "
-                "positions than they were read at. All blocks are read here; leave it out."
+                f"cache_top_k={config.cache_top_k} beside rope_type={kind!r} and heads of {head_size(config)} in config.json; blocks that "
+                "are read get new positions, of the default rope and of even heads alone. Leave cache_top_k out."
             )
         if not config.include_landmark_in_loss:
             raise UnsupportedModelError(

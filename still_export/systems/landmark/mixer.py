@@ -22,30 +22,35 @@ class Landmark(KeyedAttention):
     """Landmark attention (arXiv:2305.16300), with the projections of the module that it replaces.
 
     block_tokens: Of a block, its landmark among them.
+    top_blocks: That a head of a token reads, 0: all.
+    rope_base: Of positions that the op gives where some are read.
     """
 
     block_tokens: int
+    top_blocks: int
+    rope_base: float
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
-        heads = self.project_heads(hidden, position_embeddings)
-        sizes = {"block_tokens": self.block_tokens}
-        output = self.attended(landmark_attention, Inputs, heads, past_key_values, **sizes)
+        heads = self.heads(hidden) if self.top_blocks else self.project_heads(hidden, position_embeddings)
+        given = {name: getattr(self, name) for name in ("block_tokens", "top_blocks", "rope_base")}
+        output = self.attended(landmark_attention, Inputs, heads, past_key_values, **given)
         return self.project_out(output, hidden)
 
 
 class LandmarkAttentionMixer(KeysMixer):
-    """Layers of type "landmark_attention"; a family's configuration has `block_tokens`."""
+    """Layers of type "landmark_attention"; a family's configuration has `retrieval`, the op's attributes."""
 
     name = "landmark_attention"
     of_families = True
     as_numbers = "finds blocks by the keys of landmarks, which are kept as numbers"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        return (LayerOp(LANDMARK_ATTENTION, {"block_tokens": config.block_tokens}, sizes(config)),)
+        return (LayerOp(LANDMARK_ATTENTION, config.retrieval, sizes(config)),)
 
     def made(self, base: nn.Module, config: Any, index: int) -> Landmark:
         module = Landmark(base, head_size(config))
-        module.block_tokens = config.block_tokens
+        for name, value in config.retrieval.items():
+            setattr(module, name, value)
         return module
 
 

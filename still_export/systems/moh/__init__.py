@@ -1,1 +1,3 @@
 """MoH, mixture-of-head attention (arXiv:2410.11842)."""
+
+MODEL_TYPES = ("moh_llama",)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from still_export.errors import ConfigError
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import Mixer
 from still_export.mixers.experts.op import route
 from still_export.mixers.layers import head_size
+from still_export.mixers.trainable import Trainable, TrainableModule
 from still_kernels.route.meaning import Inputs, margins, naive_route
 from still_kernels.route.spec import ROUTE
 
@@ -42,17 +44,41 @@ class ChosenHeads(SoftmaxAttention):
         return self.o_proj(torch.cat((first, others), dim=2).flatten(2))
 
 
+class TrainableChosenHeads(TrainableModule, ChosenHeads):
+    """ChosenHeads as teacher and student."""
+
+
+def head_counts(config: Any) -> tuple[int, int]:
+    """Heads that every token takes, and how many of the others; where a configuration does not say, a half and a quarter of all.
+
+    Raises:
+        ConfigError: All heads are taken, or none of those that are not shared.
+    """
+    heads = config.num_attention_heads
+    given = (getattr(config, name, None) for name in ("shared_heads", "routed_heads"))
+    shared, routed = (usual if x is None else x for x, usual in zip(given, (heads // 2, heads // 4), strict=True))
+    if not (0 <= shared and 1 <= routed < heads - shared):
+        raise ConfigError(
+            f"shared_heads={shared} and routed_heads={routed} of {heads} heads; some of those that are not shared must be taken, and not "
+            "all. Fix them in config.json."
+        )
+    return shared, routed
+
+
 class ChosenHeadsMixer(AttentionMixer):
-    """Layers of type "chosen_heads"; a family's configuration has `shared_heads` and `routed_heads`."""
+    """Layers of type "chosen_heads"; a family's configuration may have `shared_heads` and `routed_heads`."""
 
     name = "chosen_heads"
-    of_families = True
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
         Mixer.paged(self, config, index, ranks, rank)  # refuses: an engine's own attention takes all heads
 
     def made(self, base: nn.Module, config: Any, index: int) -> ChosenHeads:
-        return ChosenHeads(base, head_size(config), config.shared_heads, config.routed_heads)
+        return ChosenHeads(base, head_size(config), *head_counts(config))
+
+    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
+        module.__class__ = TrainableChosenHeads  # wrapping would rename the parameters
+        return module
 
 
 MIXERS = (ChosenHeadsMixer(),)

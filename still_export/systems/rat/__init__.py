@@ -1,1 +1,3 @@
 """RAT (arXiv:2507.04416)."""
+
+MODEL_TYPES = ("rat",)

@@ -1,1 +1,3 @@
 """Routing Transformer (arXiv:2003.05997), read causally."""
+
+MODEL_TYPES = ("routing_transformer",)

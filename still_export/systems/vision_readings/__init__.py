@@ -1,1 +1,3 @@
 """PolaFormer, InLine and MirrorLA, read causally."""
+
+MODEL_TYPES = ("polaformer", "inline", "mirrorla")

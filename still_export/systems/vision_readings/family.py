@@ -32,6 +32,8 @@ class VisionConfig(StackConfig):
         alpha: PolaFormer's powers are between 1 and 1 + alpha.
         feature_map: Of InLine's queries and keys, "identity" or "relu".
         mirrors: MirrorLA's reflections of queries and keys, `attn.mirrors` [mirrors, channels], which fold into the projections.
+        head_mirrors: Its reflections across heads behind those, `attn.head_mirrors` [head_mirrors, heads]: the heads' same channels are
+            mirrored together, each channel alike.
     """
 
     vocab_size: int = 32000
@@ -44,6 +46,7 @@ class VisionConfig(StackConfig):
     alpha: float = 4.0
     feature_map: str = "identity"
     mirrors: int = 0
+    head_mirrors: int = 0
     qkv_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
@@ -95,23 +98,24 @@ _MIXERS = {"polaformer": PolarMixer, "inline": InLineMixer, "mirrorla": MirrorMi
 
 
 def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
-    """With MirrorLA's reflections in the projections of queries and keys; those of blocks of channels are 0 outside them."""
-    for name in [n for n in tensors if n.endswith(".attn.mirrors")]:
-        mirrors = tensors.pop(name)
-        for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
-            if (held := tensors.get(own := name.removesuffix("mirrors") + part)) is not None:
-                tensors[own] = Deferred(torch.Size(held.shape), held.dtype, partial(_reflected, held, mirrors))
+    """With MirrorLA's reflections in the projections of queries and keys, of channels before those of heads; those of blocks of channels
+    are 0 outside them."""
+    for kind in ("mirrors", "head_mirrors"):
+        for name in [n for n in tensors if n.endswith(f".attn.{kind}")]:
+            mirrors = tensors.pop(name)
+            for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
+                if (held := tensors.get(own := name.removesuffix(kind) + part)) is not None:
+                    tensors[own] = Deferred(torch.Size(held.shape), held.dtype, partial(_reflected, held, mirrors))
     return tensors
 
 
 def _reflected(weight: Weight, mirrors: Weight) -> Tensor:
-    """`weight` [C] or [C, inputs], its channels reflected by each of `mirrors` [R, C] in their order."""
-    held = value_of(weight)
-    rows = held.double()
-    for mirror in value_of(mirrors).double():
-        along = torch.tensordot(mirror, rows, 1) * (2 / mirror.square().sum())
-        rows = rows - (mirror[:, None] * along if rows.dim() == 2 else mirror * along)
-    return rows.to(held.dtype)
+    """`weight` [C] or [C, inputs], its channels, or heads of channels, reflected by each of `mirrors` [R, C or heads] in their order."""
+    held, vectors = value_of(weight), value_of(mirrors).double()
+    rows = held.double().reshape(vectors.shape[1], -1)  # a channel's inputs, or a head's channels and their inputs
+    for mirror in vectors:
+        rows = rows - torch.outer(mirror, mirror @ rows) * (2 / mirror.square().sum())
+    return rows.reshape(held.shape).to(held.dtype)
 
 
 def _layer(config: Any, index: int) -> LlamaBlock:
@@ -132,6 +136,8 @@ class VisionConfigMixin(LinearConfigMixin):
                 f"mirrors={config.mirrors} in config.json; it must be {'1 and more' if mirrored else '0'} for "
                 f"{config.model_type.removeprefix('still_')}."
             )
+        if config.head_mirrors and (not mirrored or config.head_mirrors < 0):
+            raise ConfigError(f"head_mirrors={config.head_mirrors} in config.json; it must be 0, or more for mirrorla.")
         parts = config.num_attention_heads * (2 if polar else 1)
         if config.hidden_size % parts:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from still_export.graph.quantization.policy import ONNXRUNTIME
-from still_export.targets.genai.package import check_genai, demand_genai, finish
+from still_export.targets.genai.package import check_genai, demand_genai, derived_files, finish
 from still_export.targets.ort.options import GenaiOptions
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import ORT_CPU, ready, traits
@@ -17,6 +17,7 @@ GENAI = Target(
     GenaiOptions,
     steps=ORT_CPU.steps,
     finish=finish,
+    derived=derived_files,
     caches=("float16", "int8"),
     lacks=("Experts",),
     traits=traits,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import UnsupportedError
 from still_export.package.files import MODEL
 from still_export.targets.ort.library import LIBRARY, SYSTEM, build_with_archive, this_cpu
 from still_export.targets.trt.plugins import compile_archive
@@ -50,19 +49,11 @@ def kernel_variants(model: Path) -> dict[str, list[Any]]:
     """
     import onnx_ir as ir
 
-    from still_kernels.registry import kernels_of
+    from still_kernels.registry import variants_of
 
-    variants: dict[str, list[Any]] = {}
-    for node, call in _calls(ir.load(model)):
-        reasons = kernels_of(node.op_type).refusals(call, ahead=True)
-        if reasons:
-            raise UnsupportedError(
-                f"no CUDA kernel covers {node.name or node.op_type}: {' '.join(reasons)} Export without --arch: bodies run every layer."
-            )
-        variant, known = kernels_of(node.op_type).variant_of(call), variants.setdefault(node.op_type, [])
-        if variant not in known:
-            known.append(variant)
-    return variants
+    return variants_of(
+        _calls(ir.load(model)), "no CUDA kernel covers", "Export without --arch: bodies run every layer."
+    )
 
 
 def _calls(model: Any) -> Iterator[tuple[Any, Any]]:

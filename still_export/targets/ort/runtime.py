@@ -21,7 +21,11 @@ def _watched(asked: Opening) -> tuple[bytes, list[str]]:
     """The graph with the first output, int32, of each node that is asked for and the tensors that are, and the names of both."""
     import onnx
 
-    model = onnx.load(asked.folder / asked.graph, load_external_data=False)
+    from still_export.graph.weights_file import resolve_weights
+
+    path = asked.folder / asked.graph
+    model = onnx.load(path, load_external_data=False)
+    resolve_weights(model, path)
     names = [node.output[0] for node in model.graph.node if node.op_type in asked.watch]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
     kind = onnx.TensorProto.DataType.Value(asked.manifest["model"]["dtype"].replace("float32", "float").upper())

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import Progress
-from still_export.graph.weights_file import VIEW, save_streaming
+from still_export.graph.weights_file import VIEW, load_graph, save_streaming
 from still_export.package.files import DATA, HEAD, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, write_manifest
 from still_export.runtime.bundle import PROGRAMS
@@ -79,7 +79,7 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
     manifest = source.manifest
     demand_narrow(manifest, dtype)
     say(f"narrowing to {dtype}")
-    model = ir.load(source.path / PORTABLE)
+    model = load_graph(source.path / PORTABLE)
     strip_functions(model)
     _Narrowing(model.graph, dtype).run()
     attach_functions(model)

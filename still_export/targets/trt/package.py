@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from still_export.errors import UnsupportedError
 from still_export.graph.options import Progress
 from still_export.package.trust import trust
 from still_export.runtime.bundle import write_programs
@@ -70,9 +69,9 @@ def _value_types(graph: Any) -> dict[str, str]:
 
 def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
     """Compile the kernels and, for each set of headers, a plugin library; library file by major version of TensorRT."""
-    demand_kernels(graph)
+    variants = kernel_variants(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
-    archive = compile_archive(kernel_variants(graph), trt.architectures, folder / KERNELS)
+    archive = compile_archive(variants, trt.architectures, folder / KERNELS)
     libraries = {}
     for include in find_tensorrt_headers(trt.tensorrt_include):
         say(f"compiling the plugin library for the headers in {include}")
@@ -89,28 +88,17 @@ def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> 
     return libraries
 
 
-def demand_kernels(graph: Any) -> None:
-    """Raise UnsupportedError naming a layer of a lowered graph that no kernel covers, and what the kernels have."""
-    from still_kernels.registry import kernels_of
-
-    for node, call in _plugin_calls(graph):
-        reasons = kernels_of(node.op_type).refusals(call, ahead=True)
-        if reasons:
-            raise UnsupportedError(
-                f"no TensorRT kernel covers {node.name}: {' '.join(reasons)} Export with --to onnx, which runs every layer."
-            )
-
-
 def kernel_variants(graph: Any) -> dict[str, list[Any]]:
-    """The kernels that a lowered graph needs, by op: one variant for each set of choices."""
-    from still_kernels.registry import kernels_of
+    """The kernels that a lowered graph needs, by op: one variant for each set of choices.
 
-    variants: dict[str, list[Any]] = {}
-    for node, call in _plugin_calls(graph):
-        variant, known = kernels_of(node.op_type).variant_of(call), variants.setdefault(node.op_type, [])
-        if variant not in known:
-            known.append(variant)
-    return variants
+    Raises:
+        UnsupportedError: No kernel covers a node; names it, and what the kernels have.
+    """
+    from still_kernels.registry import variants_of
+
+    return variants_of(
+        _plugin_calls(graph), "no TensorRT kernel covers", "Export with --to onnx, which runs every layer."
+    )
 
 
 def _plugin_calls(graph: Any) -> Iterator[tuple[Any, Any]]:

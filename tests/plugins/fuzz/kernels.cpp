@@ -58,7 +58,7 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     l.window = l.sliding && !l.salient ? static_cast<int>(input.between(1, l.chunk)) : l.chunk;
     l.epsilon = input.one_in(4) ? input.raw<float>() : 1e-6f;
     l.phantom = !l.sliding && input.one_in(4);
-    l.overflow = static_cast<Overflow>(input.between(0, 2));
+    l.overflow = static_cast<Overflow>(input.between(0, 1));
     l.kv_heads = static_cast<int>(input.between(1, 3));
     l.heads = l.kv_heads * static_cast<int>(input.between(1, 3));
     l.dim = static_cast<int>(input.between(1, 36));
@@ -79,7 +79,7 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
         needed = std::max<int64_t>(needed, l.salient * std::max<int64_t>(0, (past.back() + brought.back() + l.chunk - 1) / l.chunk - 2));
     }
     // Cuts that give several parts, and caches too small or larger than needed where the policy allows it.
-    l.slots = l.overflow == Overflow::kError ? needed + input.between(0, 300) : input.between(0, 40);
+    l.slots = l.overflow == Overflow::kError ? needed + input.between(0, 300) : l.salient * input.between(0, 40 / std::max(1, l.salient));
     bool const wild = input.one_in(3);
     uint32_t const seed = input.raw<uint32_t>();
     int64_t const b = batch, select_heads = l.select_heads();
@@ -91,7 +91,7 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     Blob const window_key(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 8, wild);
     Blob const window_value(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 9, wild), window_score(b * l.heads * 2 * l.chunk, 4, seed + 10, wild);
     Blob const salient_key(b * select_heads * l.slots * l.dim, kept, seed + 11, wild);
-    Blob const salient_value(b * select_heads * l.slots * l.dim, kept, seed + 12, wild), salient_score(b * select_heads * l.slots, 4, seed + 13, wild);
+    Blob const salient_value(b * select_heads * l.slots * l.dim, kept, seed + 12, wild);
     Blob const kv_state(b * l.heads * l.features * l.dim, 4, seed + 14, wild), z_state(b * l.heads * l.features, 4, seed + 15, wild);
     Tensors x{};
     x.query = query.bytes.get(), x.key = key.bytes.get(), x.value = value.bytes.get();
@@ -106,7 +106,6 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     { return still_cpu::Kept{codes.bytes.get(), l.cache == still_cpu::Cache::kCodes ? scales.floats() : nullptr}; };
     x.window_key = rows(window_key, key_scale), x.window_value = rows(window_value, value_scale), x.window_score = window_score.floats();
     x.salient_key = rows(salient_key, salient_key_scale), x.salient_value = rows(salient_value, salient_value_scale);
-    x.salient_score = l.overflow == Overflow::kFoldMinScore ? salient_score.floats() : nullptr;
     x.kv_state = kv_state.floats(), x.z_state = z_state.floats();
     x.tokens = tokens;
     std::unique_ptr<char[]> const scratch(new char[scratch_size(l, batch, tokens)]);

@@ -147,6 +147,8 @@ def test_manifest_names_the_model_and_its_overlays_from_anywhere(
         raise ConfigError("enough")
 
     monkeypatch.setattr("still_export.targets.export.export", export)
+    for name in ("check_model", "check_overlay"):  # of folders that are empty, and a hub that is not asked
+        monkeypatch.setattr(f"still_export.cli.export.{name}", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "adapter").mkdir()

@@ -46,6 +46,7 @@ def test_an_interrupt_while_it_measures_says_how_to_go_on(
     """Where a run was begun; before, nothing is there to go on from."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "base/model.safetensors").touch()
     words = ["linearize", str(tmp_path / "base"), "--text", "corpus.txt", "-o", str(tmp_path / "made")]
     monkeypatch.setattr("sys.argv", ["still-export", *words, "--force"])
     for begun in (False, True):

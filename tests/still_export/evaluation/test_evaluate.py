@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from still_export.evaluation.evaluate import (
 )
 from still_export.evaluation.positions import perplexity_by_position, ranges
 from still_export.mixers.config import StillConfig
+from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.mixers.layers import Deployment
 from still_export.models import attach_untrained
 from still_export.texts import forms
@@ -126,6 +128,8 @@ def test_variants_switch_off_what_they_say() -> None:
         for variant in VARIANTS:
             with without(model, variant):
                 logits[variant] = model(ids, use_cache=False).logits
+                cached = model(ids, use_cache=True).logits
+            torch.testing.assert_close(cached, logits[variant], rtol=0, atol=1e-9)
         again = model(ids, use_cache=False).logits
     torch.testing.assert_close(again, logits["still"], rtol=0, atol=0)
     for variant in VARIANTS[1:]:
@@ -145,6 +149,22 @@ def test_window_only_forgets() -> None:
     with torch.no_grad():
         difference = (model(ids, use_cache=False).logits - model(other, use_cache=False).logits)[:, -CHUNK:]
     assert difference.abs().max() > 1e-4
+
+
+def test_without_its_linear_part_far_tokens_are_the_salient_ones() -> None:
+    """Every token salient: the linear part holds none, so it gives nothing."""
+    model = still_model("llama", torch.float64)
+    few = still_model("llama", torch.float64)
+    for module in model.modules():
+        if isinstance(module, StillAttention):
+            module.still = replace(module.still, salient_per_chunk=CHUNK)
+    ids = random_ids(1, 6 * CHUNK)
+    for changed, each in ((False, model), (True, few)):
+        with torch.no_grad():
+            whole = each(ids, use_cache=False).logits
+            with without(each, "no_linear_part"):
+                difference = (each(ids, use_cache=False).logits - whole).abs().max()
+        assert (difference > 1e-4) == changed
 
 
 @pytest.mark.slow
@@ -274,7 +294,10 @@ class Plain(Exception): ...
 
 def test_unseen_forms_are_unseen() -> None:
     """No name, place or thing of theirs, and nothing that stands around them, is in the training rows' forms."""
-    source = Path(forms.__file__).read_text(encoding="utf-8")
+    spoken = " ".join(
+        [*forms.DATA["names"].values(), *(text for relation in forms.DATA["relations"] for text in relation)]
+    )
+    source = f"{Path(forms.__file__).read_text(encoding='utf-8')} {spoken} "
     shared = {w for words in questions.WORDS.values() for w in words.split() if f" {w} " in source.replace('"', " ")}
     assert not shared, shared
     assert not [a for a in questions.AROUND if repr(a)[1:-1] in source]

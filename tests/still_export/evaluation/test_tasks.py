@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from still_export.graph.options import ExportOptions
+from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
 from tools.train_tasks import QUERY, RULES, TOKENS, UNASKED, texts
@@ -43,6 +45,21 @@ def test_texts_are_what_they_say() -> None:
                 kept[token // 16] = token % 16
             assert (answer != UNASKED) == (QUERY <= token < QUERY + 12)
             assert answer == UNASKED or answer == QUERY + 12 + kept[token - QUERY]
+
+
+@pytest.mark.slow
+def test_pytorch_answers_too() -> None:
+    """What AllMem remembers; its trained weights with gates shut forget it, so that no window answers."""
+    ids, answers = texts(ROWS, TOKENS, False, np.random.default_rng(7))
+    model = load_model(TASKS / "allmem", dtype="float32")
+    said = model(ids, use_cache=False).logits.argmax(-1)
+    asked = answers != UNASKED
+    assert int(asked.sum()) > 500 and torch.equal(said[asked], answers[asked])
+    for layer in model.model.layers:
+        layer.self_attn.memory_gate.weight.data.zero_()
+        layer.self_attn.memory_gate.bias.data.zero_()
+    said = model(ids, use_cache=False).logits.argmax(-1)
+    assert int((said != answers)[asked].sum()) > 100
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.folders.adapter_description import describe_adapter
-from still_export.folders.description import describe_folder, is_known
+from still_export.folders.description import describe_folder
 from still_export.folders.families import LINEAR, NOT_COVERED
+from still_export.folders.model import is_known
 from still_export.models import load
 
 QWEN = {

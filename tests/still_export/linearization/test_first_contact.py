@@ -35,14 +35,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recipes_of_the_package() -> None:
-    assert set(presets()) == {"quick", "paper", "retrieval", "liger-gla", "gla", "gdn", "allmem", "blocks"}
+    assert set(presets()) == {"quick", "paper", "retrieval", "liger-gla", "gla", "gdn", "allmem", "blocks", "moh"}
     paper = read_recipe(preset("paper"), {})
     assert paper == Recipe(), "the options' defaults are the paper's"
     quick = read_recipe(preset("quick"), {"finetune_rate": 7e-4})
     assert quick.finetune_rate == 7e-4 and Budget.read(quick.budget) == Budget()
     assert read_recipe(preset("retrieval"), {}).natural
     with pytest.raises(
-        ConfigError, match=r"known: allmem, blocks, gdn, gla, liger-gla, paper, quick, retrieval. Did you mean 'quick'"
+        ConfigError,
+        match=r"known: allmem, blocks, gdn, gla, liger-gla, moh, paper, quick, retrieval. Did you mean 'quick'",
     ):
         preset("quik")
 

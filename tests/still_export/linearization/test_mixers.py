@@ -327,6 +327,8 @@ def test_blocks_are_chosen_without_training(base: Path, text: Path, tmp_path: Pa
     made = recipe(
         "blocks", base, text, transfer_steps=0, finetune_steps=0, top_blocks=4, local_blocks=1, dense_length=128
     )
+    assert made.still_config(2, 4).block_choice()["mean_length"] == 32
+    assert replace(made, block_size=1).still_config(2, 4).block_choice()["lse_length"] == 1
     bits = linearize(made, tmp_path / "made").bits_per_byte
     assert bits["teacher"] == bits["after attention transfer"]  # rows are shorter than what is read whole
     assert not (tmp_path / "made" / "adapter").exists()

@@ -64,6 +64,49 @@ def test_a_layer_reads_the_blocks_of_its_source_in_any_split() -> None:
 
 
 @torch.no_grad()
+def test_single_tokens_are_chosen_by_softmax_itself() -> None:
+    """Blocks of one token: of each key/value head the first token, the own one and two before it, and of the others those of the most
+    attention; a layer reads those of its source. One token fewer, and the layer's own choice, are seen."""
+    ours = reusing(block_size=1, mean_stride=1, mean_length=1, top_blocks=12)
+    seen: dict[int, Any] = {}
+    for index in (0, 3):
+        module = ours.model.layers[index].self_attn
+        module.register_forward_hook(
+            lambda m, a, k, out, index=index: seen.update({index: (k.get("hidden_states", *a[:1]), k, out[0])}),
+            with_kwargs=True,
+        )
+    ids = random_ids(1, 90)
+    whole = ours(ids, use_cache=False).logits
+
+    def output(source: int, top: int) -> torch.Tensor:
+        """Of layer 3, behind its last projection, with the tokens that layer `source` chooses."""
+        heads = {}
+        for index in (source, 3):
+            module, (hidden, given, _) = ours.model.layers[index].self_attn, seen[index]
+            heads[index] = [x[0] for x in module.project_heads(hidden, given["position_embeddings"])]
+        (query, key, _), (own, keys, values) = heads[source], heads[3]
+        group, rows = query.shape[1] // key.shape[1], torch.zeros_like(own)
+        for t, head in product(range(90), range(key.shape[1])):
+            part = slice(head * group, (head + 1) * group)
+            places = list(range(t + 1))
+            if t + 1 >= 24:
+                mass = (query[t, part] @ key[: t + 1, head].T * key.shape[-1] ** -0.5).softmax(-1).sum(0)
+                always = {0, t - 2, t - 1, t}
+                rest = sorted(set(places) - always, key=lambda n, mass=mass: -float(mass[n]))
+                places = sorted(always | set(rest[: top - 4]))
+            weights = (own[t, part] @ keys[places, head].T * keys.shape[-1] ** -0.5).softmax(-1)
+            rows[t, part] = weights @ values[places, head]
+        return ours.model.layers[3].self_attn.o_proj(rows.flatten(1))
+
+    found = seen[3][2][0]
+    assert (found - output(0, 12)).abs().max() <= 1e-9
+    assert (found - output(0, 11)).abs().max() > 1e-4 and (found - output(3, 12)).abs().max() > 1e-4
+    cache = StillCache.empty(ours.config)
+    pieces = [ours(piece, past_key_values=cache).logits for piece in ids.split([40, 1, 29, *[1] * 20], dim=1)]
+    assert (torch.cat(pieces, dim=1) - whole).abs().max() <= 1e-9
+
+
+@torch.no_grad()
 def test_junk_in_the_padding_enters_nothing() -> None:
     ours = reusing()
     ids = random_ids(2, 60)
@@ -78,11 +121,14 @@ def test_junk_in_the_padding_enters_nothing() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [("float32", {}), ("float16", {}), ("float32", dict(block_size=1, mean_stride=1, mean_length=1, top_blocks=12))],
+)
 def test_one_choice_feeds_several_layers_of_a_package(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, changes: dict[str, int]
 ) -> None:
-    reusing(torch.float32).save_pretrained(tmp_path / "model")
+    reusing(torch.float32, **changes).save_pretrained(tmp_path / "model")
     package = tmp_path / "package"
     given = ("--dtype", dtype, "--quiet")
     assert call("export", tmp_path / "model", "-o", package, *given) == 0, capsys.readouterr().err

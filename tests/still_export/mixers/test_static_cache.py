@@ -92,7 +92,7 @@ def test_a_ragged_batch_gets_the_tokens_of_the_dynamic_cache(mixed: Any, side: s
 
 
 @pytest.mark.parametrize(
-    "still", [{"overflow": "fold_min_score", "capacity_tokens": 32}, {"select_scope": "kv_group_max"}]
+    "still", [{"overflow": "fold_oldest", "capacity_tokens": 32}, {"select_scope": "kv_group_max"}]
 )
 def test_other_layers_get_them_too(still: dict[str, Any], graphs: tuple[list[Any], CompileConfig]) -> None:
     """Window factors lie on the device, where compiled steps find them; a cache that folds has one size."""

@@ -27,10 +27,12 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "nemotron_h": "nemotron_h_moe",
     "falcon_mamba": "mamba",
     "kimi_linear": "kimi-linear",
+    "rwkv6": "rwkv6",
     "rwkv7": "rwkv7",
 }
 """By transformers' model_type."""
@@ -70,27 +72,35 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "attention.kv_lora_rank": ("kv_lora_rank",),
     "attention.value_length_mla": ("v_head_dim",),
     "kda.head_dim": ("linear_head_dim",),
-    "wkv.head_size": ("head_dim",),
-    "attention.layer_norm_epsilon": ("norm_eps",),
+    "wkv.head_size": ("head_dim", "head_size"),
+    "attention.layer_norm_epsilon": ("norm_eps", "layer_norm_epsilon"),
     "attention.decay_lora_rank": ("decay_low_rank_dim",),
     "attention.iclr_lora_rank": ("a_low_rank_dim",),
     "attention.value_residual_mix_lora_rank": ("v_low_rank_dim",),
     "attention.gate_lora_rank": ("gate_low_rank_dim",),
+    "time_mix_extra_dim": ("time_mix_rank",),
+    "time_decay_extra_dim": ("time_decay_rank",),
+    "rescale_every_n_layers": ("rescale_every",),
 }
 """By key: where config.json has it; the first that is there."""
+_RWKV = ("rwkv6", "rwkv7")
 _GRANITE = ("granite", "granitemoehybrid")
 _OF_SOME = {
-    "attention.layer_norm_rms_epsilon": tuple(name for name in ARCHITECTURES if name != "rwkv7"),
-    **dict.fromkeys(("wkv.head_size", "attention.layer_norm_epsilon"), ("rwkv7",)),
+    "attention.layer_norm_rms_epsilon": tuple(name for name in ARCHITECTURES if name not in _RWKV),
+    **dict.fromkeys(("wkv.head_size", "attention.layer_norm_epsilon"), _RWKV),
     **dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _GRANITE),
     **dict.fromkeys(
         ("attention.key_length", "attention.value_length"),
-        tuple(name for name in ARCHITECTURES if name not in ("mamba2", "kimi_linear", "phi3", "rwkv7")),
+        tuple(name for name in ARCHITECTURES if name not in ("mamba2", "kimi_linear", "phi3", *_RWKV)),
     ),
 }
 """Keys that are of some families alone."""
-_ROTATED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "nemotron_h")
+_ROTATED = ("llama", "mistral", "smollm3", "granite", "granitemoehybrid", "bamba", "nemotron_h")
 """Whose queries and keys llama.cpp rotates in pairs of neighbours."""
+
+
+ROTATED_OF: dict[str, float] = {}
+"""The part of a head that a family's files say is rotated, where config.json says another."""
 
 
 def write_gguf(
@@ -127,6 +137,8 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
     prefix, kind = writer.arch, config["model_type"]
     types = config.get("layer_types") or config.get("layers_block_type")
     layers = config.get("num_hidden_layers") or len(types)
+    if (softened := config.get("attn_layer_indices")) is not None:
+        types = ["attention" if layer in softened else "mamba" for layer in range(layers)]
     writer.add_block_count(layers)
     for key, fields in _KEYS.items():
         if key in _OF_SOME and kind not in _OF_SOME[key]:
@@ -140,7 +152,7 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
             writer.add_float32(f"{prefix}.{key}", value)
     groups = config.get("num_key_value_heads")
     softmax = ("full_attention", "sliding_attention", "attention")
-    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h"):
+    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "nemotron_h"):
         writer.add_head_count_kv([groups if layer in softmax else 0 for layer in types])
     elif groups is not None and kind != "kimi_linear":
         writer.add_head_count_kv(groups)
@@ -149,7 +161,7 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
     size = config.get("head_dim") or config["hidden_size"] // config.get("num_attention_heads", 1)
-    if (part := rope.get("partial_rotary_factor")) is not None:
+    if (part := ROTATED_OF.get(kind, rope.get("partial_rotary_factor"))) is not None:
         writer.add_rope_dimension_count(int(size * part))
     inner = {
         "linear": config.get("linear_value_head_dim", 0) * config.get("linear_num_value_heads", 0),
@@ -164,7 +176,7 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
     if kind in ("mamba", "falcon_mamba"):
         writer.add_context_length(1 << 20)
         writer.add_ssm_dt_b_c_rms(kind == "falcon_mamba")
-    if kind in ("mamba2", "nemotron_h", "rwkv7") and "max_position_embeddings" not in config:
+    if kind in ("mamba2", "nemotron_h", *_RWKV) and "max_position_embeddings" not in config:
         writer.add_context_length(1 << 20)
     if kind == "kimi_linear":
         rotated = config["qk_rope_head_dim"]
@@ -181,6 +193,7 @@ def _converted(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(architecture, layers)
     found: dict[str, Tensor] = {}
+    tensors = _rwkv6(config, tensors) if kind == "rwkv6" else tensors
     tensors = _rwkv7(tensors) if kind == "rwkv7" else _stacked(_pieces(config, tensors))
     for name, tensor in tensors.items():
         value = tensor
@@ -204,12 +217,32 @@ def _converted(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
         plain = name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
         plain = plain.replace("expert_bias", "expert_bias.bias")
         theirs = names.get_name(plain, try_suffixes=(".weight", ".bias"))
-        if kind == "rwkv7":
+        if kind in _RWKV:
+            plain = plain.replace("rwkv.blocks", "model.layers") if plain.endswith("lerp_fused") else plain
             fused = re.fullmatch(r"model\.layers\.(\d+)\.time_mix_lerp_fused", plain)
             theirs = f"blk.{fused[1]}.time_mix_lerp_fused" if fused else theirs
             theirs = theirs if theirs.endswith(("weight", "bias")) else f"{theirs}.weight"
         assert theirs is not None, name
         found[theirs] = value
+    return found
+
+
+def _rwkv6(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Low-rank products as linear layers have them, shares of the token before in one, what layers add halved every few layers."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        last = name.rpartition(".")[2]
+        if last in ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2"):
+            tensor = tensor.transpose(-1, -2)
+        elif last == "time_decay" or last.startswith("time_maa"):
+            tensor = tensor.squeeze()
+        if name.endswith(("attention.output.weight", "feed_forward.value.weight")):
+            tensor = tensor / 2 ** (int(name.split(".")[2]) // config["rescale_every"])
+        if name.rpartition(".")[0].endswith("feed_forward") or not re.fullmatch("time_maa_[wkvrg]", last):
+            found[name] = tensor
+    for layer in range(config["num_hidden_layers"]):
+        parts = [tensors[f"rwkv.blocks.{layer}.attention.time_maa_{part}"].flatten() for part in "wkvrg"]
+        found[f"rwkv.blocks.{layer}.time_mix_lerp_fused"] = torch.stack(parts)[:, None, None]
     return found
 
 

@@ -10,13 +10,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GraniteConfig
 
 from still_export.errors import CheckpointError, StillExportError, UnsupportedModelError
 from still_export.gguf.architectures import ARCHITECTURES as READ
 from still_export.models.build import family_of
 from still_export.models.description import describe_model
 from still_export.models.load import open_source
+from still_export.targets.export import plan_job
 from tests.still_export.linear_models import SIZES, linear_model
+from tests.still_export.models import gguf_files
 from tests.still_export.models.gguf_files import ARCHITECTURES, write_gguf
 from tests.still_export.tiny import plain_model, random_ids
 
@@ -41,8 +44,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     ),
     "gemma3_text": dict(layer_types=["sliding_attention"] * 3),
     "mistral": dict(sliding_window=None),
+    "rwkv6": dict(rescale_every=2),
 }
-FAMILIES = [name for name in ARCHITECTURES if name not in ("granite", "jamba", "kimi_linear", "nemotron_h", "rwkv7")]
+APART = ("granite", "jamba", "kimi_linear", "nemotron_h", "rwkv6", "rwkv7")
+FAMILIES = [name for name in ARCHITECTURES if name not in APART]
 
 
 def made(family: str) -> Any:
@@ -50,7 +55,7 @@ def made(family: str) -> Any:
     changes = CHANGES.get(family, {})
     if family_of(family).linear:
         model = linear_model(family, **changes)
-        if family != "rwkv7":
+        if family not in ("rwkv6", "rwkv7"):
             model.config._experts_implementation = "eager"  # the others want sizes that are multiples
         return model
     return plain_model(family, torch.float32, **changes)
@@ -60,7 +65,7 @@ def opened(path: Path, family: str) -> Any:
     return open_source(path, attach_untrained=not family_of(family).linear)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "jamba", "kimi_linear", "nemotron_h", "rwkv7"])
+@pytest.mark.parametrize("family", [*FAMILIES, *APART[1:]])
 def test_a_file_is_the_model(family: str, tmp_path: Path) -> None:
     """Against transformers' own class; dimensions all differ."""
     model = made(family)
@@ -70,6 +75,43 @@ def test_a_file_is_the_model(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         want, got = model(ids).logits, read(ids).logits
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_a_bamba_rotates_half_whatever_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers rotates half of each head in every Bamba; llama.cpp's converter writes all where config.json says nothing."""
+    model = made("bamba")
+    size = model.config.hidden_size // model.config.num_attention_heads
+    found = {}
+    for count in (size // 2, size, size // 4):
+        path = tmp_path / f"{count}.gguf"
+        monkeypatch.setitem(gguf_files.ROTATED_OF, "bamba", count / size)
+        write_gguf(path, model)
+        if count == size // 4:
+            with pytest.raises(UnsupportedModelError, match=r"rope\.dimension_count"):
+                open_source(path)
+        else:
+            found[count] = open_source(path).read()(random_ids(1, 15)).logits
+    assert torch.equal(found[size], found[size // 2])
+
+
+def test_granite_with_and_without_positions(tmp_path: Path) -> None:
+    """llama.cpp takes rope.scaling.finetuned for the switch of positions; transformers' Granite has them."""
+    torch.manual_seed(0)
+    scales = dict(attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
+    sizes = dict(vocab_size=61, hidden_size=24, intermediate_size=44, num_hidden_layers=2, num_attention_heads=6)
+    config = GraniteConfig(
+        **sizes, **scales, num_key_value_heads=2, initializer_range=0.4, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    found = {}
+    for rotates in (None, True, False):
+        path = tmp_path / f"{rotates}.gguf"
+        write_gguf(path, model, extra=lambda w, r=rotates: None if r is None else w.add_rope_scaling_finetuned(r))
+        found[rotates] = open_source(path).read()(random_ids(1, 15)).logits
+    want = model(random_ids(1, 15)).logits
+    assert (found[True] - want).abs().max() <= 1e-5 * want.abs().max()
+    assert torch.equal(found[None], found[True])
+    assert (found[False] - want).abs().max() > 1e-2 * want.abs().max()
 
 
 def test_every_architecture_is_tried() -> None:
@@ -141,6 +183,10 @@ def test_parts_of_a_split_file(most: int, tmp_path: Path, monkeypatch: pytest.Mo
     parts = sorted(tmp_path.glob("m-*.gguf"))
     ids = random_ids(1, 7)
     for part in (parts[0], parts[-1]):
+        (tmp_path / "blobs").mkdir(exist_ok=True)
+        blob = part.rename(tmp_path / "blobs" / part.stem)  # as in Hugging Face's cache
+        part.symlink_to(blob)
+        assert plan_job("onnx", {"model": str(part), "attach_untrained": True}).asked.model == str(part)
         read = open_source(part, attach_untrained=True).read()
         torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
     parts[0].rename(tmp_path / "alone.gguf")

@@ -139,6 +139,16 @@ def test_pieces_as_gemma_has_them(tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False) == base.encode(text, add_special_tokens=False), text
 
 
+def test_ends_of_turns_are_tokens_whatever_kind_they_have(tmp_path: Path) -> None:
+    """As llama.cpp has it: files have been written with `<|im_end|>` as a plain token."""
+    tokens, merges = trained(RULES["qwen2"].pre_tokenizer())
+    tokens = ["<|im_end|>" if token == SPECIAL[1] else token for token in tokens]
+    kinds = [1] * len(tokens)
+    for template, whole in (("{{ messages }}<|im_end|>", True), ("{{ messages }}", False)):
+        path = write(tmp_path / f"{whole}.gguf", tokens, merges, "qwen2", kinds, chat_template=template)
+        assert (read_tokenizer(path).encode("a<|im_end|>")[-1] == tokens.index("<|im_end|>")) is whole
+
+
 @pytest.mark.parametrize("change, error, said", [
     (dict(rule=None), UnsupportedModelError, "tokenizer.ggml.pre"),
     (dict(rule="default"), UnsupportedModelError, "'default'"),
@@ -147,6 +157,8 @@ def test_pieces_as_gemma_has_them(tmp_path: Path) -> None:
     (dict(model="none"), ModelNotFoundError, "none"),
     (dict(merges=["\u0120 q", "qq"]), CheckpointError, "no pair"),
     (dict(merges=["nota pair"]), CheckpointError, "cannot be made"),
+    (dict(merges=None), CheckpointError, r"tokenizer\.ggml\.merges"),
+    (dict(model="llama", merges=None), CheckpointError, r"tokenizer\.ggml\.scores"),
     (dict(rows=300), CheckpointError, "outside"),
     (dict(kinds=[1] * 5), CheckpointError, "5 types"),
 ])  # fmt: skip

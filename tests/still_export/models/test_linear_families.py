@@ -406,7 +406,7 @@ def test_rwkv7_of_the_first_version(tmp_path: Path) -> None:
         (NATS, {"nats_block_size": 32}, "nats_block_size=32 in config.json of a neural.* model; covered: 64"),
         (NATS, {"ops_for_incomplete_chunks": "attn"}, "ops_for_incomplete_chunks='attn' in .* covered: 'all'"),
         (NATS, {"attn_apply_pos_encoding": True}, "attn_apply_pos_encoding=True in .* covered: False"),
-        ("llama_with_landmark", {"cache_top_k": 5}, "cache_top_k=5 in config.json of a llama_with_landmark model"),
+        ("llama_with_landmark", {"cache_top_k": 0}, "cache_top_k=0 in config.json of a llama_with_landmark model"),
         ("llama_with_landmark", {"include_landmark_in_loss": False}, "include_landmark_in_loss=false in config.json"),
         ("rwkv6", {"expand_k": 0.5}, "expand_k in config.json of an rwkv6 model: flash-linear-attention's form"),
         ("rwkv5", {"attention_hidden_size": 48}, "attention_hidden_size=48 in .* covered: None or 24"),
@@ -500,9 +500,10 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         (
             "moh_llama",
             {"shared_heads": 6, "routed_heads": 2},
-            "shared_heads=6 and routed_heads=2 in config.json of 8 heads",
+            "shared_heads=6 and routed_heads=2 of 8 heads",
         ),
         ("mirrorla", {"mirrors": 0}, r"mirrors=0 in config\.json; it must be 1 and more for mirrorla"),
+        ("inline", {"head_mirrors": 2}, r"head_mirrors=2 in config\.json; it must be 0, or more for mirrorla"),
         ("inline", {"mirrors": 2}, r"mirrors=2 in config\.json; it must be 0 for inline"),
         (
             "mirrorla",

@@ -235,6 +235,23 @@ def test_lora_of_another_model(tmp_path: Path) -> None:
         load_model(tmp_path / "m", overlays=[tmp_path / "a"])
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trained_embedding_unties_the_head(tied: bool, tmp_path: Path) -> None:
+    """PEFT trains a copy of the embedding (modules_to_save): the head of a tied model stays what it was."""
+    plain_model("llama", torch.float32, tie_word_embeddings=tied).save_pretrained(tmp_path / "m")
+    embedding = torch.randn(61, 24)
+    (tmp_path / "a").mkdir()
+    save_file({"base_model.model.model.embed_tokens.weight": embedding}, tmp_path / "a" / "adapter_model.safetensors")
+    config = {"lora_alpha": 4, "r": 2, "modules_to_save": ["embed_tokens"]}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    given: dict[str, Any] = {"attach_untrained": True, "overlays": [tmp_path / "a"]}
+    if tied:
+        with pytest.raises(UnsupportedModelError, match="ties its head"):
+            load_model(tmp_path / "m", **given)
+    else:
+        assert torch.equal(load_model(tmp_path / "m", **given).model.embed_tokens.weight, embedding)
+
+
 def test_fields_that_do_not_fit_each_other_are_said_with_their_file(tmp_path: Path) -> None:
     still_model("llama", torch.float32).save_pretrained(tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())

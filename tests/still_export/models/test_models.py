@@ -114,7 +114,7 @@ LOLCATS = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("still", [{}, {"overflow": "fold_min_score"}, LOLCATS], ids=["default", "fold", "lolcats"])
+@pytest.mark.parametrize("still", [{}, {"overflow": "fold_oldest"}, LOLCATS], ids=["default", "fold", "lolcats"])
 def test_export_traces_one_op_per_layer_and_holds_at_other_lengths(still: dict) -> None:
     model = still_model("llama", torch.float32, layer_types=MIXED, capacity_tokens=120, **still)
 
@@ -130,7 +130,7 @@ def test_export_traces_one_op_per_layer_and_holds_at_other_lengths(still: dict) 
     states = empty_states(model.config, 3, torch.float32)
     grown = {"key": capacity, "value": capacity}
     if model.config.still.salient_per_chunk:
-        grown |= dict.fromkeys(("salient_key", "salient_value", "salient_score"), slots)
+        grown |= dict.fromkeys(("salient_key", "salient_value"), slots)
     shapes = [{n: {0: batch, 2: grown[n]} if n in grown else {0: batch} for n in layer} for layer in states]
     ids, new, past = random_ids(3, 11), torch.tensor([11, 4, 9]), torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():

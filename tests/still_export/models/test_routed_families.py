@@ -55,6 +55,21 @@ def test_tokens_go_to_the_nearest_centroid(tmp_path: Path) -> None:
         assert len(cluster.unique()) == theirs.config["num_clusters"]
 
 
+@torch.no_grad()
+def test_landmarks_choose_the_blocks_that_are_read(tmp_path: Path) -> None:
+    """Two of up to eleven blocks, in pieces and steps; blocks that stay where they are, and a block more, are seen."""
+    changes = {"mem_freq": 5, "cache_top_k": 2}
+    theirs = linear_model("llama_with_landmark", **changes)
+    theirs.save_pretrained(tmp_path)
+    some = ids()[:, :70]
+    found = pieces(load_model(tmp_path), some, [40, 1, 20, *[1] * 9])[0]
+    assert far(found, theirs.double()(some).logits) <= LOGITS
+    theirs.fault = "true"
+    assert far(found, theirs(some).logits) > 1e2 * LOGITS
+    theirs.fault, theirs.config["cache_top_k"] = "", 3
+    assert far(found, theirs(some).logits) > 1e2 * LOGITS
+
+
 @pytest.mark.parametrize(
     "family, fault",
     [

@@ -45,11 +45,30 @@ def slower_turn(model: onnx.ModelProto) -> None:
     tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
+def other_overflow(model: onnx.ModelProto) -> None:
+    """What no prompt within the capacity asks."""
+    node = [n for n in model.graph.node if n.op_type == "HybridAttention"][-1]
+    next(a for a in node.attribute if a.name == "overflow").s = b"drop"
+
+
+def larger_mix_epsilon(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.op_type == "HybridAttention")
+    next(a for a in node.attribute if a.name == "mix_epsilon").f *= 2
+
+
 FAULTS: dict[Callable[[onnx.ModelProto], None], str] = {
     epsilon_times_ten: "norm.weight",
     epsilon_left_out: "norm.weight",
     slower_turn: "inv_freq",
+    other_overflow: "HybridAttention",
+    larger_mix_epsilon: "HybridAttention",
 }
+
+
+@pytest.mark.parametrize("final", ["trt", "trt8", "genai"])
+def test_constants_of_other_targets_pass(final: str, export_tiny: Exporter) -> None:
+    right = held(export_tiny("llama", "float32" if final == "genai" else "float16", {}, final))
+    assert right.passed and int(right.name.partition(" ")[0]) > 10, right
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
 from still_export.proof.package import VerifyOptions, _torch_cases, verify
-from still_export.proof.package_programs import _check_copies, check_programs
+from still_export.proof.package_programs import _check_copies, _run, check_programs
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verdict import Verdict
 from still_export.proof.whole_package import check_files
@@ -35,7 +36,7 @@ Change = Callable[[Path], None]
 def package(exports_once: None, tmp_path_factory: pytest.TempPathFactory) -> Package:
     folder = tmp_path_factory.mktemp("whole")
     make_base(folder / "model")
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(["q z", "z q"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
@@ -84,6 +85,30 @@ def special_lost(said: Any) -> None:
     said["added_tokens"] = [token for token in said["added_tokens"] if token["content"] != "<tool>"]
 
 
+def merges_exchanged(said: Any) -> None:
+    """No text that is asked has these letters."""
+    merges = said["model"]["merges"]
+    merges.reverse()
+
+
+def flag_lost(said: Any) -> None:
+    said["added_tokens"][-1]["special"] = False
+
+
+def blank_taken(said: Any) -> None:
+    said["added_tokens"][-1]["rstrip"] = True
+
+
+def specials_exchanged(said: Any) -> None:
+    first, second = said["added_tokens"][-2:]
+    first["id"], second["id"] = second["id"], first["id"]
+
+
+def chat_of_tools(said: Any) -> None:
+    """A branch that no conversation reaches."""
+    said["chat"]["templates"]["default"] += "{% if documents %} {% endif %}"
+
+
 def lower_case(said: Any) -> None:
     said["normalizer"] = {"type": "Lowercase"}
 
@@ -99,9 +124,19 @@ FILES: dict[str, tuple[Change, str]] = {
     "inputs filled up": (edited("tokenizer.json", filled_up), "tokenizer.json"),
     "a special token lost": (edited("tokenizer.json", special_lost), "tokenizer.json"),
     "texts in lower case": (edited("tokenizer.json", lower_case), "tokenizer.json"),
+    "two merges exchanged": (edited("tokenizer.json", merges_exchanged), "tokenizer.json"),
+    "a token that is special no more": (edited("tokenizer.json", flag_lost), "tokenizer.json"),
+    "a token that takes the blank behind it": (edited("tokenizer.json", blank_taken), "tokenizer.json"),
+    "two special tokens exchanged": (edited("tokenizer.json", specials_exchanged), "tokenizer.json"),
     "another end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[255])), "eos_token_ids"),
     "no end token": (edited("manifest.json", lambda said: said.update(eos_token_ids=[])), "eos_token_ids"),
     "another chat format": (edited("manifest.json", other_chat), "chat"),
+    "another chat format that is not asked": (edited("manifest.json", chat_of_tools), "chat"),
+    "another token of the chat format": (
+        edited("manifest.json", lambda said: said["chat"]["tokens"].update(eos_token="a")),
+        "chat",
+    ),
+    "an answer that begins otherwise": (edited("manifest.json", lambda said: said["chat"].update(start=" ")), "chat"),
     "no chat format": (edited("manifest.json", lambda said: said.update(chat=None)), "chat"),
     "another temperature": (
         edited("generation_config.json", lambda said: said.update(temperature=1.5)),
@@ -111,6 +146,22 @@ FILES: dict[str, tuple[Change, str]] = {
     "a setting of its own": (
         edited("generation_config.json", lambda said: said.update(repetition_penalty=1.3)),
         "generation_config.json",
+    ),
+    "another end token of the settings": (
+        edited("generation_config.json", lambda said: said.update(eos_token_id=[255])),
+        "generation_config.json",
+    ),
+    "a beginning of its own": (
+        edited("generation_config.json", lambda said: said.update(bos_token_id=3)),
+        "generation_config.json",
+    ),
+    "blanks cleaned up": (
+        edited("tokenizer_config.json", lambda said: said.update(clean_up_tokenization_spaces=True)),
+        "tokenizer_config.json",
+    ),
+    "another longest input": (
+        edited("tokenizer_config.json", lambda said: said.update(model_max_length=128)),
+        "tokenizer_config.json",
     ),
     "another chat format in a file": (
         lambda folder: (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<assistant>", "")),
@@ -174,6 +225,23 @@ def test_programs_are_those_of_this_version(package: Package, tmp_path: Path) ->
     versions = {**package.manifest["versions"], "still-export": "0.0.1"}
     older = Package(folder, {**package.manifest, "versions": versions})
     assert not _check_copies(older).checks and len(_check_copies(older).not_asked) == 1
+
+
+@pytest.mark.slow
+def test_what_another_program_reads_is_of_this_version(tmp_path: Path) -> None:
+    """genai ends an answer, and draws, by a file of its own."""
+    make_base(tmp_path / "model")
+    options = ExportOptions(str(tmp_path / "model"), attach_untrained=True, still={"capacity_tokens": 256})
+    package = export(options, tmp_path / "package", to="genai")
+    (check,) = _check_copies(package).checks
+    assert check.passed, check
+    for number, change in enumerate(
+        (lambda said: said["search"].update(do_sample=True), lambda said: said["model"].update(eos_token_id=[3]))
+    ):
+        with planted(package, tmp_path / str(number)) as folder:
+            edited("genai_config.json", change)(folder)
+        (check,) = _check_copies(open_package(folder)).checks
+        assert not check.passed and check.where == "genai_config.json"
 
 
 def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -268,3 +336,9 @@ def test_a_package_whose_model_is_gone(
     with pytest.raises(SystemExit) as end:
         main(["verify", str(folder), "--quiet", "--model", str(tmp_path / "gone")])
     assert end.value.code == 2
+
+
+def test_what_a_program_says_is_not_changed() -> None:
+    """A model may answer with a carriage return, which text mode takes for the end of a line."""
+    said = _run([sys.executable, "-c", "import sys; sys.stdout.write('a' + chr(13) + 'b' + chr(13) + chr(10))"]).stdout
+    assert said == "a\rb\r\n"

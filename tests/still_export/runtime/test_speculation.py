@@ -120,7 +120,7 @@ def check_models(
 
 STILL: list[dict[str, Any]] = [
     dict(layer_types=MIXED),
-    dict(overflow="fold_min_score", capacity_tokens=3 * CHUNK),
+    dict(overflow="fold_oldest", capacity_tokens=3 * CHUNK),
     dict(cache="int8", select_scope="kv_group_max", sizes=dict(head_dim=12)),
 ]
 

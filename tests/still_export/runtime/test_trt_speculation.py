@@ -74,7 +74,7 @@ def test_still_beside_softmax_layers(export_tiny: Exporter, module: FakeTensorRT
 
 
 def test_states_that_fold_where_they_are_full(export_tiny: Exporter, module: FakeTensorRT, tmp_path: Path) -> None:
-    asked = {"overflow": "fold_min_score", "capacity_tokens": 3 * CHUNK, "layer_types": None}
+    asked = {"overflow": "fold_oldest", "capacity_tokens": 3 * CHUNK, "layer_types": None}
     path = built(still(export_tiny, **asked), tmp_path / "trt")
     check_models(lambda plain=False: TrtModel(path))
 

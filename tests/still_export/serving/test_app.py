@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -314,16 +315,34 @@ def test_bodies_that_come_slowly_or_in_chunks(served: Served, monkeypatch: pytes
     )
     begun = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
     with contextlib.ExitStack() as stack:
-        for _ in range(11):  # as many as have a place
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port))).sendall(begun)
-        wait(lambda: served.ask("POST", "/v1/completions", BASE)[0] == 429)
-        status, body = served.ask("POST", "/v1/completions", BASE)
-        assert status == 429 and "11 requests are being read" in body["error"]["message"]
-    wait(lambda: served.ask("POST", "/v1/completions", BASE)[0] == 200)
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 5)) for _ in range(22)]
+        for client in slow:  # twice as many as have a place
+            client.sendall(begun)
+        assert b" 429 " in slow[0].recv(1000).split(b"\r\n")[0]
+        assert [served.ask("POST", "/v1/completions", BASE)[0] for _ in range(3)] == [200] * 3
     monkeypatch.setattr("still_export.serving.app.BODY_S", 0.1)
     with socket.create_connection(("127.0.0.1", served.port)) as slow:
         slow.sendall(begun)
         assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
+
+
+def test_more_requests_than_could_be_answered_are_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole bodies that wait for the tokenizer."""
+    go = threading.Event()
+    encode = served.worker.scheduler.text.encode
+    monkeypatch.setattr(served.worker.scheduler.text, "encode", lambda *given: go.wait(20) and encode(*given))
+    answers: list[int] = []
+    clients = [
+        threading.Thread(target=lambda: answers.append(served.ask("POST", "/v1/completions", BASE)[0]))
+        for _ in range(13)
+    ]
+    for client in clients:
+        client.start()
+    wait(lambda: answers == [429, 429])
+    go.set()
+    for client in clients:
+        client.join()
+    assert sorted(answers) == [200] * 11 + [429] * 2
 
 
 values = st.recursive(
@@ -417,7 +436,7 @@ def test_metrics(served: Served) -> None:
 
 
 def test_the_key_and_the_queue(byte_package: Path) -> None:
-    with serve(byte_package, Settings("tiny", KEY), rows=1, waiting=1) as guarded:
+    with serve(byte_package, Settings("tiny", f"{KEY}\n"), rows=1, waiting=1) as guarded:
         with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
             guarded.client("wrong").models.list()
         assert guarded.ask("GET", "/v1/models", headers={})[0] == 401
@@ -453,8 +472,8 @@ def test_the_verb_and_its_end(byte_package: Path, number: str) -> None:
     environment = {**os.environ, "STILL_API_KEY": "k"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
-        line = process.stderr.readline()
-        assert "tiny on http://127.0.0.1:" in line and "1 rows of 200 tokens" in line
+        line = next(line for line in process.stderr if "tiny on http://127.0.0.1:" in line)
+        assert "1 rows of 200 tokens" in line
         port = int(line.split("127.0.0.1:")[1].split("/")[0])
         assert process.stderr.readline() == f"chat in a browser: http://127.0.0.1:{port}/\n"
         curl = [word.replace("$STILL_API_KEY", "k") for word in shlex.split(process.stderr.readline())]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import http.client
+import json
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from still_export.serving.connection import Connections, report_once
 from tests.still_export.serving.served import Served, serve
 
 BASE = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 HEAD_S = 0.5
 
 
@@ -69,6 +71,73 @@ def test_half_a_surrogate_pair_is_no_fault_of_the_server(served: Served, body: d
     for wrong in ({"role": "\ud800", "content": "a"}, {"role": "user", "content": "a", "\ud800": 1}):
         status, said = served.ask("POST", "/v1/chat/completions", {"model": "tiny", "messages": [wrong]})
         assert status == 400, said
+
+
+NAN = float("nan")
+
+
+def deep(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "field", [{"user": NAN}, {"chat_template_kwargs": {"a": [float("inf")]}}, {"top_p": -NAN}], ids=str
+)
+def test_numbers_that_json_has_not_are_refused(served: Served, field: dict[str, Any]) -> None:
+    status, said = served.ask("POST", "/v1/chat/completions", {**CHAT, **field})
+    assert status == 400 and "no number of JSON" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("depth", [400, 850, 900, 930, 940, 950, 955, 960, 965, 970, 980])
+def test_deep_bodies_are_no_fault_of_the_server(served: Served, depth: int) -> None:
+    """Somewhere on the way from the body to the template, each is too deep for one more reader or writer of JSON."""
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 40 * depth}}
+    messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "a"}]
+    values = ({"chat_template_kwargs": {"a": deep(depth)}}, {"tools": [{"a": deep(depth)}]}, {"metadata": deep(depth)})
+    for change in (*values, {"messages": [{"role": "user", "content": deep(depth)}]}, {"messages": messages}):
+        body = {**CHAT, **change}
+        try:
+            body = json.dumps(body).encode()
+        except RecursionError:
+            continue
+        status, said = served.ask("POST", "/v1/chat/completions", body)
+        assert status in (200, 400), said
+
+
+def test_half_a_pair_inside_a_calls_arguments(served: Served) -> None:
+    """A text of JSON in the JSON, which the model's template gets as an object."""
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "\ud800"})}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for asked in (messages, [{"role": "user", "content": "a", "name": "\ud800"}]):
+        assert served.ask("POST", "/v1/chat/completions", {**CHAT, "messages": asked})[0] in (200, 400)
+    tools = [{"type": "function", "function": {"name": "\ud800"}}]
+    assert served.ask("POST", "/v1/chat/completions", {**CHAT, "tools": tools})[0] in (200, 400)
+
+
+def test_a_request_of_two_lengths_ends_the_connection(served: Served) -> None:
+    """A proxy that reads one of them would take what follows for another request."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    body = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    with connect(served, head + body + ONE) as client:
+        said = b""
+        while part := client.recv(1 << 16):
+            said += part
+    assert said.count(b"HTTP/1.1 ") == 1 and b"HTTP/1.1 400" in said and b"Send one of them" in said
+
+
+@pytest.mark.parametrize("head", [
+    b"host: localhost\r\nhost: attacker.example", b"host: localhost\r\ncontent-length: 2\r\ncontent-length: 3",
+    b"host: localhost\r\ntransfer-encoding: gzip, chunked", b"host: localhost\r\ncontent-length: -1", b"host: localhost\r\n : a",
+    b"host: localhost\r\ntransfer-encoding : chunked", b"host: localhost\r\ncontent-length: +2", b"host: " + b"a" * 100_000,
+], ids=lambda head: head[-30:].decode())  # fmt: skip
+def test_malformed_heads_are_refused(served: Served, head: bytes) -> None:
+    with connect(served) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head + b"\r\n\r\n")
+        said = client.recv(1 << 16)
+    assert said.startswith((b"HTTP/1.1 400", b"HTTP/1.1 403", b"HTTP/1.1 501")), said
 
 
 @pytest.mark.parametrize("change", [
@@ -174,9 +243,42 @@ def test_a_full_table_of_descriptors_is_reported_once(capsys: pytest.CaptureFixt
 
 
 def test_connections_leave_descriptors_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are accepted at once come on top of the most that there may be."""
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert Connections().most == 256 - connection.SPARE_DESCRIPTORS
+    others = connection.SPARE_DESCRIPTORS + connection.ROUNDS * connection.ACCEPTED
+    for limits, most, raised in (
+        ((256, 256), 256 - others, 256),
+        ((256, 1024), 1024 - others, 1024),
+        ((256, 4096), 1000, 1000 + others),
+        ((256, resource.RLIM_INFINITY), 1000, 1000 + others),
+        ((4096, 4096), 1000, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1000, None),
+        ((64, 64), 1, 64),
+    ):
+        asked: list[int] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        monkeypatch.setattr(resource, "setrlimit", lambda _, wanted, asked=asked: asked.append(wanted[0]))
+        assert Connections().most == most
+        assert asked == ([] if raised is None else [raised])
+
+
+@pytest.mark.slow
+def test_a_burst_of_connections_does_not_stop_the_server(byte_package: Path) -> None:
+    """Where descriptors are few: connections were closed for others one by one, so that each second brought 64."""
+    serving = [sys.executable, "-m", "still_export.cli.main", "serve", byte_package, "--port", "0", "--name", "tiny"]
+    command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *serving]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if " on http://127.0.0.1:" in line)
+        served = Served(int(line.split("127.0.0.1:")[1].split("/")[0]), None, None, None)  # type: ignore[arg-type]
+        held = [connect(served, b"GET /he") for _ in range(900)]
+        begin = time.monotonic()
+        assert served.ask("GET", "/health")[0] == 200
+        assert time.monotonic() - begin < 5
+        for client in held:
+            client.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0 and "Too many open files" not in process.stderr.read()
 
 
 def test_health_says_busy_when_nothing_moves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +326,8 @@ def test_the_verb_ends_with_a_sentence(byte_package: Path, tmp_path: Path, chang
     command = [sys.executable, "-m", "still_export.cli.main", "serve", package, "--port", "0", "--name", "tiny"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        port = int(process.stderr.readline().split("127.0.0.1:")[1].split("/")[0])
+        line = next(line for line in process.stderr if " on http://127.0.0.1:" in line)
+        port = int(line.split("127.0.0.1:")[1].split("/")[0])
         served = Served(port, None, None, None)  # type: ignore[arg-type]
         assert served.ask("POST", "/v1/completions", BASE)[0] == 200
         if change == "cut":

@@ -138,6 +138,17 @@ def test_who_puts_none_there_refuses(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_a_package_reads_the_best_blocks(tmp_path: Path) -> None:
+    """Answers are PyTorch's, which the formula holds (tests/still_export/models/test_routed_families.py); other answers with all blocks."""
+    linear_model("llama_with_landmark", cache_top_k=2).save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--quiet") == 0
+    assert call("verify", tmp_path / "package", "--quiet") == 0
+    prompt = TEXT[:55].tolist()
+    said = list(opened(tmp_path / "package").generate(prompt, 9, Sampling()))
+    assert said == likeliest(tmp_path / "model", prompt, 9)
+
+
 def test_pytorch_and_servers_refuse(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +161,11 @@ def test_pytorch_and_servers_refuse(
     bad = tmp_path / "bad"
     shutil.copytree(folders["model"], bad)
     for change, message in (
-        ({"cache_top_k": 5}, "cache_top_k=5"),
+        ({"cache_top_k": 0}, "cache_top_k=0"),
+        (
+            {"cache_top_k": 2, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3}},
+            "rope_type='linear'",
+        ),
         ({"mem_freq": 0}, "mem_freq=0"),
         ({"include_landmark_in_loss": False}, "include_landmark_in_loss=false"),
     ):

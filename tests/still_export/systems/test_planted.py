@@ -27,7 +27,8 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "moh_llama": ({}, {"routed_heads": 3}),
     "inline": ({"kernel_size": 3}, {"feature_map": "relu"}),
     "polaformer": ({}, {"alpha": 4.04}),
-    "mirrorla": ({}, {}),  # a reflection that is a little off
+    "mirrorla": ({}, {}),  # a reflection of channels, and one of heads, that is a little off
+    "mirrorla,heads": ({}, {}),
     NATS: ({}, {"decay_for_non_gdn_blocks": False}),
 }
 """By family: what its configuration has, and what is planted."""
@@ -61,7 +62,8 @@ def test_a_planted_constant_is_seen(case: str, tmp_path: Path) -> None:
     other = linear_model(family, **changes)
     other.config |= planted
     if not planted:
-        other.tensors["model.layers.1.attn.mirrors"][2, 3] += 0.02
+        mirrors = {"mirrorla": ("mirrors", 2, 3), "mirrorla,heads": ("head_mirrors", 1, 2)}[case]
+        other.tensors[f"model.layers.1.attn.{mirrors[0]}"][mirrors[1:]] += 0.02
     other.save_pretrained(tmp_path / "planted")
     right, wrong = (
         far(load_model(tmp_path / n)(tokens, use_cache=False).logits, expected) for n in ("right", "planted")

@@ -56,6 +56,9 @@ CASES = {
     ),
     "sinks and a window": Case(Layer(3, 1, choice={**CHOICE, "top_blocks": 4}), (100, 1)),
     "many chosen": Case(Layer(3, 1, choice={**CHOICE, "top_blocks": 12}), (222, 8, 8, 8, 1), span=100),
+    "by call": Case(
+        Layer(choice={**CHOICE, "dense_length": 96, "switch_by_call": 1}), ([150, 90], 8, 1, [60, 30]), span=42
+    ),
     "ragged": Case(splits=([140, 9], [1, 60], 5, [1, 0])),
 }
 

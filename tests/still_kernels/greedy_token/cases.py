@@ -11,7 +11,7 @@ import torch
 from still_kernels.greedy_token.plan import Inputs
 from tests.still_kernels.stateless_cases import launched, main
 
-CASES = ("plain", "odd", "ties", "zeros", "all alike", "infinite", "last")
+CASES = ("plain", "odd", "ties", "zeros", "all alike", "infinite", "last", "nan", "nan of the other sign", "overflow")
 
 
 def call(name: str, dtype: torch.dtype = torch.float16) -> Inputs:
@@ -30,12 +30,18 @@ def call(name: str, dtype: torch.dtype = torch.float16) -> Inputs:
         logits[0, :, 190] = -60000.0
     elif name == "last":
         logits[..., -1] = 50.0
+    elif name.startswith("nan"):
+        logits[1, :, 101] = torch.nan if name == "nan" else -torch.tensor(torch.nan)
+    elif name == "overflow":
+        logits[0, 1:, 150] = torch.inf
     return Inputs(logits.to(dtype))
 
 
 def exact(given: Inputs) -> torch.Tensor:
-    """The first of the largest numbers, int32 [B, T]."""
-    return torch.from_numpy(np.asarray(given.logits.float().numpy().argmax(-1), np.int32))
+    """The first of the largest numbers, int32 [B, T]; -1 where a logit is NaN or the largest is infinite."""
+    logits = given.logits.float().numpy()
+    sound = np.isfinite(logits.max(-1))  # NaN where a logit is
+    return torch.from_numpy(np.where(sound, logits.argmax(-1), -1).astype(np.int32))
 
 
 def run_case(name: str, device: str = "cpu") -> float:

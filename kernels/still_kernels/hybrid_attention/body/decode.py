@@ -137,6 +137,6 @@ def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) ->
     width = b.reshape(mixed, 0, 1, layer.heads, layer.dim, out=None if layer.dtype != 1 else outputs["output"])
     if layer.dtype != 1:
         b.cast(width, layer.dtype, out=outputs["output"])
-    for state in ("salient_key", "salient_value", "salient_score", "kv_state", "z_state"):
+    for state in ("salient_key", "salient_value", "kv_state", "z_state"):
         if f"present_{state}" in outputs:
             b("Identity", f"past_{state}", out=outputs[f"present_{state}"])

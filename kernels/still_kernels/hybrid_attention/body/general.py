@@ -53,7 +53,7 @@ class General:
             keys = salient.with_cache("past_salient_key", salient.rows(k_old))
             values = salient.with_cache("past_salient_value", salient.rows(v_old))
             if salient.folds:
-                folded = self.linear.folded(salient.compete(), keys, values)
+                folded = self.linear.folded(salient.folded(), keys, values)
         kv_state, z_state = self.linear.promote(k_old, v_old, salient, folded, outputs)
         linear = b("MatMul", phi_q, kv_state)
         mass = b("MatMul", phi_q, b.unsqueeze(z_state, 5))

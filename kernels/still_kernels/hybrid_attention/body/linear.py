@@ -6,7 +6,6 @@ from still_graphs.functions.builder import FLOAT, Scope
 from still_kernels.hybrid_attention.body.features import features
 from still_kernels.hybrid_attention.body.grid import Grid
 from still_kernels.hybrid_attention.body.layer import Layer
-from still_kernels.hybrid_attention.body.overflow import Competition
 from still_kernels.hybrid_attention.body.salient import Salient
 
 
@@ -21,24 +20,29 @@ class LinearState:
         heads = (layer.kv_heads, layer.group) if layer.weight_heads > 1 else (1, 1)
         self.weight_k = scope.reshape(layer.weights["k"], *heads, layer.dim, -1)
 
-    def folded(self, competition: Competition, keys: str, values: str) -> tuple[str, str]:
-        """What entries that leave the cache add to S [B, HK, G, chunks, F, D] and z [B, HK, G, chunks, F, 1]."""
+    def folded(self, folded: str, keys: str, values: str) -> tuple[str, str]:
+        """What the rows `folded` [B, chunks, M] of keys and values add to S [B, HK, G, chunks, F, D] and z [B, HK, G, chunks, F, 1]."""
         b, layer, grid = self.b, self.layer, self.grid
-        leaves = b.cast(competition.folded, FLOAT)  # [B, HS, chunks, M]
+        leaves = b.cast(folded, FLOAT)
         # Each entry leaves once, at most k a chunk.
         most = b("Mul", grid.chunks, layer.salient)
-        _, index = b.multi("TopK", b("ReduceMax", leaves, [2], keepdims=0), most, out=2)  # [B, HS, Q]
+        _, index = b.multi("TopK", b("ReduceMax", leaves, [1], keepdims=0), most, out=2)  # [B, Q]
         group = layer.group if layer.per_query_head else 1
 
         def pick(x: str) -> str:
-            rows = b("GatherND", x, b.unsqueeze(index, 3), batch_dims=2)
+            every = b("Expand", b.unsqueeze(index, 1, 3), b.shape(layer.batch, layer.select_heads, most, 1))
+            rows = b("GatherND", x, every, batch_dims=2)
             return b.reshape(rows, 0, layer.kv_heads, group, -1, layer.dim)
 
         phi = features(b, layer, pick(keys), self.weight_k, (0, layer.kv_heads, layer.group, -1))
         phi = b.unsqueeze(b("Transpose", phi, perm=[0, 1, 2, 4, 3]), 3)  # [B, HK, G, 1, F, Q]
-        shape = b.shape(layer.batch, layer.select_heads, grid.chunks, most)
-        when = b("GatherElements", leaves, b("Expand", b.unsqueeze(index, 2), shape), axis=3)
-        when = b.reshape(when, 0, layer.kv_heads, group, grid.chunks, 1, -1)
+        when = b(
+            "GatherElements",
+            leaves,
+            b("Expand", b.unsqueeze(index, 1), b.shape(layer.batch, grid.chunks, most)),
+            axis=2,
+        )
+        when = b.unsqueeze(when, 1, 2, 4)  # [B, 1, 1, chunks, 1, Q]
         phi = b("Mul", phi, when)
         return b("MatMul", phi, b.unsqueeze(pick(values), 3)), b("ReduceSum", phi, [-1])
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from still_graphs.functions.builder import Scope
+from still_graphs.functions.builder import INT64, Scope
 from still_kernels.hybrid_attention.body.grid import Grid
 from still_kernels.hybrid_attention.body.layer import Layer
-from still_kernels.hybrid_attention.body.overflow import Competition, compete
 
 
 class Salient:
@@ -16,11 +15,9 @@ class Salient:
     promoted: Grid chunks that begin within the call and so promote the chunk two before, bool [B, chunks].
     selection: Offsets of the salient tokens, ascending, int64 [B, HS, chunks, k]; "" with k = 0.
     next_selection: The same one chunk later, with a sliding window.
-    competition, new_scores: Where the overflow policy folds: its result, and scores [B, HS, chunks, k] of the new rows.
     """
 
-    selection = next_selection = new_scores = ""
-    competition: Competition | None = None
+    selection = next_selection = ""
 
     def __init__(self, scope: Scope, layer: Layer, grid: Grid, scores: str) -> None:
         self.b, self.layer, self.grid = scope, layer, grid
@@ -40,12 +37,11 @@ class Salient:
     def _select(self, scores: str) -> None:
         """By scores [B, H, chunks, C], of one chunk more with a sliding window."""
         b, layer = self.b, self.layer
-        self.ranked = scores
         if not layer.per_query_head:
             grouped = b.reshape(scores, 0, layer.kv_heads, layer.group, -1, layer.chunk)
             reduce = "ReduceMax" if layer.scope_kind == "kv_group_max" else "ReduceMean"
-            self.ranked = b(reduce, grouped, [2], keepdims=0)
-        _, best = b.multi("TopK", self.ranked, [layer.salient], out=2)  # of equals the lower offset
+            scores = b(reduce, grouped, [2], keepdims=0)
+        _, best = b.multi("TopK", scores, [layer.salient], out=2)  # of equals the lower offset
         selection = b.multi("TopK", best, [layer.salient], out=2, largest=0)[0]
         if layer.local == "sliding":
             self.next_selection = b("Slice", selection, [1], [2**31], [2])
@@ -73,14 +69,6 @@ class Salient:
         start = b.reshape(b("Mul", start, layer.chunk), -1, layer.select_heads, grid.chunks, 1)
         return b("Add", start, self.selection)
 
-    def compete(self) -> Competition:
-        """Let the new rows compete for the slots, by the policy of the layer; the result stays in `competition`."""
-        b, grid = self.b, self.grid
-        ranked = b("Slice", self.ranked, [0], grid.chunks, [2])
-        self.new_scores = b("GatherElements", ranked, self.selection, axis=3)
-        self.competition = compete(b, self.layer, self.promoted, self.new_scores, grid.chunks)
-        return self.competition
-
     def with_cache(self, past: str, rows: str) -> str:
         """cat([cached rows in use, new rows]) [B, HS, U + k * chunks, D]."""
         b, layer = self.b, self.layer
@@ -94,59 +82,86 @@ class Salient:
 
     @cached_property
     def _used(self) -> str:
-        """U: cached rows that some row of the batch has, at most N, int64 [1]."""
-        most = self.b("ReduceMax", self._held, keepdims=1)
-        return self.b("Min", most, self.b.dim("past_salient_key", 2))
+        """U: cached rows that some row of the batch has, at most N, int64 [1]; N where the overflow policy folds."""
+        slots = self.b.dim("past_salient_key", 2)
+        return slots if self.folds else self.b("Min", self.b("ReduceMax", self._held, keepdims=1), slots)
 
-    def mask(self) -> str:
-        """Which cached and new rows each grid chunk sees, as a mask [B, 1, 1, chunks, 1, U + k * chunks]."""
+    @cached_property
+    def _entered(self) -> str:
+        """Cached and new rows that have come by each grid chunk, bool [B, chunks, U + k * chunks]."""
         b, layer, grid = self.b, self.layer, self.grid
-        if self.competition:
-            group = layer.group if layer.per_query_head else 1
-            entries = b.dim(self.competition.visible, 3)
-            visible = b.reshape(self.competition.visible, 0, layer.kv_heads, group, grid.chunks, 1, entries)
-            # Heads as the salient logits have them: [B, HS, query heads of one selection, chunks, R, M].
-            return layer.mask(b, b.reshape(visible, 0, layer.select_heads, 1, grid.chunks, 1, entries))
         used = self._used
         cached = b("Less", b.arange(used), b.unsqueeze(self._held, 1))  # [B, U]
         cached = b("Expand", b.unsqueeze(cached, 1), b.shape(layer.batch, grid.chunks, used))
         column = b("Div", b.arange(b("Mul", grid.chunks, layer.salient)), layer.salient)
         earlier = b("LessOrEqual", column, b.unsqueeze(b.arange(grid.chunks), 1))  # [chunks, k * chunks]
         fresh = b("And", earlier, b.unsqueeze(b("Gather", self.promoted, column, axis=1), 1))
-        visible = b("Concat", cached, fresh, axis=2)  # [B, chunks, U + k * chunks]
-        return layer.mask(b, b.unsqueeze(visible, 1, 2, 4))
+        return b("Concat", cached, fresh, axis=2)
+
+    @cached_property
+    def _ring(self) -> str:
+        """Chunks that the cache of a folding policy has room for, int64 [1]: rank r of chunk c lies in slot k * (c mod it) + r."""
+        return self.b("Div", self.b.dim("past_salient_key", 2), self.layer.salient)
+
+    @cached_property
+    def _first(self) -> str:
+        """The oldest chunk that stays in the cache of a folding policy by each grid chunk, int64 [B, chunks]."""
+        b = self.b
+        come = b("CumSum", b.cast(self.promoted, INT64), 1)
+        come = b("Add", b.unsqueeze(b("Div", self._held, self.layer.salient), 1), come)
+        return b("Sub", come, self._ring)
+
+    @cached_property
+    def _age(self) -> str:
+        """Chunk of each cached and new row, int64 [B, 1, N + k * chunks]."""
+        b, k = self.b, self.layer.salient
+        lane, ring = b("Div", b.arange(self._used), k), b("Max", self._ring, 1)
+        last = b("Sub", b.unsqueeze(b("Div", self._held, k), 1), 1)  # [B, 1]
+        cached = b(
+            "Add", lane, b("Mul", b("Div", b("Sub", last, lane), ring), ring)
+        )  # the latest that was written to a slot
+        column = b("Div", b.arange(b("Mul", self.grid.chunks, k)), k)
+        fresh = b("Gather", b("Sub", self.grid.number, 2), column, axis=1)
+        return b.unsqueeze(b("Concat", cached, fresh, axis=1), 1)
+
+    def folded(self) -> str:
+        """Cached and new rows that leave the cache when each grid chunk promotes, bool [B, chunks, N + k * chunks]."""
+        b = self.b
+        leaves = b("Equal", self._age, b.unsqueeze(b("Sub", self._first, 1), 2))
+        return b.all_of(self._entered, leaves, b.unsqueeze(self.promoted, 2))
+
+    def mask(self) -> str:
+        """Which cached and new rows each grid chunk sees, as a mask [B, 1, 1, chunks, 1, U + k * chunks]."""
+        b, visible = self.b, self._entered
+        if self.folds:
+            visible = b("And", visible, b("GreaterOrEqual", self._age, b.unsqueeze(self._first, 2)))
+        return self.layer.mask(b, b.unsqueeze(visible, 1, 2, 4))
 
     def write_present(self, keys: str, values: str, outputs: dict[str, str]) -> None:
         """Write the rows of promoted chunks to their slots; nothing else of the cache is touched."""
         b, layer, grid = self.b, self.layer, self.grid
         if not layer.salient:
-            for name in ("salient_key", "salient_value", "salient_score"):
-                if f"present_{name}" in outputs:
-                    b("Identity", f"past_{name}", out=outputs[f"present_{name}"])
+            for name in ("salient_key", "salient_value"):
+                b("Identity", f"past_{name}", out=outputs[f"present_{name}"])
             return
         # Rows come from the concatenation with the cache: whoever writes in place does so after the cache was read.
         count = b("Mul", grid.chunks, layer.salient)
-        if self.competition:
-            taken = b("Less", self.competition.slots, b.dim("past_salient_key", 2))
-            where = b("Transpose", b("NonZero", taken), perm=[1, 0])  # [M, 3]: row, head, new row
-            slot = b.unsqueeze(b("GatherND", self.competition.slots, where), 1)
-            index = b("Concat", b("Slice", where, [0], [2], [1]), slot, axis=1)
-        else:
-            rank = b("Mod", b.arange(count), layer.salient)
-            first = b("Mul", b("Sub", grid.number, 2), layer.salient)  # [B, chunks]
-            column = b("Div", b.arange(count), layer.salient)
-            slots = b("Add", b("Gather", first, column, axis=1), rank)  # [B, k * chunks]
-            where = b("Transpose", b("NonZero", b("Gather", self.promoted, column, axis=1)), perm=[1, 0])  # [M, 2]
-            slot = b.reshape(b("GatherND", slots, where), -1, 1, 1)
-            shape = b.shape(b.dim(where, 0), layer.select_heads, 1)
-            row, new_row = (b.reshape(b("Gather", where, part, axis=1), -1, 1, 1) for part in (0, 1))
-            head = b.reshape(b.arange(layer.select_heads), 1, -1, 1)
-            row, head, new_row, slot = (b("Expand", part, shape) for part in (row, head, new_row, slot))
-            where, index = (b("Concat", row, head, part, axis=2) for part in (new_row, slot))
+        chunk, taken = b("Sub", grid.number, 2), self.promoted  # [B, chunks]
+        if self.folds:
+            last = b("Gather", self._first, b("Sub", grid.chunks, 1), axis=1)  # [B, 1]
+            taken = b("And", taken, b("GreaterOrEqual", chunk, last))
+            chunk = b("Mod", chunk, b("Max", self._ring, 1))
+        rank = b("Mod", b.arange(count), layer.salient)
+        column = b("Div", b.arange(count), layer.salient)
+        slots = b("Add", b("Gather", b("Mul", chunk, layer.salient), column, axis=1), rank)  # [B, k * chunks]
+        where = b("Transpose", b("NonZero", b("Gather", taken, column, axis=1)), perm=[1, 0])  # [M, 2]
+        slot = b.reshape(b("GatherND", slots, where), -1, 1, 1)
+        shape = b.shape(b.dim(where, 0), layer.select_heads, 1)
+        row, new_row = (b.reshape(b("Gather", where, part, axis=1), -1, 1, 1) for part in (0, 1))
+        head = b.reshape(b.arange(layer.select_heads), 1, -1, 1)
+        row, head, new_row, slot = (b("Expand", part, shape) for part in (row, head, new_row, slot))
+        where, index = (b("Concat", row, head, part, axis=2) for part in (new_row, slot))
         for name, entries in (("salient_key", keys), ("salient_value", values)):
             rows = b("Slice", entries, b("Neg", count), [2**31], [2])  # [B, HS, k * chunks, D]
             picked = layer.narrow(b, b("GatherND", rows, where))
             b("ScatterND", f"past_{name}", index, picked, out=outputs[f"present_{name}"])
-        if "present_salient_score" in outputs:
-            picked = b("GatherND", b.reshape(self.new_scores, 0, 0, -1), where)
-            b("ScatterND", "past_salient_score", index, picked, out=outputs["present_salient_score"])

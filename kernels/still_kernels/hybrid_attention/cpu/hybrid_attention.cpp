@@ -36,8 +36,7 @@ struct Call
     char* folded_keys = nullptr; // [B, HS, k, D]
     char* folded_values = nullptr;
     float* folded_scales = nullptr; // of both
-    float* ranked = nullptr; // per selection head
-    uint8_t* flags = nullptr;
+    float* ranked = nullptr; // [B, HS, C]
 
     size_t selection(Step const& s, int head) const
     {
@@ -54,7 +53,6 @@ struct Call
         size_t const scales = (own * 2 + (values ? 1 : 0)) * static_cast<size_t>(layer.salient);
         return {rows + own * block_bytes(), folded_scales + scales};
     }
-    size_t ranked_size() const { return static_cast<size_t>(layer.chunk + layer.slots + layer.salient); }
 
     Task task(Step const& s, int head, size_t lane) const
     {
@@ -91,8 +89,7 @@ void select(Call& call, size_t index, size_t)
     Step const& s = call.steps[index / heads];
     int const head = static_cast<int>(index % heads);
     size_t const own = call.selection(s, head), chunk = static_cast<size_t>(l.chunk);
-    Selection const selection{
-        &l, &call.tensors, s.row, head, call.ranked + own * call.ranked_size(), call.flags + own * call.ranked_size()};
+    Selection const selection{&l, &call.tensors, s.row, head, call.ranked + own * chunk};
     call.folded[own] = 0;
     if (s.promotes)
     {
@@ -236,8 +233,7 @@ size_t lay_out(Call& call, void* base, int64_t tokens, int64_t** done)
     call.folded_keys = scratch.take<char>(selections * call.block_bytes());
     call.folded_values = scratch.take<char>(selections * call.block_bytes());
     call.folded_scales = scratch.take<float>(l.cache == Cache::kCodes ? selections * 2 * static_cast<size_t>(l.salient) : 0);
-    call.ranked = scratch.take<float>(selections * call.ranked_size());
-    call.flags = scratch.take<uint8_t>(selections * call.ranked_size());
+    call.ranked = scratch.take<float>(selections * chunk);
     return scratch.used();
 }
 

@@ -37,7 +37,6 @@ enum class FeatureMap
 enum class Overflow
 {
     kError,
-    kFoldMinScore,
     kFoldOldest
 };
 
@@ -87,7 +86,6 @@ struct Tensors
     float* window_score;
     Kept salient_key;
     Kept salient_value;
-    float* salient_score; // null unless the policy is kFoldMinScore
     float* kv_state;
     float* z_state;
     int64_t tokens; // T

@@ -31,7 +31,6 @@ enum Input
     kPastWindowScore,
     kPastSalientKey,
     kPastSalientValue,
-    kPastSalientScore,
     kPastKvState,
     kPastZState,
     kPastWindowKeyScale,
@@ -82,8 +81,9 @@ Layer read_shapes(Layer layer, still::Call const& call)
     demand("past_window_key", "C", layer.chunk);
     demand("past_salient_key", "HS", layer.select_heads());
     demand("past_kv_state", "F", layer.features);
-    if ((layer.overflow == Overflow::kFoldMinScore) != call.has("past_salient_score"))
-        fail("HybridAttention: past_salient_score goes with overflow=\"fold_min_score\", and only with it.");
+    if (layer.overflow != Overflow::kError && layer.slots % std::max(1, layer.salient))
+        fail("HybridAttention: past_salient_key has ", layer.slots, " slots; with overflow=\"fold_oldest\" they are a multiple of ",
+            "salient_per_chunk=", layer.salient, ".");
     return layer;
 }
 
@@ -109,8 +109,8 @@ public:
         : StateKernel(op, half,
             {"query", "key", "value", "gate", "feature_q_weight", "feature_k_weight", "window_factor", "new_tokens", "past_length",
                 "past_window_key", "past_window_value", "past_window_score", "past_salient_key", "past_salient_value",
-                "past_salient_score", "past_kv_state", "past_z_state", "past_window_key_scale", "past_window_value_scale",
-                "past_salient_key_scale", "past_salient_value_scale"}),
+                "past_kv_state", "past_z_state", "past_window_key_scale", "past_window_value_scale", "past_salient_key_scale",
+                "past_salient_value_scale"}),
           layer_(read_attributes(op, half))
     {
     }
@@ -130,7 +130,6 @@ public:
         x.window_score = static_cast<float*>(call.state(kPastWindowScore));
         x.salient_key = call.kept(kPastSalientKey, kPastSalientKeyScale);
         x.salient_value = call.kept(kPastSalientValue, kPastSalientValueScale);
-        x.salient_score = static_cast<float*>(call.state(kPastSalientScore));
         x.kv_state = static_cast<float*>(call.state(kPastKvState)), x.z_state = static_cast<float*>(call.state(kPastZState));
         x.tokens = sizes.tokens;
         if (sizes.batch == 0)

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 namespace still_cpu::hybrid
 {
@@ -64,63 +63,29 @@ int fill_cache(Selection const& selection, int64_t chunk, uint8_t* salient, Kept
 {
     Layer const& l = *selection.layer;
     Tensors const& x = *selection.tensors;
-    int64_t const slots = l.slots, before = std::min<int64_t>(slots, chunk * l.salient); // chunk 0 is the first to be promoted
-    int64_t const head = static_cast<int64_t>(selection.row) * l.select_heads() + selection.head;
+    int64_t const slots = l.slots, head = static_cast<int64_t>(selection.row) * l.select_heads() + selection.head;
     size_t const bytes = static_cast<size_t>(l.dim) * static_cast<size_t>(l.kept_size());
-    float* const scores = x.salient_score ? x.salient_score + head * slots : nullptr;
-    float* const order = selection.ranked + l.chunk; // of cached tokens, then of newcomers; the lowest leaves
-    uint8_t* const alive = selection.flags;
-
-    for (int64_t slot = 0; slot < slots; ++slot)
+    if (!slots)
     {
-        alive[slot] = slot < before;
-        // With kFoldOldest: the latest chunk that was written to the slot.
-        int64_t const ring = std::max<int64_t>(1, slots / std::max(1, l.salient)), lane = slot / std::max(1, l.salient);
-        int64_t const turns = chunk - 1 - lane >= 0 ? (chunk - 1 - lane) / ring : -1;
-        order[slot] = scores ? scores[slot] : static_cast<float>(lane + turns * ring);
+        std::memset(salient, 0, static_cast<size_t>(l.chunk));
+        return 0;
     }
-    int newcomers = 0;
+    // Rows of a chunk take k slots in turn; those of the chunk that lie there leave.
+    int64_t slot = head * slots + chunk * l.salient % slots;
+    int64_t const head_of_group = selection.head / (l.select_heads() / l.kv_heads);
+    int64_t const ring_slot = ((static_cast<int64_t>(selection.row) * l.kv_heads + head_of_group) * 2 + chunk % 2) * l.chunk;
+    int const folded = chunk * l.salient >= slots ? l.salient : 0;
+    for (int i = 0; i < folded; ++i)
+    {
+        copy_row(x.salient_key, slot + i, folded_keys, i, bytes);
+        copy_row(x.salient_value, slot + i, folded_values, i, bytes);
+    }
     for (int i = 0; i < l.chunk; ++i)
         if (salient[i])
         {
-            order[slots + newcomers] = scores ? selection.ranked[i] : static_cast<float>(chunk);
-            alive[slots + newcomers++] = 1;
+            copy_row(x.window_key, ring_slot + i, x.salient_key, slot, bytes);
+            copy_row(x.window_value, ring_slot + i, x.salient_value, slot++, bytes);
         }
-    int folded = 0;
-    for (int64_t excess = before + newcomers - slots; excess > 0; --excess)
-    {
-        int64_t lowest = -1;
-        for (int64_t e = 0; e < slots + newcomers; ++e) // of equals the later one leaves
-            if (alive[e] && (lowest < 0 || order[e] <= order[lowest]))
-                lowest = e;
-        alive[lowest] = 0;
-        if (lowest < slots)
-        {
-            copy_row(x.salient_key, head * slots + lowest, folded_keys, folded, bytes);
-            copy_row(x.salient_value, head * slots + lowest, folded_values, folded, bytes);
-            ++folded;
-        }
-    }
-    // The others take free slots, both in ascending order.
-    int64_t const head_of_group = selection.head / (l.select_heads() / l.kv_heads);
-    int64_t const ring_slot = ((static_cast<int64_t>(selection.row) * l.kv_heads + head_of_group) * 2 + chunk % 2) * l.chunk;
-    int64_t slot = 0;
-    int newcomer = 0;
-    for (int i = 0; i < l.chunk; ++i)
-    {
-        if (!salient[i])
-            continue;
-        salient[i] = alive[slots + newcomer++];
-        if (!salient[i])
-            continue;
-        while (alive[slot])
-            ++slot;
-        copy_row(x.window_key, ring_slot + i, x.salient_key, head * slots + slot, bytes);
-        copy_row(x.window_value, ring_slot + i, x.salient_value, head * slots + slot, bytes);
-        if (scores)
-            scores[slot] = selection.ranked[i];
-        alive[slot] = 1;
-    }
     return folded;
 }
 

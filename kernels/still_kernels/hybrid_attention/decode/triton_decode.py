@@ -79,7 +79,7 @@ def _merge(
         total = total * factor
         b_out = b_out * factor
     b_out = (b_out + b_linear) / (total + mass + epsilon)
-    if c.OVERFLOW == 0:  # beyond the capacity: the caller should have refused
+    if c.FUSED:  # beyond the capacity: the caller should have refused
         b_out = tl.where(tl.maximum(length // c.C - 1, 0) * room.K > room.N, float("nan"), b_out)
     b_out = tl.where(live, b_out, 0.0)
     tl.store(p_output + (i_out + g) * c.D + o_dim, b_out.to(p_output.dtype.element_ty), mask=m_dim)
@@ -175,7 +175,7 @@ def decode_kernel(
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DK: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, KP: tl.constexpr,
     GP: tl.constexpr, DS: tl.constexpr, LF: tl.constexpr, LS: tl.constexpr, WG: tl.constexpr, DW: tl.constexpr,
     BN: tl.constexpr, SN: tl.constexpr, BG: tl.constexpr, SG: tl.constexpr, BL: tl.constexpr, BS: tl.constexpr,
-    RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, RELEASED: tl.constexpr, OVERFLOW: tl.constexpr,
+    RB: tl.constexpr, FEATURE: tl.constexpr, SCOPE: tl.constexpr, RELEASED: tl.constexpr, EVICT: tl.constexpr,
     GATE: tl.constexpr, FACTOR: tl.constexpr, RAGGED: tl.constexpr, PAGES: tl.constexpr, CODES: tl.constexpr,
     SETTLE: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -189,10 +189,10 @@ def decode_kernel(
     ND: tl.constexpr = 1 if LF else DP // DS
     WP: tl.constexpr = 2 * C // BL
     JOBS: tl.constexpr = ND + WP if LF else ND + WP + 1
-    FUSED: tl.constexpr = OVERFLOW == 0
+    FUSED: tl.constexpr = EVICT == 0
     SHARED: tl.constexpr = (WG != 0) & (SCOPE == 0) & (RELEASED == 0)
     c: tl.constexpr = Constants(
-        C, D, DP, DK, P, PP, KP, GP, DS, LF, LS, WG, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, OVERFLOW, FUSED, GATE,
+        C, D, DP, DK, P, PP, KP, GP, DS, LF, LS, WG, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, FUSED, GATE,
         FACTOR, RAGGED, PAGES, CODES, SETTLE, DOT,
     )  # fmt: skip
     i_role = tl.program_id(0)

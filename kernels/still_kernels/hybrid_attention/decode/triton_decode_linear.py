@@ -33,7 +33,7 @@ def _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c
     prefetch(states.window_key + o_token, o_kept, c.SETTLE)
     prefetch(states.window_value + o_token, o_kept, c.SETTLE)
     prefetch(p_weight + tl.minimum(o_feature, c.P - 1) * c.D, o_line, c.SETTLE)
-    b_selected, _ = select_chunk(
+    b_selected = select_chunk(
         states.window_score, states.window_score, old, length, length, 0, at.row, heads.i_select, heads.H, heads.GR, K, c.SCOPE, c.GP, c.C
     )  # fmt: skip
     return b_selected

@@ -359,7 +359,7 @@ def fresh_part(at, states, heads, i_kv, g, p_q, room, scale2, p_acc, p_ml, c: tl
     if c.FUSED and promoting:
         old = length // c.C - 2
         b_q = tl.load(p_q + o_dim, mask=m_dim, other=0.0).to(tl.float32) * scale2
-        b_selected, _ = select_chunk(
+        b_selected = select_chunk(
             states.window_score, states.window_score, old, length, length, 0, at.row, heads.i_select, heads.H, heads.GR,
             room.K, c.SCOPE, c.GP, c.C,
         )  # fmt: skip

@@ -69,7 +69,7 @@ def _check_capacity(state: HybridAttentionState, new_tokens: Tensor, config: Hyb
     if longest > config.capacity_tokens or config.slots_for(longest) > state.slots:
         raise CapacityError(
             f"a row grows to {longest} tokens; capacity_tokens={config.capacity_tokens} and the state has {state.slots} "
-            'salient slots. Raise capacity_tokens, or choose overflow="fold_min_score" or "fold_oldest".'
+            'salient slots. Raise capacity_tokens, or choose overflow="fold_oldest".'
         )
 
 
@@ -98,7 +98,7 @@ def _segment(
         keys = k.repeat_interleave(config.select_heads // config.num_kv_heads, dim=1)
         keys = keys.unflatten(2, (grid.chunks + 2, chunk))[:, :, : grid.chunks + 1]
         selected = watch(number, keys, selected)
-    promotion = promote(Aligned(k, v, ranked, selected), inputs.feature_k_weight, config, state, grid)
+    promotion = promote(Aligned(k, v, selected), inputs.feature_k_weight, config, state, grid)
 
     softmax, linear_window = _routed(near, selected, grid, config)
     numerator, denominator = _softmax_part(q, logits.masked_fill(~softmax, -torch.inf), v, promotion, grid)
@@ -230,6 +230,4 @@ def _next_cache(state: HybridAttentionState, promotion: Promotion) -> dict[str, 
 
     present["salient_key"] = write(state.salient_key, promotion.keys)
     present["salient_value"] = write(state.salient_value, promotion.values)
-    if state.salient_score is not None:
-        present["salient_score"] = write(state.salient_score, promotion.scores)
     return present

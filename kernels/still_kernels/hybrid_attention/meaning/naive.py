@@ -61,7 +61,7 @@ def naive_routing(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> 
     if config.overflow == "error" and tokens > config.capacity_tokens:
         raise CapacityError(
             f"{tokens} tokens exceed capacity_tokens={config.capacity_tokens}. "
-            'Raise it, or choose overflow="fold_min_score" or "fold_oldest".'
+            'Raise it, or choose overflow="fold_oldest".'
         )
     scores = naive_scores(query, key, config)
     ranked = group_scores(scores, config)  # [B, HS, T]
@@ -80,12 +80,12 @@ def naive_routing(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> 
         kept.scatter_(2, offsets + start, True)
         visible = kept
         if delay == 2:
-            _evict(kept, ranked, slots, config)
+            _evict(kept, slots, config)
         else:
             # The newest selection is in the window's ring, not yet in the cache: capacity concerns the older chunks.
             cached = kept.clone()
             cached[..., start:] = False
-            _evict(cached, ranked, slots, config)
+            _evict(cached, slots, config)
             kept[..., :start] = cached[..., :start]
         rows = slice(current * chunk, min(tokens, (current + 1) * chunk))
         softmax[:, :, rows] = visible[:, :, None]
@@ -95,19 +95,12 @@ def naive_routing(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> 
     return Routing(local, salient, causal & ~local & ~salient, scores)
 
 
-def _evict(kept: Tensor, ranked: Tensor, slots: int, config: HybridAttentionConfig) -> None:
-    """Drop tokens from `kept` [B, HS, T], in place, until `slots` remain, by the overflow policy."""
+def _evict(kept: Tensor, slots: int, config: HybridAttentionConfig) -> None:
+    """Drop the oldest tokens from `kept` [B, HS, T], in place, until `slots` remain, if the overflow policy folds."""
     excess = int(kept[0, 0].sum()) - slots  # the same for every row and head: k tokens a chunk, less what was dropped
-    if excess <= 0 or config.overflow == "error":
-        return
-    if config.overflow == "fold_oldest":
+    if excess > 0 and config.overflow == "fold_oldest":
         order = kept.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices  # kept positions, ascending
-    else:
-        # Lowest score first; of equal scores the later position goes.
-        finite = ranked.clamp_max(torch.finfo(ranked.dtype).max)  # +inf marks what is not there
-        score = torch.where(kept, finite, torch.inf).flip(-1)
-        order = kept.shape[-1] - 1 - score.sort(dim=-1, stable=True).indices
-    kept.scatter_(2, order[..., :excess], False)
+        kept.scatter_(2, order[..., :excess], False)
 
 
 def naive_hybrid_attention(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:

@@ -43,8 +43,7 @@ class HybridAttentionState:
     """State after `length` tokens; all-zero means empty.
 
     Shapes are those of the OpSpec: window_* are rings (position p in slot p mod 2C), rank r of chunk c lies in salient slot
-    k*c + r (modulo N with fold_oldest). `salient_score` [B, HS, N] exists with overflow="fold_min_score" only: that policy
-    compares a newcomer's score with those in the cache. kv_state, z_state and scores are float32, or float64 for float64 inputs.
+    k*c + r (modulo N with fold_oldest). kv_state, z_state and scores are float32, or float64 for float64 inputs.
     With cache="int8" keys and values are words, [..., D / 4] int32, and have scales, [...] float32 (`still_kernels.codes`).
     """
 
@@ -56,7 +55,6 @@ class HybridAttentionState:
     kv_state: Tensor
     z_state: Tensor
     length: Tensor
-    salient_score: Tensor | None = None
     window_key_scale: Tensor | None = None
     window_value_scale: Tensor | None = None
     salient_key_scale: Tensor | None = None
@@ -121,5 +119,10 @@ class HybridAttentionState:
                 raise ShapeError(
                     f"state {name}: expected {list(expected)}, got {got}. Start from HybridAttentionState.empty."
                 )
+        if config.overflow != "error" and self.slots % max(config.salient_per_chunk, 1):
+            raise ShapeError(
+                f"{self.slots} salient slots with overflow={config.overflow!r}: pass a multiple of "
+                f"salient_per_chunk={config.salient_per_chunk}."
+            )
         if tuple(self.length.shape) != (batch,):
             raise ShapeError(f"state length: expected [{batch}], got {list(self.length.shape)}.")

@@ -87,7 +87,7 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
     """
     import triton
 
-    from still_kernels.hybrid_attention.triton_common import FEATURE_CODES, OVERFLOW_CODES, SCOPE_CODES
+    from still_kernels.hybrid_attention.triton_common import FEATURE_CODES, SCOPE_CODES
 
     return {
         "C": config.chunk_size,
@@ -101,7 +101,6 @@ def constants_of(config: HybridAttentionConfig, wide: bool, packed: bool, window
         "FEATURE": FEATURE_CODES[config.feature_map],
         "SCOPE": SCOPE_CODES[config.select_scope],
         "RELEASED": int(config.saliency == "released_prefill"),
-        "OVERFLOW": OVERFLOW_CODES[config.overflow],
         "EVICT": int(config.overflow != "error"),
         "GATE": int(config.gate == "channel"),
         "FACTOR": int(window_factor),
@@ -182,7 +181,6 @@ def build(variant: Variant, arch: int) -> Build:
     absent = {"gate"} if not variant.gate else set()
     absent |= {"window_factor"} if not variant.window_factor else set()
     absent |= {"evicted_key", "evicted_value", "evicted_count"} if variant.overflow == "error" else set()
-    absent |= {"salient_score"} if variant.overflow != "fold_min_score" else set()
     absent |= {s.name for s in PLAN.spec.states if s.only and s.only[0] == CACHE.name and s.only[1] != variant.cache}
     instead = taken_by_tma(config, table)
     others = {name if name in instead else f"{name}_tma" for name in BY_TMA}
@@ -196,22 +194,9 @@ def build(variant: Variant, arch: int) -> Build:
     )
 
 
-def sizes_of(config: HybridAttentionConfig) -> dict[str, int]:
-    """Dimensions of a layer by the symbols of the op; those of a call are left to the caller."""
-    return {
-        "H": config.num_heads,
-        "HK": config.num_kv_heads,
-        "HS": config.select_heads,
-        "D": config.head_dim,
-        "P": config.projection_dim,
-        "F": config.state_features,
-        "C": config.chunk_size,
-    }
-
-
 def refusals(config: HybridAttentionConfig, dtype: str) -> list[str]:
     """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
-    return KERNELS.refusals(Call(sizes_of(config), config.attributes(), dtype=dtype))
+    return KERNELS.refusals(Call(config.symbols(), config.attributes(), dtype=dtype))
 
 
 _COVERED = (

@@ -119,8 +119,8 @@ PLAN = Plan(
             "{2 * P if feature_map in ('np_softmax_pm', 'softmax_pm') else P} of P={P}.",
         ),
         Check(
-            "has(salient_score) == (overflow == 'fold_min_score')",
-            "past_salient_score goes with overflow=fold_min_score and with nothing else; overflow={overflow}.",
+            "overflow == 'error' or N % max(salient_per_chunk, 1) == 0",
+            "past_salient_key has {N} slots; overflow={overflow} needs a multiple of salient_per_chunk={salient_per_chunk}.",
         ),
         Check(
             "has(salient_key_scale) == (cache == 'int8')",

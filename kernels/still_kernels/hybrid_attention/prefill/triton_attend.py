@@ -30,7 +30,7 @@ def attend_kernel(
     p_query_start, p_state_row, p_linear, p_linear_sum, p_output,
     T, H, HK, HS, K, N, first_tile, n_tiles, phantom, scale, epsilon,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    SETTLE: tl.constexpr, GATE: tl.constexpr, FACTOR: tl.constexpr, OVERFLOW: tl.constexpr, RAGGED: tl.constexpr,
+    SETTLE: tl.constexpr, GATE: tl.constexpr, FACTOR: tl.constexpr, EVICT: tl.constexpr, RAGGED: tl.constexpr,
     PAGES: tl.constexpr, CODES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Output of the queries of chunks c0 + first_tile .. + n_tiles - 1. Grid (ceil(n_tiles * C / BM), H, B).
@@ -165,7 +165,7 @@ def attend_kernel(
             b_linear *= tl.load(p_gate + p_tile, mask=m_block, other=0.0).to(tl.float32)
         b_acc += b_linear
     b_out = b_acc / (b_sum + epsilon)[:, None]
-    if OVERFLOW == 0:  # beyond the capacity: the caller should have refused
+    if not EVICT:  # beyond the capacity: the caller should have refused
         b_out = tl.where((b_slots > N)[:, None], float("nan"), b_out)
     b_out = tl.where(m_query[:, None], b_out, 0.0)
     tl.store(p_output + p_tile, b_out.to(p_output.dtype.element_ty), mask=m_store[:, None] & m_dim[None, :])

@@ -12,19 +12,6 @@ from still_kernels.hybrid_attention.triton_pages import in_page, rows_of
 
 
 @triton.jit
-def _worst(b_score, b_order, m_alive, worst_score, worst_order, last_score, last_order):
-    """Merge a block of entries into the running victim (worst_score, worst_order).
-
-    Victims leave by ascending score, then descending order; only entries after the last victim are candidates.
-    """
-    m_left = m_alive & ((b_score > last_score) | ((b_score == last_score) & (b_order < last_order)))
-    low = tl.min(tl.where(m_left, b_score, float("inf")), 0)
-    order = tl.max(tl.where(m_left & (b_score == low), b_order, -1), 0)
-    better = (order >= 0) & ((worst_order < 0) | (low < worst_score) | ((low == worst_score) & (order > worst_order)))
-    return tl.where(better, low, worst_score), tl.where(better, order, worst_order)
-
-
-@triton.jit
 def _copy_row(
     tokens, cache, at, heads, position, slot, o_dim, C: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, PAGES: tl.constexpr,
     CODES: tl.constexpr,
@@ -64,12 +51,12 @@ def _copy_row(
 
 @triton.jit(do_not_specialize=["T", "H", "HK", "K", "N", "R", "first_tile"], do_not_specialize_on_alignment=ROWS)
 def select_kernel(
-    p_key, p_value, p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value, p_salient_score,
+    p_key, p_value, p_window_key, p_window_value, p_window_score, p_salient_key, p_salient_value,
     p_window_key_scale, p_window_value_scale, p_salient_key_scale, p_salient_value_scale, p_new_tokens, p_past_length,
     p_query_start, p_state_row, p_score, p_flags, p_evicted_key, p_evicted_value, p_evicted_count,
     T, H, HK, K, N, R, first_tile,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SCOPE: tl.constexpr,
-    OVERFLOW: tl.constexpr, RAGGED: tl.constexpr, PAGES: tl.constexpr, CODES: tl.constexpr,
+    EVICT: tl.constexpr, RAGGED: tl.constexpr, PAGES: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Selection of chunk c-2 for every chunk c that begins within the call.
 
@@ -77,7 +64,6 @@ def select_kernel(
     that leave the cache, evicted_key and evicted_value [B, HS, KP, D], and their number [B, HS]; such a call handles one chunk,
     because the cache is then the state at that chunk. Grid (chunks, HS, B).
     """
-    BN: tl.constexpr = 1024
     i_tile = first_tile + tl.program_id(0)
     i_select = tl.program_id(1)
     HS = tl.num_programs(1)
@@ -91,25 +77,21 @@ def select_kernel(
         p_window_key_scale = in_page(p_window_key_scale, p_state_row, i_batch, 0, PAGES)
         p_window_value_scale = in_page(p_window_value_scale, p_state_row, i_batch, 0, PAGES)
     p_window_score = in_page(p_window_score, p_state_row, i_batch, 0, PAGES)
-    if OVERFLOW == 1:
-        p_salient_score = in_page(p_salient_score, p_state_row, i_batch, 0, PAGES)
     end = length + count
     chunk = length // C + i_tile  # the chunk that begins
     old = chunk - 2  # the chunk that is promoted
     i_group = i_batch.to(tl.int64) * HS + i_select
-    if OVERFLOW > 0:
+    if EVICT:
         tl.store(p_evicted_count + i_group, 0)
     if count == 0 or chunk * C < length or chunk * C >= end or old < 0:
         return
     GR = H // HS
     i_kv = (i_select * GR) // (H // HK)
-    b_selected, b_score = select_chunk(
-        p_score, p_window_score, old, length, end, start, row, i_select, H, GR, K, SCOPE, GP, C
-    )
+    b_selected = select_chunk(p_score, p_window_score, old, length, end, start, row, i_select, H, GR, K, SCOPE, GP, C)
     o_row = tl.arange(0, C)
     o_dim = tl.arange(0, DP)
     p_flag = p_flags + ((i_batch.to(tl.int64) * R + i_tile) * HS + i_select) * C
-    if OVERFLOW == 0:
+    if not EVICT:
         token = -1
         at = (p_state_row, i_batch, start, row, length)
         heads = (i_select, i_kv, HK, HS, N)
@@ -133,59 +115,16 @@ def select_kernel(
         base = (row * HS + i_select) * N
         m_evicted = (o_rank < 0) & m_rank
 
-        if OVERFLOW == 1:
-            # Of cache and newcomers the N highest scores stay.
-            o_hit = (o_row[None, :] == b_offset[:, None]) & m_rank[:, None]
-            b_new_score = tl.sum(tl.where(o_hit, b_score[None, :], 0.0), 1)
-            occupied = tl.minimum(old * K, N)
-            excess = tl.maximum(occupied + K - N, 0)
-            b_freed = tl.where(o_rank < N - occupied, occupied + o_rank, 2147483647)  # free slots, unordered
-            number_freed = N - occupied
-            number_evicted = 0
-            b_evicted = tl.zeros([KP], tl.int32)
-            last_score = float("-inf")
-            last_order = 2147483647
-            for _ in range(excess):
-                worst_score = float("inf")
-                worst_order = -1
-                for s in range(0, occupied, BN):
-                    o_slot = s + tl.arange(0, BN)
-                    m_slot = o_slot < occupied
-                    b_cached = tl.load(p_salient_score + base + o_slot, mask=m_slot, other=0.0)
-                    worst_score, worst_order = _worst(
-                        b_cached, o_slot, m_slot, worst_score, worst_order, last_score, last_order
-                    )
-                worst_score, worst_order = _worst(
-                    b_new_score, N + o_rank, m_rank, worst_score, worst_order, last_score, last_order
-                )
-                is_new = worst_order >= N
-                b_kept = b_kept & ~(is_new & (o_rank == worst_order - N))
-                if not is_new:
-                    b_freed = tl.where(o_rank == number_freed, worst_order, b_freed)
-                    b_evicted = tl.where(o_rank == number_evicted, worst_order, b_evicted)
-                    number_freed += 1
-                    number_evicted += 1
-                last_score = worst_score
-                last_order = worst_order
-            m_evicted = o_rank < number_evicted
-            # The survivors take the free slots, both ascending.
-            m_free = o_rank < number_freed
-            b_turn = tl.sum(((b_freed[None, :] < b_freed[:, None]) & m_free[None, :]).to(tl.int32), 1)
-            b_survivor = tl.cumsum(b_kept.to(tl.int32), 0) - 1
-            b_take = (b_turn[None, :] == b_survivor[:, None]) & m_free[None, :] & b_kept[:, None]
-            b_slot = tl.sum(tl.where(b_take, b_freed[None, :], 0), 1)
+        if N == 0:
+            b_kept = b_kept & (o_rank < 0)
         else:
-            if N == 0:
-                b_kept = b_kept & (o_rank < 0)
-            else:
-                m_evicted = m_rank & (old * K >= N)
-                b_slot = b_slot % N
-            b_evicted = b_slot
+            m_evicted = m_rank & (old * K >= N)
+            b_slot = b_slot % N
 
         tl.store(p_evicted_count + i_group, tl.sum(m_evicted.to(tl.int32), 0))
         m_dim = (o_dim < D)[None, :]
-        b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 0, D, PAGES)
-        b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 1, D, PAGES)
+        b_key = rows_of(p_salient_key, p_state_row, i_batch, base, i_select, 0, b_slot, m_evicted, 0, D, PAGES)
+        b_value = rows_of(p_salient_value, p_state_row, i_batch, base, i_select, 0, b_slot, m_evicted, 1, D, PAGES)
         o_key = b_key[:, None] * D + o_dim[None, :]
         o_value = b_value[:, None] * D + o_dim[None, :]
         m_old = m_evicted[:, None] & (o_dim < D)[None, :]
@@ -194,7 +133,7 @@ def select_kernel(
         b_old = tl.load(p_salient_key + o_key, mask=m_old, other=0.0)
         if CODES:
             b_scale = rows_of(
-                p_salient_key_scale, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 0, 1, PAGES
+                p_salient_key_scale, p_state_row, i_batch, base, i_select, 0, b_slot, m_evicted, 0, 1, PAGES
             )
             b_old = as_numbers(b_old, p_salient_key_scale, b_scale, m_evicted, p_key.dtype.element_ty, CODES)
         tl.store(p_out, b_old, mask=m_dim)
@@ -202,7 +141,7 @@ def select_kernel(
         b_old = tl.load(p_salient_value + o_value, mask=m_old, other=0.0)
         if CODES:
             b_scale = rows_of(
-                p_salient_value_scale, p_state_row, i_batch, base, i_select, 0, b_evicted, m_evicted, 1, 1, PAGES
+                p_salient_value_scale, p_state_row, i_batch, base, i_select, 0, b_slot, m_evicted, 1, 1, PAGES
             )
             b_old = as_numbers(b_old, p_salient_value_scale, b_scale, m_evicted, p_key.dtype.element_ty, CODES)
         tl.store(p_out, b_old, mask=m_dim)
@@ -233,8 +172,6 @@ def select_kernel(
             store_rows(p_salient_value, p_salient_value_scale, b_value, b_new, b_kept, o_dim, D, CODES, b_scale)
         else:
             tl.store(p_to, b_new, mask=m_to)
-        if OVERFLOW == 1:
-            tl.store(p_salient_score + base + b_slot, b_new_score, mask=b_kept)
 
         b_stays = tl.sum(((o_row[None, :] == b_offset[:, None]) & b_kept[:, None]).to(tl.int32), 0) > 0
         tl.store(p_flag + o_row, tl.where(b_stays, 0, 1).to(tl.int8))

@@ -30,7 +30,8 @@ public:
         : StateKernel(op, half, {"query", "key", "new_tokens", "past_length", "past_key_sum"}),
           layer_{0, 0, 0, 0, half, integer(op, "block_size", 1), integer(op, "mean_stride", 1), integer(op, "mean_length", 1),
               integer(op, "lse_stride", 1), integer(op, "lse_length", 1), integer(op, "top_blocks", 1), integer(op, "init_blocks", 0),
-              integer(op, "local_blocks", 0), integer(op, "dense_length", 1), integer(op, "block_slots", 1)}
+              integer(op, "local_blocks", 0), integer(op, "dense_length", 1), integer(op, "block_slots", 1),
+              integer(op, "switch_by_call", 0)}
     {
         Layer const& l = layer_; // as `fault_of` of the OpSpec, which exports ask
         if (l.block % l.stride || l.length % l.stride || l.lse_stride % l.stride || l.lse_length % l.lse_stride

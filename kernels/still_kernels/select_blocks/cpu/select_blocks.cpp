@@ -103,12 +103,13 @@ void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_
         Task const task{
             &layer, &tensors, row, head, token, static_cast<int>(count), past[row] + token, rooms.first + lane * rooms.distance};
         int64_t pitch = 0;
-        bool const scored = layer.scored(task.position + count - 1);
+        int64_t const end = past[row] + brought[row];
+        bool const scored = layer.scored(task.position + count - 1, end);
         float const* const scores = scored ? kernels.score(task, pitch) : nullptr;
         for (int64_t i = 0; i < count; ++i)
         {
             int64_t const position = task.position + i;
-            choose(layer, position / layer.block, position + 1 < layer.dense, scores ? scores + i * pitch : nullptr,
+            choose(layer, position / layer.block, layer.reads_all(position, end), scores ? scores + i * pitch : nullptr,
                 rooms.candidates + lane * rooms.candidates_distance,
                 tensors.blocks + (row * tensors.tokens + token + i) * of_row + static_cast<int64_t>(head) * layer.slots);
         }

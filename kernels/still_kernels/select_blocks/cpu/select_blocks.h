@@ -22,6 +22,7 @@ struct Layer
     bool half;    // query and key are float16
     int block, stride, length, lse_stride, lse_length;
     int top, first, local, dense, slots; // top_blocks, init_blocks, local_blocks, dense_length, block_slots
+    int by_call;                         // switch_by_call
 
     STILL_INLINE int group() const { return heads / kv_heads; }
     // Blocks that a token with this many before its own may choose by their scores: `first` and on.
@@ -32,11 +33,13 @@ struct Layer
         int64_t const most = top - (own + 1 - open(own));
         return most < open(own) ? most : open(own);
     }
-    // Whether scores decide what a token at `position` reads.
-    STILL_INLINE bool scored(int64_t position) const
+    // Whether a token at `position` reads all blocks, in a call that ends before `end`.
+    STILL_INLINE bool reads_all(int64_t position, int64_t end) const { return (by_call ? end : position + 1) < dense; }
+    // Whether scores decide what it reads.
+    STILL_INLINE bool scored(int64_t position, int64_t end) const
     {
         int64_t const own = position / block;
-        return position + 1 >= dense && taken(own) > 0 && taken(own) < open(own);
+        return !reads_all(position, end) && taken(own) > 0 && taken(own) < open(own);
     }
 };
 
@@ -54,7 +57,7 @@ struct Tensors
 size_t scratch_size(Layer const& layer, int batch, int64_t const* past, int64_t const* brought);
 
 // Run the call. `past` and `brought` are the rows' lengths and new tokens; blocks and sums are complete afterwards.
-// The result depends on neither the host's threads nor the order of tasks, nor on how a sequence is cut into calls.
+// The result depends on neither the host's threads nor the order of tasks, nor, unless `by_call`, on how a sequence is cut into calls.
 void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
     Host const& host, int instruction_set);
 

@@ -28,6 +28,7 @@ from still_export.graph.quantization.read import held_model, with_held_weights
 from still_export.mixers.roles import EMBEDDING, PROJECTION
 from still_export.models.gguf.tensors import Stored
 from still_export.models.gguf.tensors import weight as of_file
+from still_export.models.load import open_source
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import Deferred, SourceBlocks, value_of
@@ -36,8 +37,11 @@ from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
 from still_export.targets.export import export
 from still_export.targets.lower import lower_package
+from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.options import TrtOptions
 from tests.still_export.graph.quantization.test_quantization import SIZES
+from tests.still_export.linear_models import linear_model
+from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.packages import portable_package
 from tests.still_export.tiny import MIXED, VOCAB, random_ids, still_model
 
@@ -116,6 +120,7 @@ def test_forms_of_a_gguf_file() -> None:
     assert said(weight(8), PROJECTION, "int4") == (4, "rtn")
     assert said(weight(8), EMBEDDING, "int4") == (8, EXACT)
     assert said(weight(4), EMBEDDING, "int4") == (8, "rtn")
+    assert said(weight(8, offsets=True), EMBEDDING, "int8") == (8, "rtn")
     assert said(weight(6, blocks=False), PROJECTION, "int4") == (8, "rtn")
     assert said(weight(4), PROJECTION, "int4", "rtn", 64) == (4, "rtn")
 
@@ -297,3 +302,26 @@ def test_offsets_are_a_product_of_block_sums(model_of_blocks: Path, tmp_path: Pa
     expected, actual = reference.infer(feed)["logits"], runner.feed(tokens)
     # The sums are of numbers that are not rounded.
     assert np.abs(expected - actual).mean() < 0.02 * np.abs(expected).mean()
+
+
+def test_five_bits_of_a_file_are_computed(tmp_path: Path) -> None:
+    """Q5_K in codes of 8 bits around 0: what rounding a token's values errs is not multiplied by numbers that offsets take away again."""
+
+    def coded(name: str, value: torch.Tensor) -> Any:
+        if value.dim() != 2 or value.shape[-1] % 256 or "norm" in name:
+            return None
+        tensor = stored("Q5_K", *value.shape, len(name))
+        tensor.data.reshape(len(value), -1, 176)[..., :4] = np.array([2e-4, 3e-3], "<f2").view(np.uint8)
+        return tensor.data, tensor.tensor_type
+
+    sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, tie_word_embeddings=True)
+    write_gguf(tmp_path / "m.gguf", linear_model("lfm2", **sizes), coded)
+    tokens = random_ids(1, 40)
+    with torch.no_grad():
+        expected = open_source(tmp_path / "m.gguf").read()(tokens).logits[:, -1].numpy()
+    options = ExportOptions(str(tmp_path / "m.gguf"), quantize="int8")
+    package = export(options, tmp_path / "package", options=OrtOptions(native=False))
+    assert {f["method"] for f in package.manifest["quantization"]["roles"]["feed_forward"]} == {EXACT}
+    runner = OrtModel(package.path)
+    runner.start()
+    assert np.abs(runner.feed(tokens.numpy())[:, -1] - expected).max() < 0.03 * np.abs(expected).max()

@@ -33,7 +33,7 @@ from still_export.runtime.torch import TorchModel
 from still_export.targets.lower import lower_package
 from still_export.targets.registry import target_of
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import demand_kernels, kernel_variants
+from still_export.targets.trt.package import kernel_variants
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import MIXED, VOCAB
@@ -127,7 +127,6 @@ def test_kernels_and_verify_of_an_engine(
     assert opset_version(model) == 17
     for node in [n for n in model.graph.node if n.domain == "still" and n.op_type != "MatMulNBits"]:
         model.graph.node.remove(node)  # of chunks too small for kernels
-    demand_kernels(ir.from_proto(model))
     variants = {(v.bits, v.zero_points, v.block_size) for v in kernel_variants(ir.from_proto(model))["MatMulNBits"]}
     assert variants == {(4, 1, 32), (8, 0, 32)}
     assert package.manifest["plugin_layers"]["MatMulNBits"] == 15

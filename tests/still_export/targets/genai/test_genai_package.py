@@ -65,7 +65,7 @@ def greedy(host: GenaiHost, prompt: np.ndarray, count: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("knobs", [{"layer_types": MIXED}, {"overflow": "fold_min_score"}], ids=str)
+@pytest.mark.parametrize("knobs", [{"layer_types": MIXED}, {"overflow": "fold_oldest"}], ids=str)
 def test_the_graph_of_genai_gives_the_tokens_of_run(knobs: dict[str, Any], tmp_path: Path) -> None:
     made = package(tmp_path, still_model("llama", torch.float32, **knobs))
     assert made.manifest["target"] == "genai" and {GRAPH, CONFIG} <= set(made.manifest["files"])
@@ -106,8 +106,8 @@ def test_linear_families(family: str, tmp_path: Path, capsys: pytest.CaptureFixt
         ({"layer_types": MIXED}, ("--native",)),
         ({"select_scope": "kv_group_max"}, ("--native", "--cache", "float16")),
         ({"select_scope": "kv_group_max", "sizes": {"head_dim": 12}}, ("--native", "--cache", "int8")),
-        ({"overflow": "fold_min_score", "sizes": {"head_dim": 12}}, ("--no-native", "--cache", "int8")),
-        ({"overflow": "fold_min_score", "layer_types": MIXED}, ("--native", "--dtype", "float16")),
+        ({"overflow": "fold_oldest", "sizes": {"head_dim": 12}}, ("--no-native", "--cache", "int8")),
+        ({"overflow": "fold_oldest", "layer_types": MIXED}, ("--native", "--dtype", "float16")),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -21,6 +22,7 @@ from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package, write_manifest
+from still_export.package.refusals import CheckError
 from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel, native_library, open_session
 from still_export.runtime.sampling import RunError, Sampling
@@ -349,3 +351,13 @@ def test_only_for_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         main(["export", "maker/model", "--to", "trt", "--native", "-o", str(tmp_path / "x")])
     assert "--native" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("built")
+def test_a_library_that_is_written_while_it_runs_shows(export_tiny: Exporter, tmp_path: Path) -> None:
+    folder = shutil.copytree(native(export_tiny).path, tmp_path / "package")
+    model = OrtModel(folder, threads=1)
+    model.check_files()
+    os.utime(folder / LIBRARY, ns=(1, 1))
+    with pytest.raises(CheckError, match=f"{LIBRARY} was changed while it was used"):
+        model.check_files()

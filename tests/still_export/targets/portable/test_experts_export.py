@@ -20,7 +20,7 @@ from still_export.models.load import open_source
 from still_export.models.read.weights import Deferred
 from still_export.targets.ort.kernels import kernel_variants as variants_for_cuda
 from still_export.targets.registry import target_of
-from still_export.targets.trt.package import demand_kernels, kernel_variants
+from still_export.targets.trt.package import kernel_variants
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.models.test_expert_families import calm_seed
 from tests.still_export.targets.portable.test_linear_export import call
@@ -52,7 +52,6 @@ def covered_on_gpus(package: Path) -> None:
     assert {"Route", "Experts"} <= variants_for_cuda(package / "portable.onnx").keys()
     graph = onnx.load(package / "portable.onnx", load_external_data=False)
     run_steps(graph, target_of("trt").steps)
-    demand_kernels(onnx_ir.from_proto(graph))
     assert {"Route", "Experts"} <= kernel_variants(onnx_ir.from_proto(graph)).keys()
 
 

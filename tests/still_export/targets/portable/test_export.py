@@ -110,7 +110,7 @@ def test_tying_follows_the_model(tied: bool, tmp_path: Any) -> None:
 CASES = [
     ("llama", "float32", {}),
     ("qwen3", "float32", dict(layer_types=MIXED)),
-    ("mistral", "float32", dict(overflow="fold_min_score", capacity_tokens=4 * CHUNK, select_scope="kv_group_max")),
+    ("mistral", "float32", dict(overflow="fold_oldest", capacity_tokens=4 * CHUNK, select_scope="kv_group_max")),
     ("llama", "float16", dict(salient_per_chunk=0)),
 ]
 

@@ -23,7 +23,7 @@ from still_export.targets.trt import plugins
 from still_export.targets.trt.build import BuildOptions, build_engines, reopen
 from still_export.targets.trt.builder import plugin_layers, runs_on, write_atomically
 from still_export.targets.trt.options import TrtOptions
-from still_export.targets.trt.package import demand_kernels, kernel_variants
+from still_export.targets.trt.package import kernel_variants
 from tests.still_export import fake_tensorrt
 from tests.still_export.packages import needs_rtx, onnx_package, rtx_package, trt_package
 from tests.still_graphs.protos import drop_attribute
@@ -373,17 +373,17 @@ def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None
     model = small_graph("float16")
     run_steps(model, target_of("trt").steps)
     with pytest.raises(UnsupportedError, match=r"covers attention: chunk_size=8; the kernels have one of .* --to onnx"):
-        demand_kernels(ir.from_proto(model))
+        kernel_variants(ir.from_proto(model))
     (node,) = (n for n in model.graph.node if n.op_type == "HybridAttention")
     drop_attribute(node, "chunk_size")
     node.attribute.append(onnx.helper.make_attribute("chunk_size", 64))
-    demand_kernels(ir.from_proto(model))  # head size 4 is masked
+    kernel_variants(ir.from_proto(model))  # head size 4 is masked
     for info in (*model.graph.input, *model.graph.value_info):  # tensors of the layer are [..., 4]
         dims = info.type.tensor_type.shape.dim
         if dims and dims[-1].dim_value == 4:
             dims[-1].dim_value = 512
     with pytest.raises(UnsupportedError, match="head_dim=512; the kernels have"):
-        demand_kernels(ir.from_proto(model))
+        kernel_variants(ir.from_proto(model))
 
 
 def test_where_kernels_run() -> None:

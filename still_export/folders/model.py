@@ -1,0 +1,142 @@
+"""Where a model is, and whether its small files are those of a model: asked before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+
+from still_export.discovery import recognised, systems
+from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from still_export.folders.adapter_config import read_adapter_config
+from still_export.folders.families import LINEAR, NEWER, NOT_COVERED, TEXT_OF, demand_softmax_folder
+from still_export.folders.files import read_json
+from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
+from still_export.sources import SOFTMAX, local
+
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def resolve_source(source: str | Path, revision: str | None = None) -> Path:
+    """The folder or file that `source` names; hub ids are fetched into the hub's cache (safetensors and text files only).
+
+    Raises:
+        ModelNotFoundError: Neither a path nor a hub id that can be reached.
+        CheckpointError: It has a named pipe, a device or a socket.
+    """
+    path = local(source)
+    if path is not None:
+        if path.is_file() and path.suffix in PICKLE_SUFFIXES:
+            raise refuse_pickle(path)
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:  # huggingface_hub, its HTTP client and the network raise a dozen unrelated types
+        raise ModelNotFoundError(
+            f"{source} is no folder here and could not be fetched from the hub: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no reason given'} "
+            f"Check the name, the network and, for gated models, `hf auth login`.{_meant(str(source))}"
+        ) from error
+
+
+def _meant(source: str) -> str:
+    """A question for the folder here whose path is nearly `source`, if there is one."""
+    paths: list[str] = []
+    with contextlib.suppress(OSError):
+        for folder in filter(Path.is_dir, Path().iterdir()):
+            with contextlib.suppress(OSError):
+                paths += [str(entry) for entry in islice(folder.iterdir(), 1000)]
+    near = difflib.get_close_matches(source, paths, 1, 0.8)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def check_model(source: str | Path, revision: str | None = None) -> None:
+    """Raise what the readers of a model would, as far as its small files say it. A hub id is left to them, unless it looks like a misspelt
+    folder.
+
+    Raises:
+        ModelNotFoundError, CheckpointError: As of `resolve_source` and `check_folder`; weights are missing.
+        UnsupportedModelError: No family has its model_type.
+    """
+    if local(source) is None and not _meant(str(source)):
+        return
+    path = resolve_source(source, revision)
+    if path.is_file():
+        check_file(path)
+        return
+    check_folder(path)
+    demand_softmax_folder(path)
+    check_family(recognised(read_json(path / "config.json")))
+    weight_files(path)
+
+
+def check_overlay(source: str | Path) -> None:
+    """Raise where an adapter's configuration is damaged or not understood; one of the hub is left to the readers."""
+    path = local(source)
+    if path is None:
+        return
+    adapter = (path.parent if path.is_file() else path) / "adapter_config.json"
+    if adapter.is_file():
+        read_adapter_config(adapter)
+    if path.is_dir():
+        weight_files(path)
+
+
+def check_file(path: Path) -> None:
+    """Raise ModelNotFoundError where a file is no GGUF file by its name."""
+    if path.suffix != ".gguf":
+        raise ModelNotFoundError(f"{path} is a file; a model is a folder with config.json, a hub id, or a .gguf file.")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise where config.json of a model folder is missing (ModelNotFoundError), or damaged (CheckpointError)."""
+    path = folder / "config.json"
+    if not path.is_file():
+        found = sorted(p.name for p in folder.iterdir())[:6]
+        hint = f" The folder holds {', '.join(found)}." if found else " The folder is empty."
+        ggufs = sorted(folder.glob("*.gguf"))
+        todo = (
+            f"Name the file itself: {ggufs[0]}."
+            if ggufs
+            else "Give a Hugging Face model folder, a hub id or a .gguf file."
+        )
+        raise ModelNotFoundError(f"{folder} is no model: it has no config.json.{hint} {todo}")
+    if "model_type" not in read_json(path):
+        raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
+
+
+def is_known(model_type: str) -> bool:
+    """Whether it is known without torch that the family is read: the project's own, and those that systems name in MODEL_TYPES."""
+    own = (name for types in _types_of_systems() for name in types or ())
+    return model_type.removeprefix("still_") in (*SOFTMAX, *LINEAR, *TEXT_OF, "still", *own)
+
+
+def check_family(model_type: str) -> None:
+    """Raise UnsupportedModelError where no family has `model_type`; what is left to the readers: families of newer
+    versions of transformers, and where a system has families and does not name them."""
+    name = model_type.removeprefix("still_")
+    undecided = name in NEWER or (None in _types_of_systems() and name not in NOT_COVERED)
+    if not undecided and not is_known(model_type):
+        raise not_covered(model_type, SOFTMAX, LINEAR)
+
+
+def not_covered(model_type: str, softmax: Iterable[str], linear: Iterable[str]) -> UnsupportedModelError:
+    """The error for a family that is none of `softmax` and `linear` ones."""
+    why = NOT_COVERED.get(model_type.removeprefix("still_"))
+    what = "is no family that STILL attention is written for" if why is None else f"is not covered: {why}"
+    return UnsupportedModelError(
+        f"model_type={model_type!r} in config.json {what}. Covered: {', '.join(softmax)} (SmolLM and SmolLM2 are llama); "
+        f"as they are: {', '.join(linear)}."
+    )
+
+
+def _types_of_systems() -> list[tuple[str, ...] | None]:
+    """MODEL_TYPES of each system that has families; None: it does not name them."""
+    with_families = [system for system in systems() if find_spec(f"{system}.family")]
+    return [getattr(import_module(system), "MODEL_TYPES", None) for system in with_families]

@@ -1,0 +1,5 @@
+"""What a recipe calls MoH."""
+
+from still_export.mixers.layers import Linearizer
+
+LINEARIZERS = (Linearizer("moh", "chosen_heads", trained=False),)
