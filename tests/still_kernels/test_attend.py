@@ -68,10 +68,37 @@ FAST = (
 )
 
 
+OTHERS_SHOW_IT = (
+    *(
+        "whole tiles",
+        "one chunk",
+        "past, whole chunks",
+        "past, no tile complete",
+    ),  # of fewer tokens and rows than ragged ones
+    *(
+        "ragged",
+        "ragged, one program",
+        "packed, three programs",
+        "twelve heads, seven programs",
+    ),  # another number of programs
+    *(
+        "paged",
+        "paged, head size 64",
+        "float16",
+        "head size 64, several blocks",
+        "group of one",
+    ),  # in pairs with one more
+    *("no gate", "five salient", "more slots than known"),  # between two others
+)
+"""Cases of which every part is in others. On a GPU all run."""
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in FAST
+        else pytest.param(name, marks=[pytest.mark.slow] + [pytest.mark.long] * (name in OTHERS_SHOW_IT))
         for name in attend_cases.CASES
         if name != "long"
     ],

@@ -252,19 +252,6 @@ WITH_REST = {
 assert not CASES.keys() & WITH_REST.keys(), "of one name only one would run"
 
 
-TWO_HEADS = frozenset(
-    (
-        *("fold oldest", "paged, folding oldest", "paged, several pages", "released", "no salient", "all salient"),
-        *("many features", "few splits", "softmax_pm", "softmax", "softmax decode", "relu decode", "elu_plus_one"),
-        *("chunk 128", "equal logits", "one huge logit", "identity", "chunk 64", "other blocks", "many chunks"),
-        *("codes", "codes, fold min", "codes, fold oldest", "codes, packed", "codes, released", "codes, paged"),
-        "codes, paged, folding min",
-    )
-)
-"""Cases whose kernels other cases show with groups of heads: in float32's interpreter they have two heads of keys with a query's each."""
-assert TWO_HEADS < CASES.keys()
-
-
 def case_inputs(case: Case, batch: int, tokens: int, generator: torch.Generator) -> list[torch.Tensor | None]:
     """query, key, value, gate of one call on the CPU."""
     config = case.config()
@@ -342,8 +329,6 @@ def _errors_of(guarded: Guarded, name: str, device: str, dtype: torch.dtype) -> 
     from still_kernels.hybrid_attention import launch
 
     case = {**CASES, **WITH_REST}[name]
-    if device == "cpu" and dtype == torch.float32 and name in TWO_HEADS:
-        case = replace(case, changes={**case.changes, "num_heads": 2})
     config = case.config()
     table = case.table() if device == "cpu" else None
     generator = torch.Generator().manual_seed(len(name))

@@ -54,8 +54,8 @@ CASES = {
         ),
         (150, [30, 7], 1),
     ),
-    "sinks and a window": Case(Layer(choice={**CHOICE, "top_blocks": 4}), (100, 1)),
-    "many chosen": Case(Layer(choice={**CHOICE, "top_blocks": 12}), (222, 8, 8, 8, 1), span=100),
+    "sinks and a window": Case(Layer(3, 1, choice={**CHOICE, "top_blocks": 4}), (100, 1)),
+    "many chosen": Case(Layer(3, 1, choice={**CHOICE, "top_blocks": 12}), (222, 8, 8, 8, 1), span=100),
     "by call": Case(
         Layer(choice={**CHOICE, "dense_length": 96, "switch_by_call": 1}), ([150, 90], 8, 1, [60, 30]), span=42
     ),
