@@ -49,7 +49,7 @@ def locate_weights(graph: ir.Graph, folder: Path) -> None:
     """Let the weights of a graph of the package in `folder` be read where they lie; raises CheckError as `load_graph` does."""
     for value in graph.initializers.values():
         if isinstance(tensor := value.const_value, ir.ExternalTensor):
-            value.const_value = _placed(tensor, str(inside(folder, tensor.location).resolve()), "")
+            value.const_value = _placed(tensor, str(inside(folder, str(tensor.location)).resolve()), "")
 
 
 def place_weights(model: ir.Model, folder: Path, location: str) -> None:
