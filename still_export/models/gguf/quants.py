@@ -90,6 +90,8 @@ def _five_bits(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
     if not np.isfinite(head).all():
         raise _no_number(origin)
     scales, least = head[..., 0], head[..., 1]
+    low: np.ndarray
+    high: np.ndarray
     if wide:  # scales and offsets as of Q4_K
         factors, minima = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
         scales = (scales.reshape(-1, 1) * factors).reshape(outputs, -1)
