@@ -8,9 +8,9 @@ FOLDER keeps them. A prompt of 64K of full attention takes a minute or two on tw
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,7 +23,9 @@ from still_export.models import attach_untrained
 from still_export.targets.export import export
 from tools.benchmarks.common import Findings, numbers, parser_of
 
-SIZES = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, vocab_size=512)
+SIZES: dict[str, Any] = dict(
+    hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, vocab_size=512
+)
 CHUNK = 256
 """Tokens of a chunk, as the recipes of layers that train as tokens pass have it."""
 
@@ -61,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
