@@ -110,9 +110,11 @@ def check_weights(
     graphs = [MODEL, *(n for n in manifest["files"] if n.endswith(".onnx") and n not in (MODEL, VISION))]
     judge = _Judge(manifest)
     missing: dict[str, None] = {}
+    head = source.ahead() if HEAD in manifest["files"] and source.ahead is not None else None
     for graph in graphs:
-        model = source.ahead() if graph == HEAD and source.ahead is not None else source
-        weights = {weight_name(name, graph == HEAD): weight for name, weight in model.weights.items()}
+        weights = {} if graph == HEAD else {weight_name(name, False): each for name, each in source.weights.items()}
+        if head is not None and graph != MODEL:  # the portable graph holds both
+            weights |= {weight_name(name, True): each for name, each in head.weights.items()}
         stored = stored_weights(folder / graph, manifest, weights)
         if graph == MODEL:
             missing = dict.fromkeys(name for name in weights if name not in stored)
