@@ -84,7 +84,7 @@ def hash_of(lines: list[str], test: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def add_options(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     """Of what checks compiled code."""
     parser.addoption("--compile", action="store_true", help=f"compile also what passed by {FILE.name}")
     parser.addoption("--write-compiled", action="store_true", help=f"record in {FILE.name} what passed")

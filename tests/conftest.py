@@ -28,8 +28,8 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Of runs of many tests."""
-    durations.add_options(parser)
-    compiled.add_options(parser)
+    durations.pytest_addoption(parser)
+    compiled.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:

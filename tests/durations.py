@@ -27,7 +27,7 @@ LEFT = pytest.StashKey[int]()
 """How many tests `--fast` leaves out."""
 
 
-def add_options(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     """Of a run of all tests."""
     parser.addoption(
         "--write-durations", action="store_true", help=f"record what tests take in {FILE.name}; the slowest are printed"
