@@ -352,6 +352,9 @@ class Verifier:
         self.cases.progress = lambda phase, done, total: progress(f"{phase}, each on the runtime's input", done, total)
         judged = []
         for number, case in self.cases.by_layer(answers).items():
+            if _carries_more(case, answers[number]):
+                self.open_layers = BY_LAYER
+                return []
             case.name += ", by layer"
             judged.append(self._compared(case, answers[number], Choices(), True, summed=self.summed_by_layer))
             case.forget()
@@ -490,6 +493,16 @@ def _rate() -> float:
     begin = time.perf_counter()
     square @ square
     return 2 * 1024**3 / (time.perf_counter() - begin)
+
+
+def _carries_more(case: Case, answer: Answer) -> bool:
+    """Whether PyTorch's layers read more than the hidden states that the graph shows: RWKV-7's, the first layer's values, too."""
+    return any(
+        right.shape != actual[name].shape
+        for expected, actual in case.pairs(answer.outputs)
+        for name, right in expected.items()
+        if name.startswith(f"present_{HIDDEN}.")
+    )
 
 
 def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:

@@ -97,8 +97,8 @@ def _five_bits(raw: np.ndarray, kind: str, origin: str) -> BlockWeight:
         scales = (scales.reshape(-1, 1) * factors).reshape(outputs, -1)
         least = -(least.reshape(-1, 1) * minima).reshape(outputs, -1)
         pairs = blocks[..., 48:].reshape(outputs, -1, 4, 1, BLOCK)  # low halves are one block, high ones the next
-        low: np.ndarray = (pairs >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(outputs, -1, 8, BLOCK)
-        high: np.ndarray = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        low = (pairs >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(outputs, -1, 8, BLOCK)
+        high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     else:  # low halves are the first 16 codes, high ones the others
         low = np.concatenate([blocks[..., 8:] & 15, blocks[..., 8:] >> 4], axis=-1)
         high = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")

@@ -7,15 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from still_export.graph.options import ExportOptions
 from still_export.proof.answers import Question, chosen_for_layers
 from still_export.proof.chains import Call, Chain
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.layerwise import LayerwiseModel
 from still_export.proof.package import VerifyOptions, verify
-from still_export.proof.verify import NO_PROMPT
+from still_export.proof.verify import BY_LAYER, NO_PROMPT
+from still_export.targets.export import export
+from still_export.targets.ort.options import OrtOptions
 from tests.faults.campaign import Drawn, Subject, outcomes, package_of
 from tests.faults.registry import FAULTS
 from tests.still_export.conftest import Exporter
+from tests.still_export.linear_models import linear_model
 from tests.still_export.proof.test_layerwise import MANIFEST, source_of, tokens
 from tests.still_export.tiny import still_model
 
@@ -71,6 +75,16 @@ def test_prompts_that_are_too_short_or_too_long_for_it_are_said(export_tiny: Exp
     package = export_tiny("llama", "float16", {"native": False})
     report = verify(package.path, VerifyOptions(lengths=(1, 9), decode_steps=2)).report
     assert report.passed and NO_PROMPT in report.not_asked
+
+
+@pytest.mark.slow
+def test_layers_that_read_more_than_the_graph_shows_are_not_asked(tmp_path: Path) -> None:
+    """RWKV-7's read the first layer's values beside the hidden states."""
+    linear_model("rwkv7").save_pretrained(tmp_path / "model")
+    asked = ExportOptions(str(tmp_path / "model"), dtype="float16", still={"capacity_tokens": 256})
+    package = export(asked, tmp_path / "package", options=OrtOptions(native=False))
+    report = verify(package.path, VerifyOptions(model=str(tmp_path / "model"), lengths=(65,), decode_steps=1)).report
+    assert report.passed and BY_LAYER in report.not_asked
 
 
 @pytest.mark.slow
