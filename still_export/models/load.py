@@ -282,7 +282,7 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
     if (path / "config.json").is_file():
         read_config(path)  # transformers reads it for the tokenizer, too, and would blame the tokenizer
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # a model's own code is never run
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # a model's own code is never run
     except BaseException as error:  # of half a dozen libraries, one of which panics beside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -295,6 +295,11 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
                 f"{', '.join(map(str, given))}{lacks}: no tokenizer that transformers can read: {reason}"
             ) from error
         raise ModelNotFoundError(f"{source} has no tokenizer that transformers can read: {reason}") from error
+    if not given and not tokenizer.encode(
+        "a word", add_special_tokens=False
+    ):  # of some families transformers makes an empty one
+        raise ModelNotFoundError(f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there.")
+    return tokenizer
 
 
 def _config_fault(folder: Path) -> str:
