@@ -53,7 +53,10 @@ class LayersConfig:
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can hold, defaults included."""
         types = None if self.layer_types is None else list(self.layer_types)
-        return {"layer_types": types, **asdict(self.deployment)}
+        deployment = asdict(self.deployment)
+        if not self.deployment.whole_prompts:
+            del deployment["whole_prompts"]  # as before there was such a choice
+        return {"layer_types": types, **deployment}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "still_config") -> Self:

@@ -16,7 +16,7 @@ import numpy as np
 from still_export.package.files import HEAD, MODEL, VISION
 from still_export.proof.layer_inputs import weights_of
 from still_export.proof.verdict import Check
-from still_graphs.ops import DOMAIN
+from still_graphs.ops import DOMAIN, OPS
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -83,13 +83,13 @@ def _settings(graph: Any, layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple
     if len(nodes) != len(layers):
         return
     for node, layer in zip(nodes, layers, strict=True):
+        usual = {spec.name: spec.default for spec in OPS[node.op_type].attributes}
         for attribute in (a for a in node.attribute if a.name in layer):
-            found = helper.get_attribute_value(attribute)
-            right = layer[attribute.name]
+            found, right = helper.get_attribute_value(attribute), layer[attribute.name]
             yield (
                 f"{attribute.name} of {node.op_type}",
                 found.decode() if isinstance(found, bytes) else found,
-                0 if right is None else right,
+                usual[attribute.name] if right is None else right,
             )
 
 

@@ -38,7 +38,7 @@ class LandmarkConfigMixin(LinearConfigMixin):
         super().check(still)
         config: Any = self
         if config.cache_top_k is not None and config.cache_top_k < 1:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"cache_top_k={config.cache_top_k} in config.json of a llama_with_landmark model; at least 1, or null: every block is read."
             )
         kind = config.rope_parameters.get("rope_type", "default")

@@ -160,7 +160,7 @@ def test_what_pytorch_computes_in_float32_stays_in_float32(package_of: Callable[
 def test_run_and_bench(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", built, "--runtime", "trt", "--prompt-ids", ",".join(["5"] * 70), "--tokens", 4, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 4
-    row = measure(built, 40, BenchOptions(3, batch=2, runtime="trt"))
+    row = measure(built, 40, BenchOptions(steps=3, batch=2, runtime="trt"))
     assert (row.length, row.batch) == (40, 2) and row.decode_ms > 0
 
 
