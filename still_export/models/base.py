@@ -16,7 +16,7 @@ from still_export.mixers.base import CACHE, Progress
 from still_export.mixers.cache import StillCache, hear_cache
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.experts.module import swap_experts
-from still_export.mixers.layers import head_size
+from still_export.mixers.layers import HYBRID, head_size
 from still_export.mixers.projections import Carried, ProjectedAttention
 from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.families.support import check_attention, check_family_config, with_windows
@@ -33,7 +33,7 @@ class StillConfigMixin:
         still = self.read_still()
         self.still_config = still.to_dict()
         self.check(still)
-        kinds = {still.layer_type(i) for i in range(self.num_hidden_layers)}  # type: ignore[attr-defined]
+        kinds = set(still.layer_types or (HYBRID,))
         if still.deployment.whole_prompts and not any(MIXERS[kind].by_prompts for kind in kinds):
             raise ConfigError(
                 f"whole_prompts: no layer goes by a prompt's length ({', '.join(sorted(kinds))}). Leave out --whole-prompts."

@@ -143,11 +143,11 @@ native(
     ),
 )
 native(
-    "native: the score of a salient token is another's",
+    "native: the value of a salient token is its neighbour's",
     (
         SELECTION,
-        "scores[slot] = selection.ranked[i];",
-        "scores[slot] = selection.ranked[FAULT && slot == AT(slots) ? 0 : i];",
+        "copy_row(x.window_value, ring_slot + i,",
+        "copy_row(x.window_value, ring_slot + (FAULT && i == AT(l.chunk) ? (i + 1) % l.chunk : i),",
     ),
 )
 native(

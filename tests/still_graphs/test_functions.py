@@ -379,5 +379,5 @@ def test_scales_go_with_codes_alone() -> None:
     assert len(model.functions[0].input) == len(node.input)
     del model.functions[:]
     node.input.append("past_z_state.0")
-    with pytest.raises(UnsupportedError, match=r"past_z_state.0 are beyond the 17 tensors of the op"):
+    with pytest.raises(UnsupportedError, match=r"past_z_state.0 are beyond the 16 tensors of the op"):
         attach_functions(model)

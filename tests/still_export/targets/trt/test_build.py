@@ -364,8 +364,11 @@ def test_a_graph_without_creator_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_kernels_of_a_graph() -> None:
     model = small_graph("float16")
     run_steps(model, target_of("trt").steps)
+    (node,) = (n for n in model.graph.node if n.op_type == "HybridAttention")
+    drop_attribute(node, "chunk_size")
+    node.attribute.append(onnx.helper.make_attribute("chunk_size", 64))
     (variant,) = kernel_variants(ir.from_proto(model))["HybridAttention"]
-    assert (variant.dtype, variant.head_dim, variant.feature_rows, variant.chunk_size) == ("float16", 4, 5, 8)
+    assert (variant.dtype, variant.head_dim, variant.feature_rows, variant.chunk_size) == ("float16", 4, 5, 64)
     assert (variant.gate, variant.window_factor, variant.count_dtype, variant.select_scope) == (1, 0, "int32", "q_head")
 
 
