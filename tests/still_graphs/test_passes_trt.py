@@ -322,8 +322,8 @@ def test_plugin_nodes_say_all_that_the_plugin_needs() -> None:
     assert attribute(node, "activation_type") == "float16"
     names = HYBRID.input_names()
     absent = {n for i, n in enumerate(names) if attribute(node, "absent_inputs") >> i & 1}
-    assert absent == {"window_factor", "past_salient_score"}
-    assert len(node.input) == len(names) - 2 and len(node.output) == len(HYBRID.output_names()) - 1
+    assert absent == {"window_factor"}
+    assert len(node.input) == len(names) - 1 and len(node.output) == len(HYBRID.output_names())
     assert all(attribute(node, declared.name) is not None for declared in HYBRID.attributes)
     assert attribute(node, CACHE.name) == CACHE.default
     position = [n for n in names if n not in absent].index("new_tokens")
