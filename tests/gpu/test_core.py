@@ -70,9 +70,7 @@ def check(core: Core, name: str, rows: int, in_place: bool) -> str:
     shape = (config.num_heads, config.projection_dim, config.head_dim)
     weights = {f"feature_{x}_weight": (torch.randn(shape, device="cuda") * shape[2] ** -0.5).to(dtype) for x in "qk"}
     states = [HybridAttentionState.empty(config, rows, dtype, "cuda") for _ in "pc"]
-    absent = sum(
-        1 << i for i, n in enumerate(HYBRID_ATTENTION.input_names()) if n in ("window_factor", "past_salient_score")
-    )
+    absent = 1 << HYBRID_ATTENTION.input_names().index("window_factor")
     op = core.op("HybridAttention", config.attributes(), absent)
     for pair in CALLS:
         counts = pair * (rows // 2)

@@ -17,7 +17,6 @@ VOCABULARY, HIDDEN = 23, 20
 SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}
 SALIENT = 2
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int32": TensorProto.INT32}
-SKIPPED = ("salient_score",)
 HYBRID = HYBRID_ATTENTION.resolve({})
 """The op as graphs without caches in 8 bits have it."""
 CODES = HYBRID_ATTENTION.resolve({CACHE.name: "int8"})
@@ -39,7 +38,7 @@ def growth_of(name: str) -> dict[str, int | str | bool] | None:
 
 def states(spec: OpSpec = HYBRID) -> list[str]:
     """Names of the states that the graph has."""
-    return [s.name for s in spec.states if s.name not in SKIPPED]
+    return [s.name for s in spec.states]
 
 
 def state_type(name: str, dtype: str, spec: OpSpec = HYBRID) -> int:
@@ -89,9 +88,9 @@ def small_graph(
             HYBRID_ATTENTION.name,
             [
                 *("query", "key", "value", "gate", "feature_q", "feature_k", "", "new_tokens", "past_length"),
-                *("" if s.name in SKIPPED else f"past_{s.name}.0" for s in spec.states),
+                *(f"past_{s.name}.0" for s in spec.states),
             ],
-            ["mixed", *("" if s.name in SKIPPED else f"present_{s.name}.0" for s in spec.states)],
+            ["mixed", *(f"present_{s.name}.0" for s in spec.states)],
             name="attention",
             domain=DOMAIN,
             **{a.name: a.default for a in HYBRID.attributes if a != CACHE}
