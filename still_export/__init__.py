@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from still_export.evaluation.evaluate import EvaluationOptions
     from still_export.evaluation.models import evaluate
     from still_export.evaluation.prove import ProveOptions, prove
+    from still_export.folders.demo import demo_model_path
     from still_export.graph.options import ExportOptions
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained, forward_with_state
-    from still_export.models.demo import demo_model_path
     from still_export.models.load import load_model, load_tokenizer
     from still_export.proof.package import VerifyOptions, verify
     from still_export.runtime.language_model import LanguageModel
@@ -36,7 +36,7 @@ _HOME = {
     "VerifyOptions": "still_export.proof.package",
     "attach_untrained": "still_export.models",
     "bench": "still_export.evaluation.bench",
-    "demo_model_path": "still_export.models.demo",
+    "demo_model_path": "still_export.folders.demo",
     "evaluate": "still_export.evaluation.models",
     "export": "still_export.targets.export",
     "forward_with_state": "still_export.models",

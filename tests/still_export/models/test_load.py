@@ -22,10 +22,10 @@ from still_export.errors import (
     StillExportError,
     UnsupportedModelError,
 )
+from still_export.folders import demo
+from still_export.folders.demo import demo_model_path
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import Deployment
-from still_export.models import demo
-from still_export.models.demo import demo_model_path
 from still_export.models.load import load_model, load_tokenizer
 from still_export.models.read import unpickle
 from tests.still_export.models.gguf_files import write_gguf
