@@ -229,7 +229,10 @@ def main() -> int:
         "--slower", type=float, default=2.0, help="most that the 99th percentile may grow among attackers"
     )
     parser.add_argument(
-        "--serve", default="", help="more options of still-export serve, in one text: --prefix-cache 64MiB"
+        "--serve",
+        default="--prefix-cache 32MiB",
+        help="more options of still-export serve, in one text; the cache of states is small by default, so that it soon is full and any "
+        "other growth of memory shows",
     )
     options = parser.parse_args()
     machine = options.threads, options.provider

@@ -33,18 +33,10 @@ def demo_model_path() -> Path:
         raise ModelNotFoundError(
             f"{PACKAGE} {distribution.version} does not carry {FILE}. Run: {INSTALL} --force-reinstall"
         )
-    digest = _digest(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
         raise CheckpointError(
             f"{path} has SHA-256 {digest}, expected {SHA256}. It is damaged or another version. Run: {INSTALL} --force-reinstall"
         )
     return path
-
-
-def _digest(path: Path) -> str:
-    """SHA-256 of a file; hashlib.file_digest needs Python 3.11."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

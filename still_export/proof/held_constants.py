@@ -77,13 +77,14 @@ def _settings(graph: Any, layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple
     """Attributes of the op of `layers`, which are their configurations: its name and the attribute's, what it is, and what it should be."""
     from onnx import helper
 
-    nodes = [
-        n for n in graph.node if n.domain == DOMAIN and layers and {a.name for a in n.attribute} & layers[0].keys()
-    ]
-    if len(nodes) != len(layers):
+    if not layers:
         return
+    op = max(OPS, key=lambda name: len({spec.name for spec in OPS[name].attributes} & layers[0].keys()))
+    nodes = [node for node in graph.node if node.domain == DOMAIN and node.op_type == op]
+    if len(nodes) != len(layers):  # bodies in their place
+        return
+    usual = {spec.name: spec.default for spec in OPS[op].attributes}
     for node, layer in zip(nodes, layers, strict=True):
-        usual = {spec.name: spec.default for spec in OPS[node.op_type].attributes}
         for attribute in (a for a in node.attribute if a.name in layer):
             found, right = helper.get_attribute_value(attribute), layer[attribute.name]
             yield (

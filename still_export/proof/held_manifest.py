@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import PackageError
 from still_export.models.description import describe_model
+from still_export.targets.registry import packaged_target
 from still_graphs.states import AHEAD
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def check_manifest(manifest: Mapping[str, Any], source: Source) -> None:
     pairs += [
         (f"{name} of the state {state['name']}", states.get(state["name"], {}).get(name), state[name])
         for state in right["states"]
-        for name in (*HELD, *PORTABLE * (manifest["target"] == "onnx"))
+        for name in (*HELD, *PORTABLE * packaged_target(dict(manifest)).portable)
     ]
     wrong = next(_differences(pairs), "")
     if wrong:

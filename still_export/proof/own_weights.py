@@ -19,6 +19,7 @@ from still_export.proof.sessions import Target
 from still_export.proof.texts_asked import asked_tokens
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.sampling import RunError
+from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 
 AGAINST = "against the package's own weights"
@@ -46,7 +47,7 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
     progress("running the package's programs", 0, 0)
     verdict.add(check_programs(package, provider))
     manifest = package.manifest
-    if manifest["target"] != "onnx" or manifest.get("speculate"):
+    if not packaged_target(manifest).portable or manifest.get("speculate"):
         verdict.not_asked.append(
             "the package's graphs against each other: verify a package --to onnx, without --speculate"
         )

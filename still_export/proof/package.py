@@ -185,7 +185,7 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
 
         asked = _options(package, options.model, "float32")
         verdict.add(check_files(package, resolve_source(asked.model, asked.revision)))
-    if pairs or manifest["target"] != "onnx" or manifest.get("speculate") or not proof.runtime.graphs:
+    if pairs or not packaged_target(manifest).portable or manifest.get("speculate") or not proof.runtime.graphs:
         verdict.not_asked.append(
             "function bodies and the portable graph: verify a package --to onnx, without --speculate"
         )

@@ -11,7 +11,6 @@ import onnx
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.mixers.registry import MIXERS
 from still_export.models.load import load_model
@@ -27,6 +26,7 @@ from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import graph_alone  # noqa: F401  (its op is registered in this process alone)
 from tests.still_export.packages import portable_package
 from tests.still_export.tiny import VOCAB, still_model
+from tests.still_export.verbs import call
 from tests.toy.mixer import DecayMixer
 from tests.toy.spec import DECAY
 
@@ -51,12 +51,6 @@ def package(tmp_path: Path) -> Package:
 @pytest.fixture
 def portable(package: Package, tmp_path: Path) -> Package:
     return portable_package(ExportOptions(str(tmp_path / "model")), tmp_path / "portable", "trt")
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 def test_the_package_is_proven_and_answers(package: Package, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import onnx
 import pytest
 
-from still_export.cli.main import main
 from still_export.cli.next_commands import next_commands
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
@@ -19,12 +18,7 @@ from still_export.targets.export import export
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.still_export.packages import needs_rtx, onnx_package, trt_package
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
+from tests.still_export.verbs import call as run
 
 
 @pytest.mark.slow

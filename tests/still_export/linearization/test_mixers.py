@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, silu, softplus
 from transformers import AutoModelForCausalLM
 
-from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.linearization.adapter import trained_tensors
 from still_export.linearization.folder import apply
@@ -38,6 +37,7 @@ from still_export.runtime.sampling import Sampling
 from still_kernels.packing import Packing, PagedStates
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids
 from tests.still_export.training import make_base, make_text
+from tests.still_export.verbs import call
 
 NEW = ("liger-gla", "gla", "gdn")
 OPS = {"liger-gla": {"HybridAttention", "LinearAttention"}, "gla": {"LinearAttention"}, "gdn": {"LinearAttention"}}
@@ -266,12 +266,6 @@ def test_the_second_stage_starts_where_the_first_ended(
             teacher = model(ids, use_cache=False).logits
         plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
     torch.testing.assert_close(teacher, plain, rtol=1e-4, atol=1e-4)
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
@@ -19,16 +18,11 @@ from still_export.models import attach_untrained
 from still_export.models.load import load_model
 from tests.block_cases import Layer, attended, chosen
 from tests.still_export.tiny import padded, plain_model, random_ids
+from tests.still_export.verbs import call
 
 SMALL: dict[str, Any] = dict(
     block_size=8, mean_stride=2, mean_length=4, top_blocks=5, init_blocks=1, local_blocks=2, dense_length=24
 )
-
-
-def call(*words: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    return int(end.value.code or 0)
 
 
 def selected(family: str = "qwen3", **changes: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -519,7 +520,7 @@ def test_demo_model_is_found_without_importing_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(demo, "SHA256", "9f2a4a8d8a1a5f3b2f8a8f25cb4a9fe2f6d0d6d5b0f3a2f1d6e5c4b3a2918070")
     with pytest.raises(CheckpointError, match="SHA-256"):
         demo_model_path()
-    monkeypatch.setattr(demo, "SHA256", demo._digest(package / demo.FILE))
+    monkeypatch.setattr(demo, "SHA256", hashlib.sha256((package / demo.FILE).read_bytes()).hexdigest())
     assert demo_model_path() == package / demo.FILE
     (package / demo.FILE).unlink()
     with pytest.raises(ModelNotFoundError, match="force-reinstall"):

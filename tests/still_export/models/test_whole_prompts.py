@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from tests.still_export.linear_models import linear_model
 from tests.still_export.own_models import COMMON, OWN
+from tests.still_export.verbs import call
 
 SPARSE = {**OWN["minicpm_sala"].sizes["sparse_config"], "dense_len": 80}
 """Where it is decided, tokens 33 to 79 have more blocks than they may choose."""
 VOCAB = COMMON["vocab_size"]
-
-
-def call(*words: Any) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    return int(end.value.code or 0)
 
 
 @pytest.fixture(scope="module")

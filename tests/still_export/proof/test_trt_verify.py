@@ -16,7 +16,6 @@ import numpy as np
 import onnx
 import pytest
 
-from still_export.cli.main import main
 from still_export.evaluation.bench import BenchOptions, measure
 from still_export.package.trust import trust_package
 from still_export.proof.sessions import Session
@@ -26,6 +25,7 @@ from still_export.targets.trt.options import TrtOptions
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK
+from tests.still_export.verbs import call
 
 SIZES = ("--lengths", "1,8,33,40", "--decode-steps", "20")
 """A prompt longer than the profile, and steps beyond a chunk."""
@@ -83,12 +83,6 @@ def built(engine_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     engine = engine_of(dtype, version, *batch)
     fake_tensorrt.install(monkeypatch, version)
     return Path(shutil.copytree(engine, tmp_path / "package"))
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 def report(folder: Path) -> dict[str, Any]:

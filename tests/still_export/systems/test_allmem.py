@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
@@ -26,6 +25,7 @@ from still_export.models import attach_untrained
 from still_export.models.load import load_model
 from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import make_base, make_text
+from tests.still_export.verbs import call
 from tests.still_graphs.test_test_time_memory import looped
 
 CHUNK = 24
@@ -153,12 +153,6 @@ def recipe(base: Path, text: Path, **changes: Any) -> Recipe:
         layer_types=TYPES,
     )
     return read_recipe(preset("allmem"), {**values, **changes})
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 @pytest.fixture(scope="module")

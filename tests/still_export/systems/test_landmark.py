@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.errors import UnsupportedError
 from still_export.evaluation.packages import PackageModel
 from still_export.models.load import load_model
@@ -19,15 +18,10 @@ from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from tests.still_export.linear_models import VOCAB, linear_model
+from tests.still_export.verbs import call
 
 SIZE, OWN = 12, 60
 TEXT = np.random.default_rng(3).integers(3, VOCAB - 1, 61)
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.models.load import load_model
 from tests.still_export.linear_models import linear_model
 from tests.still_export.training import byte_tokenizer, make_text
-
-
-def call(*words: Any) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    return int(end.value.code or 0)
+from tests.still_export.verbs import call
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ import onnx
 import pytest
 
 import still_export
-from still_export.cli.main import app, main
+from still_export.cli.main import app
 from still_export.package.folder import Package, open_package
 from still_export.targets import registry
 from tests.still_export.conftest import Exporter
+from tests.still_export.verbs import call
 from tests.toy_target.target import TOY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,12 +35,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def portable(export_tiny: Exporter) -> Package:
     return export_tiny(dtype="float32")
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 @pytest.mark.slow

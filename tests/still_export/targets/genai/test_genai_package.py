@@ -11,7 +11,6 @@ import onnx
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
@@ -23,6 +22,7 @@ from tests.still_export.linear_models import FAMILIES, linear_model
 from tests.still_export.targets.ort.test_native import built
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
 from tests.still_export.training import byte_tokenizer
+from tests.still_export.verbs import call
 from tests.still_graphs.genai_host import GenaiHost
 
 __all__ = ["built"]
@@ -40,12 +40,6 @@ REFUSED = {
     "llama_with_landmark": "a token of its own",
 }
 """Families that genai cannot hold, and what the export says of them."""
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 def package(folder: Path, model: Any, *flags: str) -> Package:

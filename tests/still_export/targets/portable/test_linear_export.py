@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
@@ -21,17 +20,12 @@ from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, VOCAB, linear_model
 from tests.still_export.packages import needs_rtx
 from tests.still_export.targets.ort.test_native import built
+from tests.still_export.verbs import call
 
 __all__ = ["built"]
 
 FEW = ("qwen3_5_text", "granitemoehybrid")
 CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in FAMILIES]
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 @pytest.mark.parametrize("family", CASES)
