@@ -1,4 +1,5 @@
-# Sourced by demo.sh and test.sh: make .venv with this package and the extras in $1, at the versions of constraints.txt, and enter it.
+# Sourced by demo.sh and test.sh: make .venv with this package and the extras in $1 (cpu where none are named), at the versions of
+# constraints.txt, and enter it.
 # The words after $1 are a command that needs the packages of $beside alone: it runs beside the rest of the installation.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -13,7 +14,8 @@ unset PYTHONDONTWRITEBYTECODE
 install="-m pip install -q --no-compile"
 if python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then install+=" -c constraints.txt"; fi
 stamp=.venv/.installed
-wanted="$1 $(cat pyproject.toml constraints.txt | sha256sum)"
+extras=${1:-cpu}
+wanted="$extras $(cat pyproject.toml constraints.txt | sha256sum)"
 if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
     if [ $# -gt 1 ]; then
         # shellcheck disable=SC2086
@@ -34,6 +36,6 @@ if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
         fi
     fi
     echo "PyTorch: $(python -c 'import importlib.metadata as m; print(m.version("torch"))')" >&2
-    python tools/with_dots.py "installing still-export[$1]" python $install -e ".[$1]"
+    python tools/with_dots.py "installing still-export[$extras]" python $install -e ".[$extras]"
     echo "$wanted" > $stamp
 fi

@@ -27,8 +27,9 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.trainable import SOFTMAX
 from still_export.models import attach_untrained
+from still_export.texts.files import read_text
 from still_export.texts.tasks import TASKS, TaskWriter, Weighing
-from still_export.texts.texts import Batches, read_corpus, read_text
+from still_export.texts.texts import Batches, read_corpus
 
 VOCABULARY, CONTEXT = 1024, 4096
 PHASES = ((0.0, 256, 192), (0.3, 512, 128), (0.6, CONTEXT, 32))

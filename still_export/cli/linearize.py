@@ -74,27 +74,46 @@ def linearize(
     demand(*EXTRAS["train"])
     if base is not None:
         check_model(base)
+    if output is None:
+        raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
+    if adapter is not None and base is None:
+        raise typer.BadParameter("give the base model of the adapter", param_hint="BASE")
+    from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
+    from still_export.linearization.run_folder import TO_REPLACE, RunFolder, check_replaceable
+    from still_export.texts.files import read_text
+
+    given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    if config is not None and named is not None:
+        raise ConfigError("--config and --recipe are two recipes; give one of them.")
+    if config is None and named is None:
+        named = DEFAULT_PRESETS.get(given.get("mixer", "still"), DEFAULT_PRESETS["still"])
+    recipe = read_recipe(config or preset(str(named)), given)
+    if softmax_layers and recipe.budget:
+        raise ConfigError(
+            f"--softmax-layers {softmax_layers} beside the budget {recipe.budget!r}, which chooses them; give another --recipe."
+        )
+    for name in recipe.texts if adapter is None else ():
+        read_text(Path(name))
+    if resume and adapter is None:
+        RunFolder(output).fingerprint()
+    else:
+        check_replaceable(output, force, TO_REPLACE if adapter is None else "Pass --force to replace it.")
     from still_export.doctor import machine
 
     out = Output(as_json, quiet)
     with out.waiting(LOADING):
-        from still_export.linearization.folder import RunFolder, apply
+        from still_export.linearization.folder import apply
         from still_export.linearization.linearize import leave_processes
         from still_export.linearization.linearize import linearize as run
-        from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
         from still_export.linearization.trainer import StopTraining
         from still_export.report import linearize as looks
         from still_export.report.render import write_report
 
-    if output is None:
-        raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
     if quiet:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
     if adapter is not None:
-        if base is None:
-            raise typer.BadParameter("give the base model of the adapter", param_hint="BASE")
         apply(base, adapter, output, tokenizer=asked.get("tokenizer"), force=force)
         out.result(
             {"model": str(output)},
@@ -102,17 +121,7 @@ def linearize(
             f"next: still-export {output} --to onnx -o PACKAGE",
         )
         return
-    given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
-    if config is not None and named is not None:
-        raise ConfigError("--config and --recipe are two recipes; give one of them.")
-    if config is None and named is None:
-        named = DEFAULT_PRESETS.get(given.get("mixer", "still"), DEFAULT_PRESETS["still"])
-    recipe = read_recipe(config or preset(str(named)), given)
     if softmax_layers:
-        if recipe.budget:
-            raise ConfigError(
-                f"--softmax-layers {softmax_layers} beside the budget {recipe.budget!r}, which chooses them; give another --recipe."
-            )
         from still_export.linearization.select_layers import select_layers
 
         chosen = select_layers(

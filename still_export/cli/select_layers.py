@@ -51,16 +51,20 @@ def select_layers(
     demand(*EXTRAS["train"])
     if base is not None:
         check_model(base)
-    from still_export.linearization.linearize import leave_processes
+    if output is None:
+        raise typer.BadParameter("give the folder to write: -o DIR", param_hint="-o")
     from still_export.linearization.recipe import preset, read_recipe
+    from still_export.texts.files import read_text
+
+    given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
+    recipe = read_recipe(preset("blocks") if find_reuse and config is None else config, given)
+    for name in recipe.texts:
+        read_text(Path(name))
+    from still_export.linearization.linearize import leave_processes
     from still_export.linearization.select_layers import select_layers as run
     from still_export.linearization.select_layers import select_reuse
 
-    if output is None:
-        raise typer.BadParameter("give the folder to write: -o DIR", param_hint="-o")
     out = Output(as_json, quiet)
-    given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
-    recipe = read_recipe(preset("blocks") if find_reuse and config is None else config, given)
     if find_reuse:
         found = select_reuse(recipe, output, force=force, log=out.log)
         leave_processes()

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from still_export.errors import ConfigError
 from still_export.fields import option
 from still_export.package.checked import read_manifest
 from still_export.proof.reference import open_runner, runtime_of
@@ -56,9 +57,17 @@ class BenchOptions(RunnerOptions):
         return length + self.steps + 1
 
     def held(self, manifest: dict[str, Any]) -> tuple[int, ...]:
-        """The lengths that are measured: those asked for, or of the usual ones those that a package has room for."""
+        """The lengths that are measured: those asked for, or of the usual ones those that a package has room for.
+
+        Raises:
+            ConfigError: One that was asked for does not fit.
+        """
         capacity = manifest["capacity"]
         most = capacity["capacity_tokens"] if capacity["bounded"] else None
+        for length in self.lengths:
+            if length < 1 or (most is not None and self.room(length) > most):
+                room = f"1 to {most - self.room(0)}" if most is not None else "1 or more"
+                raise ConfigError(f"--lengths {length}: this package takes {room} tokens with {self.steps} steps.")
         return self.lengths or tuple(n for n in LENGTHS if most is None or self.room(n) <= most)
 
 

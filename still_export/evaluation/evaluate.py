@@ -28,8 +28,9 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL
 from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model, open_source
+from still_export.texts.files import read_text
 from still_export.texts.tasks import TaskWriter, task_named
-from still_export.texts.texts import check_ids, read_text, tokenize
+from still_export.texts.texts import check_ids, tokenize
 
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
 TEACHER, CODE = "teacher", "code"

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from still_export.linearization import adapter
-from still_export.linearization.folder import RunFolder, rehearse_save, save_model
+from still_export.linearization.folder import rehearse_save, save_model
 from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
 from still_export.linearization.recipe import Recipe
 from still_export.linearization.reuse import Reuse
+from still_export.linearization.run_folder import RunFolder
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.mixers.layers import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers

@@ -13,34 +13,12 @@ import torch
 from torch import Tensor
 
 from still_export.errors import ConfigError, DataError
+from still_export.texts.files import read_text
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.tasks import TASKS, TaskWriter, Weighing
 
 _PIECE_CHARACTERS = 1 << 16
 """Texts are tokenized in pieces of about this size, in parallel; a piece ends at a line's end."""
-
-
-def read_text(path: Path) -> str:
-    """The content of a text file.
-
-    Raises:
-        DataError: The file is missing, empty, or no UTF-8 text.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Give a text file.") from error
-    if not content.strip():
-        raise DataError(f"{path} is empty. Give a text file with some megabytes of text.")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is no UTF-8 text (byte {error.start:,} is 0x{content[error.start]:02x}). Decompress or convert it first."
-        ) from error
-    if "\0" in text:
-        raise DataError(f"{path} holds zero bytes, so it is a binary file. Give plain text.")
-    return text
 
 
 def tokenize(text: str, tokenizer: Any, vocab_size: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from still_export.evaluation.synthetic import MAKERS
 from still_export.models.load import load_tokenizer
 from still_export.package.folder import is_package, open_package
 from still_export.targets.registry import packaged_target
-from still_export.texts.texts import read_text
+from still_export.texts.files import read_text
 from tools.benchmarks.common import Findings, numbers, parser_of
 
 TASKS = ",".join(["needle", *MAKERS])

@@ -31,7 +31,8 @@ from still_export.graph.quantization.stored import StoredWeight
 from still_export.models.load import Source
 from still_export.models.read.blocks import BlockWeight, pack
 from still_export.models.read.weights import value_of
-from still_export.texts.texts import python_documentation, read_text, tokenize
+from still_export.texts.files import read_text
+from still_export.texts.texts import python_documentation, tokenize
 from still_kernels.forms import pytorch_forms
 
 ROWS, ROW_TOKENS = 32, 512

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from still_export.cli.main import PANELS, VERBS, app, main
+from still_export.cli.output import Output
 from still_export.errors import ConfigError
 from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions
@@ -365,6 +366,29 @@ def test_running_needs_no_torch(export_tiny: Exporter) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "AssertionError" not in done.stderr and len(done.stdout.split()) == 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("linearize", "{plain}", "-o", "{out}", "--budget", "time 1min"),
+        ("linearize", "{plain}", "-o", "{out}", "--text", "nothere.txt"),
+        ("linearize", "{plain}", "-o", "{plain}"),
+        ("linearize", "{plain}", "-o", "{out}", "--resume"),
+        ("select-layers", "{plain}", "-o", "{out}", "--text", "nothere.txt"),
+        ("bench", "{package}", "--lengths", "0"),
+        ("bench", "{package}", "--lengths", "100000"),
+    ],
+    ids=lambda words: " ".join(word for word in words if "{" not in word),
+)
+def test_arguments_are_looked_at_before_the_work(
+    words: tuple[str, ...], plain: Path, export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error comes before "loading": a module that takes seconds is not imported for it."""
+    monkeypatch.setattr(Output, "waiting", lambda *_: pytest.fail("it loads first"))
+    monkeypatch.setattr(Output, "bar", lambda *_: pytest.fail("it measures first"))
+    places = {"plain": plain, "package": export_tiny().path, "out": tmp_path / "out"}
+    assert call(*(word.format(**places) for word in words)) == 2
 
 
 SWALLOWED = """

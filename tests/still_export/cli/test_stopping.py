@@ -10,7 +10,7 @@ import pytest
 
 from still_export.cli.errors import INTERRUPTS, stopping_behind_steps
 from still_export.cli.main import main
-from still_export.linearization.folder import RunFolder
+from still_export.linearization.run_folder import RunFolder
 
 
 class Stop(BaseException):

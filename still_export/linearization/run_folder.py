@@ -1,0 +1,101 @@
+"""The output folder of a linearization: what it may replace, and how a run is found again. It loads no PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import ConfigError, TrainingError
+
+RUN_FILE, WORK = "run.json", "training"
+TO_REPLACE = "Pass --resume to continue its run, or --force to replace it."
+REPLACED_FILE = "replaced.json"
+"""In the work folder: what the output folder held when --force began this run; it stays until the new model is complete."""
+
+
+class RunFolder:
+    """The output folder of a run, whose checkpoints and results of stages lie in `work`."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.work = output, output / WORK
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells the folder's run from others.
+
+        Raises:
+            TrainingError: The folder holds no run.
+        """
+        try:
+            return dict(json.loads((self.work / RUN_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise TrainingError(
+                f"{self.output} holds no run to resume ({RUN_FILE} cannot be read: {error}). Leave out --resume."
+            ) from error
+
+    def resume(self, mine: dict[str, Any]) -> None:
+        """Check that the folder holds the run whose fingerprint is `mine`.
+
+        Raises:
+            TrainingError: It belongs to another run, or to none.
+        """
+        theirs = self.fingerprint()
+        differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        if differing:
+            shown = ", ".join(f"{k} {theirs.get(k)} there, {mine.get(k)} here" for k in differing[:3])
+            raise TrainingError(
+                f"{self.output} holds another run: {shown}. "
+                "Nothing was changed. Resume with the recipe that started it, or choose another folder."
+            )
+
+    def begin(self, mine: dict[str, Any], force: bool) -> None:
+        """Make the folder of a new run.
+
+        Raises:
+            ConfigError: It exists and `force` is not given, or holds something else than a run.
+        """
+        check_replaceable(self.output, force, TO_REPLACE)
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        replaced = sorted(p.name for p in self.output.iterdir() if p.name != WORK)
+        (self.work / REPLACED_FILE).write_text(json.dumps(replaced), encoding="utf-8")
+        (self.work / RUN_FILE).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+
+    def holds_a_run(self) -> bool:
+        """Whether a run that was begun can go on."""
+        return (self.work / RUN_FILE).is_file()
+
+    def discard(self) -> None:
+        """Remove a run that left nothing to go on from: no checkpoint, no result of a stage."""
+        if any(self.work.glob("*/step-*/report.json")) or any(self.work.glob("*.safetensors")):
+            return
+        shutil.rmtree(self.work, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.output.rmdir()  # which fails where it holds something
+
+    def kept(self) -> list[str]:
+        """Entries of the output folder that are not of the model that this run replaces."""
+        path = self.work / REPLACED_FILE
+        replaced = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        return [p.name for p in self.output.iterdir() if p.name not in replaced]
+
+
+def check_replaceable(folder: Path, force: bool, hint: str) -> None:
+    """Raise ConfigError where `folder` holds something and `force` is not given, or what no linearization made: the base, a home."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not force:
+        raise ConfigError(f"{folder} exists. {hint}")
+    if not ((folder / WORK / RUN_FILE).is_file() or is_still_folder(folder)):
+        raise ConfigError(f"{folder} holds no linearized model, so --force does not delete it. Choose another folder.")
+
+
+def is_still_folder(folder: Path) -> bool:
+    """Whether the folder holds a STILL model."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "still_config" in config
+    except (OSError, ValueError, TypeError):
+        return False
