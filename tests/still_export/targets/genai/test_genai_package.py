@@ -38,6 +38,7 @@ REFUSED = {
     "neural_attention_search_linear_attn_gdn": "one size",
     "routing_transformer": "one key and one value",
     "llama_with_landmark": "a token of its own",
+    "flux_qwen3": "a prompt in one call",
 }
 """Families that genai cannot hold, and what the export says of them."""
 
