@@ -113,7 +113,7 @@ def linearize(
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-    if adapter is not None:
+    if adapter is not None and base is not None:
         apply(base, adapter, output, tokenizer=asked.get("tokenizer"), force=force)
         out.result(
             {"model": str(output)},
