@@ -47,7 +47,8 @@ def test_an_interrupt_while_it_measures_says_how_to_go_on(
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "base/model.safetensors").touch()
-    words = ["linearize", str(tmp_path / "base"), "--text", "corpus.txt", "-o", str(tmp_path / "made")]
+    (tmp_path / "corpus.txt").write_text("words")
+    words = ["linearize", str(tmp_path / "base"), "--text", str(tmp_path / "corpus.txt"), "-o", str(tmp_path / "made")]
     monkeypatch.setattr("sys.argv", ["still-export", *words, "--force"])
     for begun in (False, True):
 
