@@ -87,8 +87,9 @@ class Bounds:
         }
         """The largest bound of any number, by output."""
 
-    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray]) -> Worst:
-        """Hold one output to its bounds, by `row_errors` of all calls of a case: every row, and the median of every head's rows."""
+    def judge(self, case: Case, output: str, calls: Sequence[np.ndarray], least: Sequence[np.ndarray] = ()) -> Worst:
+        """Hold one output to its bounds, by `row_errors` of all calls of a case: every row, and the median of every head's rows. `least`
+        is what rows may err at least, of each call."""
         usual = self._usual(output, case)
         found = [Worst(0.0, float(self._row_bounds(output, np.zeros((2, 1)), usual)[0, 0]))]
         parts: list[tuple[np.ndarray, np.ndarray]] = []
@@ -96,6 +97,8 @@ class Bounds:
             own = self._own(output, case.own[number][output])
             if errors.size:
                 bounds = self._row_bounds(output, own, usual)
+                if least:
+                    bounds = np.maximum(bounds, least[number])
                 # What is no finite number is beyond any bound.
                 with np.errstate(over="ignore"):
                     shares = np.where(np.isinf(errors), np.inf, np.nan_to_num(errors) / bounds)

@@ -35,7 +35,7 @@ from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import Case, CaseSource, cosine_sums, errors_of, same_best
 from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
-from still_export.proof.constants import ALIKE, LAYER_UNIT, PROOF_VERSION, SOME, UNIT
+from still_export.proof.constants import ALIKE, LAYER_UNIT, PROOF_VERSION, SHARP_ROW, SOME, UNIT
 from still_export.proof.judge import Bounds
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.sessions import Guessing, Session, Target, empty_unread
@@ -70,6 +70,7 @@ class Judged:
         case: Without its calls.
         errors: Of each of `Case.pairs`, `row_errors` of every output.
         units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
+        least: Of each, what rows may err at least, by layer, as `errors`.
         sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
         same: Where both find the same token the likeliest, over all calls.
         found: What is absolutely wrong of the target's outputs.
@@ -79,6 +80,7 @@ class Judged:
     case: Case
     errors: list[Arrays]
     units: list[Arrays]
+    least: list[Arrays]
     sums: dict[str, np.ndarray]
     same: np.ndarray
     found: Findings
@@ -93,28 +95,33 @@ class Judged:
         by_token: Mapping[str, int] = NOTHING,
         summed: Mapping[str, float] = NO_SUMS,
         turned: Sequence[Mapping[int, np.ndarray]] = (),
+        times: float = 0.0,
     ) -> Judged:
         """What `pairs` say.
 
         Args:
             by_token: The axes of outputs that have a row for each token of a sequence.
             summed: Of outputs that are sums over tokens what a row may err beside, in parts of itself.
+            times: Times what PyTorch's own rows err in parts of themselves a row of these may err at least.
             turned: Of each pair by layer the sequences [B] in which the target chose otherwise on a near tie; what follows is not compared.
         """
         errors: list[Arrays] = []
         units: list[Arrays] = []
+        least: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
         found = Findings()
         for number, (expected, actual) in enumerate(pairs):
             errors.append({})
             units.append({})
+            least.append({})
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
                 if name in summed:
                     size = np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
-                    units[-1][name] = summed[name] * np.where(
-                        np.isfinite(size), size, 0
-                    )  # else it would allow anything
+                    size = np.where(np.isfinite(size), size, 0)  # else it would allow anything
+                    units[-1][name] = summed[name] * size
+                    if times:
+                        least[-1][name] = times * _of_itself(case.own[number][name], size) * size
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
             found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.untold:
@@ -126,7 +133,7 @@ class Judged:
                     rows[:, tokens[:, : rows.shape[2]]] = np.nan
         open_rows = _open_behind(errors, turned)
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
-        return cls(case, errors, units, sums, np.concatenate(same or [np.zeros(0, bool)]), found, open_rows)
+        return cls(case, errors, units, least, sums, np.concatenate(same or [np.zeros(0, bool)]), found, open_rows)
 
     def held(self, output: str) -> list[np.ndarray]:
         """Of each call the errors of `output` that are held to bounds."""
@@ -137,7 +144,8 @@ class Judged:
         """Errors of `output`, and whether it keeps its bounds."""
         each = [errors[output] for errors in self.errors]
         total, count, product, *norms = self.sums[output].tolist()
-        verdict = bounds.judge(self.case, output, self.held(output))
+        least = [rows[output] for rows in self.least if output in rows]
+        verdict = bounds.judge(self.case, output, self.held(output), least)
         mean, most = total / count if count else 0.0, bounds.mean(self.case, output)
         if verdict.share <= 1 and mean > most:
             verdict = replace(verdict, worst=mean, bound=most, call=0, place=(), median=False)
@@ -418,7 +426,8 @@ class Verifier:
         found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
         total.add(found)
         turned = [] if followed else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
-        judged = Judged.of(case, pairs, self.by_token, self.summed if summed is None else summed, turned)
+        times = 0.0 if summed is None else SHARP_ROW * self.target.coarse
+        judged = Judged.of(case, pairs, self.by_token, self.summed if summed is None else summed, turned, times)
         judged.guessed = guessed is not None
         return judged
 
@@ -493,6 +502,13 @@ def _rate() -> float:
     begin = time.perf_counter()
     square @ square
     return 2 * 1024**3 / (time.perf_counter() - begin)
+
+
+def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """In what parts of their size PyTorch's own rows err [2, 1, ..]: roots of mean squares of both, in which small rows count little."""
+    rows, sizes = (np.where(np.isfinite(own), x, 0).reshape(2, -1).astype(np.float64) for x in (own, size))
+    share = np.linalg.norm(rows, axis=1) / np.maximum(np.linalg.norm(sizes, axis=1), np.finfo(np.float64).tiny)
+    return np.asarray(share.reshape(2, *[1] * (own.ndim - 1)))
 
 
 def _carries_more(case: Case, answer: Answer) -> bool:
