@@ -10,8 +10,8 @@ USELESS = 1.0
 """PyTorch's own run says nothing about rounding where the largest error of its median token reaches so many standard deviations of that
 token's logits: they are those of another token. Own runs that round activations to 8 bits reach 0.2."""
 ALIKE = 0.9
-"""Cosine of what a layer gives in PyTorch and in the graph, at least, where the right tensors of the graph were found: a fault that moves
-it by more moves the logits, too."""
+"""Cosine of what a layer gives in PyTorch and in the graph, at least, where the right tensors of the graph were found, and as near in size:
+a fault that moves it by more moves the logits, too, and what is as long but normed is another tensor."""
 
 # --- which cases are judged by layer ---
 SOME = (16, 330)

@@ -32,7 +32,7 @@ from still_export.proof.absolute import (
 )
 from still_export.proof.answers import EMPTY, Answer, Progress, Question, Told, ask, chosen_for_layers, silent
 from still_export.proof.calls_file import CallsFile
-from still_export.proof.cases import Case, CaseSource, cosine_sums, errors_of, same_best
+from still_export.proof.cases import TINY, Case, CaseSource, cosine_sums, errors_of, same_best
 from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
 from still_export.proof.constants import ALIKE, LAYER_UNIT, PROOF_VERSION, SHARP_ROW, SOME, UNIT
@@ -134,6 +134,11 @@ class Judged:
         open_rows = _open_behind(errors, turned)
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
         return cls(case, errors, units, least, sums, np.concatenate(same or [np.zeros(0, bool)]), found, open_rows)
+
+    def distance(self, output: str) -> float:
+        """The square of the difference of both sides, in parts of the square of PyTorch's."""
+        product, right, other = self.sums[output].tolist()[2:]
+        return float((right + other - 2 * product) / max(right, TINY))
 
     def held(self, output: str) -> list[np.ndarray]:
         """Of each call the errors of `output` that are held to bounds."""
@@ -471,7 +476,7 @@ class Verifier:
             return [], [self.open_layers] if self.sharp else []
         bounds = Bounds([each.case for each in sharp], self.target.coarse, self.dtype, sharp=True)
         reports = [each.report(output, bounds) for each in sharp for output in each.errors[0]]
-        far = [each for each in reports if HIDDEN in each.output and each.cosine < ALIKE]
+        far = [o for each in sharp for o in each.errors[0] if HIDDEN in o and each.distance(o) > 2 * (1 - ALIKE)]
         return ([], [BY_LAYER]) if far and whole else (reports, [])
 
     def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:

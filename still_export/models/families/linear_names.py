@@ -16,7 +16,7 @@ from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, TEXT_O
 from still_export.models.families import rwkv6, rwkv7
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
-from still_export.models.read.weights import Deferred, Weight, Weights, value_of
+from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, value_of
 
 _LANGUAGE = re.compile(r"^(model\.language_model|language_model\.model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -123,9 +123,9 @@ def _bounded(tensors: dict[str, Weight]) -> dict[str, Weight]:
 
 
 def _lower_bound(together: Weight, layer: int) -> Tensor:
-    logits = value_of(together)
+    logits = exact_value_of(together)
     shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(0)
-    return shares[1 : layer + 1].sum(0).to(logits.dtype)
+    return shares[1 : layer + 1].sum(0).to(together.dtype)
 
 
 def _renamed(name: str, parts: Sequence[tuple[str, str]]) -> str:

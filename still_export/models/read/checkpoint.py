@@ -91,6 +91,7 @@ def open_tensors(
                 kind or tensor.dtype,
                 partial(as_type, dtype=kind),
                 narrow=partial(as_type, dtype=None) if kind == torch.float32 and tensor.dtype.itemsize == 2 else None,
+                exact=partial(as_type, dtype=None) if kind not in (None, tensor.dtype) else None,
                 part=partial(_part, name, tensor, str(path)) if tensor.dim() == EXPERTS_DIM else None,
             )
     if not tensors:

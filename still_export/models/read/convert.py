@@ -17,7 +17,7 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.families.fused import whole_pair
 from still_export.models.read.checkpoint import in_range
-from still_export.models.read.weights import Adapted, Deferred, Pair, Weight, Weights, value_of
+from still_export.models.read.weights import Adapted, Deferred, Pair, Weight, Weights, exact_value_of, value_of
 
 _RELEASED = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.linears\.(\d+)\.weight")
 _HOUSEHOLDER = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.hh\.u")
@@ -145,7 +145,7 @@ def convert_lolcats(tensors: Weights, still: StillConfig | None, layers: int) ->
             result[f"{match[1]}.feature_{match[2]}_weight"] = value_of(tensor).transpose(1, 2).contiguous()
             rows = tensor.shape[2]
         elif match := _WINDOW_FACTORS.fullmatch(name):
-            factors[int(match[1])] = tuple(torch.sigmoid(value_of(tensor).float().flatten()).tolist())
+            factors[int(match[1])] = tuple(torch.sigmoid(exact_value_of(tensor).float().flatten()).tolist())
         elif ".feature_map_" in name:
             raise UnsupportedModelError(
                 f"the LoLCATs checkpoint has {name}; only maps that are one matrix per head (mlp.layer) are covered."
@@ -242,6 +242,6 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
 
 def _merged(name: str, weight: Weight, a: Weight, b: Weight, scale: float) -> Tensor:
     """`weight` + scale b a, computed in float32."""
-    merged = value_of(b).to(torch.float32) @ value_of(a).to(torch.float32)
-    merged.mul_(scale).add_(value_of(weight).to(torch.float32))
+    merged = exact_value_of(b).to(torch.float32) @ exact_value_of(a).to(torch.float32)
+    merged.mul_(scale).add_(exact_value_of(weight).to(torch.float32))
     return in_range(name, merged, weight.dtype, " with its LoRA pair merged")

@@ -52,6 +52,7 @@ class Deferred:
         bits: Of the source's codes; 0: it has none.
         adapted: What they are the sum of, where they have LoRA pairs.
         narrow: Reads the same values in a type of half the bytes, where the source has them so.
+        exact: Reads the values in the source's own type, where `dtype` is another.
         super_blocks: The values as the source holds them, where they are K-quants.
         part: Reads one of the first dimension, as `narrow` where that is, of what is read in parts; None: it is read whole.
         rows: Reads some of the first dimension, from a multiple of 8 on, where the source can.
@@ -64,6 +65,7 @@ class Deferred:
     bits: int = 0
     adapted: Adapted | None = None
     narrow: Callable[[], Tensor] | None = None
+    exact: Callable[[], Tensor] | None = None
     part: Callable[[int], Tensor] | None = None
     super_blocks: SuperBlocks | None = None
     rows: Callable[[slice], Tensor] | None = None
@@ -104,6 +106,11 @@ def is_coded(weight: Weight) -> bool:
 def value_of(weight: Weight) -> Tensor:
     """The tensor itself."""
     return weight.read() if isinstance(weight, Deferred) else weight
+
+
+def exact_value_of(weight: Weight) -> Tensor:
+    """The values as the source has them, of which others are computed: what is rounded before, too, is another number."""
+    return weight.exact() if isinstance(weight, Deferred) and weight.exact else value_of(weight)
 
 
 def narrow_value_of(weight: Weight) -> Tensor:

@@ -20,7 +20,7 @@ from still_export.models.families.linear_mixins import LinearConfigMixin, Linear
 from still_export.models.families.softmax_families import Family, Published, make_family
 from still_export.models.families.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
 from still_export.models.families.transnormer import Places
-from still_export.models.read.weights import Deferred, Weight, value_of
+from still_export.models.read.weights import Deferred, Weight, exact_value_of
 
 
 @strict
@@ -105,17 +105,23 @@ def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
             mirrors = tensors.pop(name)
             for part in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
                 if (held := tensors.get(own := name.removesuffix(kind) + part)) is not None:
-                    tensors[own] = Deferred(torch.Size(held.shape), held.dtype, partial(_reflected, held, mirrors))
+                    read = partial(_reflected, held, mirrors)
+                    tensors[own] = Deferred(
+                        torch.Size(held.shape),
+                        held.dtype,
+                        partial(read, held.dtype),
+                        exact=partial(read, torch.float32),
+                    )
     return tensors
 
 
-def _reflected(weight: Weight, mirrors: Weight) -> Tensor:
+def _reflected(weight: Weight, mirrors: Weight, dtype: torch.dtype) -> Tensor:
     """`weight` [C] or [C, inputs], its channels, or heads of channels, reflected by each of `mirrors` [R, C or heads] in their order."""
-    held, vectors = value_of(weight), value_of(mirrors).double()
+    held, vectors = exact_value_of(weight), exact_value_of(mirrors).double()
     rows = held.double().reshape(vectors.shape[1], -1)  # a channel's inputs, or a head's channels and their inputs
     for mirror in vectors:
         rows = rows - torch.outer(mirror, mirror @ rows) * (2 / mirror.square().sum())
-    return rows.reshape(held.shape).to(held.dtype)
+    return rows.reshape(held.shape).to(torch.float32).to(dtype)
 
 
 def _layer(config: Any, index: int) -> LlamaBlock:

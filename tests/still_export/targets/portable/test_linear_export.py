@@ -26,6 +26,8 @@ __all__ = ["built"]
 
 FEW = ("qwen3_5_text", "granitemoehybrid")
 CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in FAMILIES]
+HALF = ("mamba", "falcon_h1", "transnormer", "mirrorla")
+"""One of each kind: a residual in float32, rows of shared factors, a norm without weights, weights computed of several."""
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -53,8 +55,9 @@ def test_a_folder_becomes_a_proven_package(family: str, tmp_path: Path, capsys: 
     assert ops and set(ops) <= nodes
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.slow if each in HALF else pytest.mark.long) for each in FAMILIES]
+)
 def test_a_package_in_half_precision(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     linear_model(family).save_pretrained(tmp_path / "model")
     assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
