@@ -1,6 +1,6 @@
 """Train the tiny models of assets/tasks: each remembers, by one state rule, what was written hundreds of tokens ago, to the last symbol.
 
-    python -m tools.train_tasks OUTPUT [--only delta,mamba2] [--scale 1.0]
+    python -m tools.train_tasks OUTPUT [--only delta,mamba2] [--scale 1.0] [--seed 0]
 
 Symbols: a token of kind "pair" writes a value under a key, a token "query" asks for the value of a key; the model's next token must be it,
 and others say nothing. Old keys are written once, among the first tokens; new ones are written again and again, where the rule can forget.
@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ PHASES = ((48, 1500), (128, 800), (TOKENS, 1500))
 CHECKED = 100
 """Steps between two looks at that."""
 ROWS, PEAK_RATE = 48, 4e-3
+AVERAGED = 0.02
+"""Share of the latest weights in their running mean, which is what is looked at and kept: it answers what single steps forget again."""
 UNASKED = -100
 
 
@@ -228,17 +231,28 @@ def in_float16(model: Any) -> Any:
     return model
 
 
-def train(name: str, output: Path, scale: float, device: str) -> None:
+@contextmanager
+def weights_of(parameters: list[Tensor], others: list[Tensor]) -> Iterator[None]:
+    """`others` in the place of the parameters."""
+    held = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, others)
+        yield
+        torch._foreach_copy_(parameters, held)
+
+
+def train(name: str, output: Path, scale: float, device: str, seed: int = 0) -> None:
     """Train the model of a rule, and write its folder if it answers everything."""
     rule, started = RULES[name], time.monotonic()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = rule.make()
     if isinstance(model, nn.Module):
         model.to(device)
     parameters = parameters_of(model)
     rate = torch.tensor(PEAK_RATE) if device != "cpu" else PEAK_RATE
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, betas=(0.9, 0.98), capturable=device != "cpu")
-    generator, done, begun = np.random.default_rng(1), 0, 0
+    generator, done, begun = np.random.default_rng(seed + 1), 0, 0
+    mean = [p.detach().clone() for p in parameters]
     every = sum(int(steps * scale) for _, steps in PHASES)
     print(f"{name}: {sum(p.numel() for p in parameters):,} parameters", flush=True)
     for tokens, steps in PHASES:
@@ -253,13 +267,18 @@ def train(name: str, output: Path, scale: float, device: str) -> None:
                     group["lr"] = now
             loss = step(*(x.to(device) for x in texts(ROWS, tokens, rule.again, generator)))
             done += 1
-            looked = number % CHECKED == CHECKED - 1
-            if looked and not wrong_answers(model, rule.again, device, tokens)[0]:
-                break
+            torch._foreach_lerp_(mean, [p.detach() for p in parameters], AVERAGED)
+            if number % CHECKED == CHECKED - 1:
+                with weights_of(parameters, mean):
+                    wrong, asked = wrong_answers(model, rule.again, device, tokens)
+                if not wrong:
+                    break
             if number % 200 == 0:
                 print(f"{name}: {tokens} tokens, step {done} of {every}, loss {float(loss):.4f}", flush=True)
     if isinstance(model, nn.Module):
         model.eval()
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, mean)
     wrong, asked = wrong_answers(in_float16(model), rule.again, device)
     print(f"{name}: {wrong} of {asked} answers wrong, {time.monotonic() - started:.0f} s on {device}", flush=True)
     if wrong:
@@ -278,12 +297,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(RULES))
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_device(device)
     for name in options.only:
-        train(name, options.output, options.scale, device)
+        train(name, options.output, options.scale, device, options.seed)
 
 
 if __name__ == "__main__":
