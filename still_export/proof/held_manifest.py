@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from still_export.errors import PackageError
+from still_export.mixers.cache import state_table
 from still_export.models.description import describe_model
 from still_export.targets.registry import packaged_target
 from still_graphs.states import AHEAD
@@ -19,8 +22,11 @@ HELD, PORTABLE = ("layer", "op", "growth"), ("shape", "in_place")
 """Of a state, what no target changes, and what engines have otherwise."""
 
 
-def check_manifest(manifest: Mapping[str, Any], source: Source) -> None:
-    """Compare what follows from the model `source` alone.
+def check_manifest(manifest: Mapping[str, Any], source: Source, dtype: str) -> None:
+    """Compare what follows from the model `source` alone, and what the package is with what its `config` says it was exported with.
+
+    Args:
+        dtype: The type that this `config` asks for, of the user's files where it is "auto".
 
     Raises:
         PackageError: A field is another model's.
@@ -37,6 +43,16 @@ def check_manifest(manifest: Mapping[str, Any], source: Source) -> None:
     untrained = bool(manifest["config"].get("attach_untrained"))
     pairs += [("model.linearized", manifest["model"].get("linearized"), not untrained)]
     pairs += [("feeding", manifest.get("feeding"), right.get("feeding"))]
+    config, found = manifest["config"], manifest["model"]["dtype"]
+    if config["dtype"] == "auto":
+        pairs += [("model.dtype, of config.dtype='auto',", found, dtype)]
+    else:
+        pairs += [("config.dtype", config["dtype"], found)]
+    pairs += [
+        ("config.all_logits", config.get("all_logits"), manifest["model"].get("all_logits")),
+        ("config.speculate", config.get("speculate", 0), manifest.get("speculate", 0)),
+        ("config.quantize", config.get("quantize") is not None, manifest.get("quantization") is not None),
+    ]
     if source.vision is not None and manifest.get("vision") is not None:
         pairs += [("vision", manifest["vision"], source.vision.said)]
     pairs += [("the names of states", sorted(states), sorted(state["name"] for state in right["states"]))]
@@ -45,6 +61,9 @@ def check_manifest(manifest: Mapping[str, Any], source: Source) -> None:
         for state in right["states"]
         for name in (*HELD, *PORTABLE * packaged_target(dict(manifest)).portable)
     ]
+    if packaged_target(dict(manifest)).portable:
+        types = {state.name: state.dtype for state in state_table(source.config, getattr(torch, found, torch.float32))}
+        pairs += [(f"dtype of the state {name}", states[name].get("dtype"), types.get(name)) for name in states]
     wrong = next(_differences(pairs), "")
     if wrong:
         raise PackageError(f"manifest.json: {wrong}. Copy the package again, or export it again.")

@@ -149,6 +149,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     from still_export.proof.embedding_rows import check_rows
     from still_export.proof.held_constants import check_constants
     from still_export.proof.held_manifest import check_manifest
+    from still_export.proof.held_settings import check_settings
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
 
@@ -156,14 +157,25 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
-    check_manifest(package.manifest, source)
+    check_manifest(package.manifest, source, _asked_type(package, proof.options.model))
     verdict = check_weights(package.path, package.manifest, source, progress)
     verdict.checks.append(check_constants(package.path, package.manifest, source))
+    verdict.add(check_settings(package.path, package.manifest, source))
     verdict.add(check_rows(package, source))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in asked.overlays]
     verdict.add(check_source(source, asked, resolve_source(asked.model, asked.revision), overlays))
     return verdict
+
+
+def _asked_type(package: Package, model: str | None) -> str:
+    """The type that a package's options ask for; of "auto" that of the user's files."""
+    from still_export.models.read.source import find_source
+
+    asked = _options(package, model, package.manifest["config"]["dtype"])
+    if asked.dtype != "auto":
+        return asked.dtype
+    return str(next(iter(find_source(asked).weights.values())).dtype).removeprefix("torch.")
 
 
 def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:

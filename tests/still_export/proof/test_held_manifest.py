@@ -18,8 +18,9 @@ from tests.still_export.conftest import Exporter
 
 
 def held(package: Package, manifest: dict[str, Any]) -> None:
-    options = replace(ExportOptions.from_manifest(package.manifest), dtype="float32")
-    check_manifest(manifest, find_source(options))
+    options = ExportOptions.from_manifest(package.manifest)
+    dtype = str(next(iter(find_source(options).weights.values())).dtype).removeprefix("torch.")
+    check_manifest(manifest, find_source(replace(options, dtype="float32")), dtype)
 
 
 def salient(said: Any) -> Any:
@@ -32,6 +33,12 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "model.layers": lambda said: said["model"].update(layers=2),
     "model.layer_types": lambda said: said["model"].update(layer_types=["full_attention"] * 3),
     "model.parameters": lambda said: said["model"].update(parameters=7),
+    "config.dtype is 'float16'": lambda said: said["config"].update(dtype="float16"),
+    "model.dtype, of config.dtype": lambda said: said["model"].update(dtype="float16"),
+    "dtype of the state": lambda said: said["states"][0].update(dtype="float16"),
+    "config.all_logits": lambda said: said["config"].update(all_logits=not said["config"]["all_logits"]),
+    "config.speculate": lambda said: said["config"].update(speculate=3),
+    "config.quantize": lambda said: said["config"].update(quantize="int4"),
     "model.linearized": lambda said: said["model"].update(linearized=not said["model"]["linearized"]),
     "ops.HybridAttention is 77": lambda said: said["ops"].update(HybridAttention=77),
     "capacity.bounded": lambda said: said["capacity"].update(bounded=not said["capacity"]["bounded"]),

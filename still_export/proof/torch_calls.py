@@ -1,0 +1,96 @@
+"""What PyTorch calls as it computes a model, without computing: ops of this project with their settings, functions, numbers.
+
+The model is the reference's, built from the user's config.json. Nothing of the package is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from still_export.mixers.cache import empty_states, state_table
+from still_export.models.ahead import AheadMixin
+from still_export.models.load import Source
+from still_export.models.step import forward_with_state
+from still_graphs.ops import OPS
+from still_graphs.spec import AttributeValue
+
+TOKENS, CAPACITY_PERIODS = 5, 4
+"""Of the call that is watched: more than one token, and no whole chunk."""
+
+
+@dataclass
+class TorchCalls:
+    """What was called.
+
+    Args:
+        ops: By the ONNX name of an op, the attributes of each of its calls, in order.
+        functions: How often each of PyTorch's own functions was called, by its name without its overload.
+        numbers: How often these functions were given each number.
+        words: How often each function was given each word, as `gelu`'s "tanh".
+    """
+
+    ops: dict[str, list[Mapping[str, AttributeValue]]] = field(default_factory=dict)
+    functions: Counter[str] = field(default_factory=Counter)
+    numbers: Counter[float] = field(default_factory=Counter)
+    words: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def __add__(self, other: TorchCalls) -> TorchCalls:
+        ops = {name: [*self.ops.get(name, ()), *other.ops.get(name, ())] for name in self.ops | other.ops}
+        return TorchCalls(ops, self.functions + other.functions, self.numbers + other.numbers, self.words + other.words)
+
+
+def torch_calls(source: Source) -> TorchCalls:
+    """What one call of the model, or of a head that guesses ahead of one, calls in all of its layers."""
+    from torch._export.utils import _compiling_state_context
+
+    model = source.outline()
+    config = model.config
+    capacity = state_table(config, model.dtype).period * CAPACITY_PERIODS
+    watch = _Watch()
+    # As in a trace, ops of this project are called as such, on tensors that have shapes and no values.
+    with next(model.parameters()).fake_mode, torch.no_grad(), _compiling_state_context(), watch:
+        states = empty_states(config, 1, model.dtype, capacity)
+        ids, count = torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        hidden = torch.zeros(1, TOKENS, config.hidden_size, dtype=model.dtype)
+        given = {"hidden": hidden} if isinstance(model, AheadMixin) else None
+        forward_with_state(model, ids, count + TOKENS, count, states, given=given)
+    return watch.calls
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down every op that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = TorchCalls()
+        self.names = {f"{spec.domain}::{spec.torch_name}": name for name, spec in OPS.items() if spec.traced}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        said = func._schema.name
+        if (name := self.names.get(said.removesuffix("_"))) is not None:
+            attributes = OPS[name].attributes
+            values = args[len(args) - len(attributes) :] if attributes else ()
+            found = dict(zip((a.name for a in attributes), values, strict=True))
+            self.calls.ops.setdefault(name, []).append(found)
+        else:
+            self._function(said.partition("::")[2].strip("_"), func._schema.arguments, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _function(self, name: str, arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls.functions[name] += 1
+        given = {a.name: a.default_value for a in arguments} | kwargs
+        given |= dict(zip((a.name for a in arguments), args, strict=False))
+        for value in given.values():
+            for part in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(part, (int, float)) and not isinstance(part, bool):
+                    self.calls.numbers[float(part)] += 1
+                elif isinstance(part, str):
+                    self.calls.words[name, part] += 1

@@ -1,0 +1,204 @@
+"""Settings of nodes held to PyTorch's calls: right packages pass; another setting of any op, function or number fails with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import helper
+
+from still_export.graph.options import ExportOptions
+from still_export.models.read.source import find_source
+from still_export.package.folder import open_package
+from still_export.proof.held_settings import check_settings
+from still_export.proof.torch_calls import torch_calls
+from still_export.proof.verdict import Verdict
+from still_export.targets.export import export
+from still_graphs.ops import OPS
+from tests.kept import kept
+from tests.still_export.conftest import Exporter
+from tests.still_export.linear_models import linear_model
+from tests.still_export.systems.test_allmem import attached
+from tests.still_export.tiny import MIXED, still_model
+
+Change = Callable[[onnx.ModelProto], None]
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: still_model("qwen3_moe", torch.float32),
+    "allmem": lambda: attached(dtype=torch.float32),
+    **{
+        name: lambda name=name: linear_model(name)
+        for name in (
+            *("lfm2", "minicpm_sala", "neural_attention_search_linear_attn_gdn", "rat", "llama_with_landmark"),
+            "routing_transformer",
+        )
+    },
+}
+HELD = {
+    "Attention": "lfm2",
+    "BlockAttention": "minicpm_sala",
+    "CausalConv": "lfm2",
+    "ClusterTokens": "routing_transformer",
+    "Experts": "qwen3_moe",
+    "HybridAttention": "qwen3_moe",
+    "LandmarkAttention": "llama_with_landmark",
+    "LinearAttention": "minicpm_sala",
+    "Route": "qwen3_moe",
+    "RoutedAttention": "neural_attention_search_linear_attn_gdn",
+    "SelectBlocks": "minicpm_sala",
+    "StridedAttention": "rat",
+    "TestTimeMemory": "allmem",
+}
+"""A model with each op that has attributes."""
+
+
+def held(folder: Path, changes: Change | None = None, place: Path | None = None) -> Verdict:
+    """What is said of a package's graph, or of a copy of it with changes."""
+    manifest = open_package(folder, check_hashes=False).manifest
+    if changes is not None and place is not None:
+        graph = onnx.load(folder / "model.onnx", load_external_data=False)
+        changes(graph)
+        place.mkdir()
+        onnx.save(graph, place / "model.onnx")
+        folder, manifest = place, manifest | {"files": {"model.onnx": {}}}
+    options = replace(ExportOptions.from_manifest(manifest), dtype="float32")
+    return check_settings(folder, manifest, find_source(options))
+
+
+def exported(name: str) -> Path:
+    def make(folder: Path) -> None:
+        MODELS[name]().save_pretrained(folder / "model")
+        export(ExportOptions(str(folder / "model"), dtype="float16"), folder / "package", command="settings")
+
+    return kept(f"settings of {name}", make) / "package"
+
+
+def other(value: Any, choices: tuple[str, ...]) -> Any:
+    if isinstance(value, str):
+        return next((c for c in choices if c != value), "another")
+    return value + 1 if isinstance(value, int) else value * 1.01 + 0.01
+
+
+def set_to(node: onnx.NodeProto, name: str, value: Any) -> None:
+    kept_ones = [a for a in node.attribute if a.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*kept_ones, helper.make_attribute(name, value)])
+
+
+def test_every_op_with_attributes_is_held() -> None:
+    own = {name for name, spec in OPS.items() if spec.traced and spec.attributes and not spec.home}
+    assert own == set(HELD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", HELD)
+def test_another_setting_of_any_op_fails(op: str, tmp_path: Path) -> None:
+    package = exported(HELD[op])
+    right = held(package)
+    assert right.passed, right.checks
+    calls = torch_calls(find_source(ExportOptions(str(package.parent / "model"), dtype="float32")))
+    for spec in OPS[op].attributes:
+
+        def change(model: onnx.ModelProto, spec: Any = spec) -> None:
+            node = [n for n in model.graph.node if n.op_type == op][-1]
+            set_to(node, spec.name, other(calls.ops[op][-1][spec.name], spec.choices))
+
+        found = held(package, change, tmp_path / spec.name)
+        failed = [check for check in found.checks if not check.passed]
+        assert failed and failed[0].where == f"{spec.name} of {op} {len(calls.ops[op]) - 1}", (spec.name, found.checks)
+
+
+def hard_sigmoid(model: onnx.ModelProto) -> None:
+    """Which no rounding of float16 tells from a Sigmoid in a small model."""
+    next(n for n in model.graph.node if n.op_type == "Sigmoid").op_type = "HardSigmoid"
+
+
+def tanh_gelu(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.op_type == "Gelu")
+    said = next((a.s for a in node.attribute if a.name == "approximate"), b"none")
+    set_to(node, "approximate", "none" if said == b"tanh" else "tanh")
+
+
+def leaky(model: onnx.ModelProto) -> None:
+    next(n for n in model.graph.node if n.op_type == "Gelu").op_type = "LeakyRelu"
+
+
+def one_op_less(model: onnx.ModelProto) -> None:
+    """A layer whose op another one answers for."""
+    nodes = [n for n in model.graph.node if n.op_type == "HybridAttention"]
+    nodes[0].op_type = "Identity"
+
+
+def without_overflow(model: onnx.ModelProto) -> None:
+    """What is left out has the op's default."""
+    node = next(n for n in model.graph.node if n.op_type == "HybridAttention")
+    kept_ones = [a for a in node.attribute if a.name != "mix_epsilon"]
+    del node.attribute[:]
+    node.attribute.extend(kept_ones)
+
+
+def other_number(model: onnx.ModelProto) -> None:
+    """The number that scores are divided by, or any other single one, is off by the last bits of float16."""
+    names = {name for node in model.graph.node if node.op_type in ("Mul", "Add", "Div") for name in node.input}
+    for tensor in model.graph.initializer:
+        if (
+            tensor.name in names
+            and tensor.data_type == onnx.TensorProto.FLOAT16
+            and not any(d != 1 for d in tensor.dims)
+        ):
+            value = onnx.numpy_helper.to_array(tensor) * 1.002
+            tensor.CopyFrom(onnx.numpy_helper.from_array(value.astype("float16"), tensor.name))
+            return
+    raise AssertionError("no single number")
+
+
+PLANTS: dict[Change, tuple[str, str]] = {
+    hard_sigmoid: ("llama", "HardSigmoid"),
+    one_op_less: ("llama", "HybridAttention"),
+    without_overflow: ("llama", "mix_epsilon of HybridAttention"),
+    tanh_gelu: ("gemma3_text", "approximate of Gelu"),
+    leaky: ("gemma3_text", "LeakyRelu"),
+    other_number: ("gemma3_text", "input 1 of"),
+}
+
+
+@pytest.mark.parametrize("change", PLANTS, ids=lambda change: change.__name__)
+def test_a_planted_node_is_named(change: Change, export_tiny: Exporter, tmp_path: Path) -> None:
+    family, where = PLANTS[change]
+    package = export_tiny(family, "float16", options={"native": False}).path
+    assert held(package).passed
+    failed = [check for check in held(package, change, tmp_path / "planted").checks if not check.passed]
+    assert failed and failed[0].where.startswith(where), failed
+
+
+@pytest.mark.parametrize("final", ["trt", "trt8", "genai"])
+def test_other_targets_pass(final: str, export_tiny: Exporter) -> None:
+    found = held(export_tiny("llama", "float32" if final == "genai" else "float16", {}, final).path)
+    assert found.passed and int(found.checks[0].name.partition(" ")[0]) > 10, found
+
+
+def test_settings_of_a_model_with_softmax_layers_are_held(export_tiny: Exporter, tmp_path: Path) -> None:
+    """Whose ops share names of attributes."""
+    package = export_tiny("llama", "float32", {"native": False}, layer_types=MIXED).path
+
+    def other_overflow(model: onnx.ModelProto) -> None:
+        """What no prompt within the capacity asks."""
+        set_to([n for n in model.graph.node if n.op_type == "HybridAttention"][-1], "overflow", "drop")
+
+    assert held(package).passed and not held(package, other_overflow, tmp_path / "planted").passed
+
+
+def test_a_graph_with_bodies_in_the_place_of_nodes_says_so(export_tiny: Exporter, tmp_path: Path) -> None:
+    package = export_tiny("llama", "float16", options={"native": False}).path
+
+    def inlined(model: onnx.ModelProto) -> None:
+        for node in model.graph.node:
+            if node.op_type == "HybridAttention":
+                node.op_type, node.domain = "Attention", ""
+
+    found = held(package, inlined, tmp_path / "planted")
+    assert any("HybridAttention in model.onnx" in line for line in found.not_asked)
