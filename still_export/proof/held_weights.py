@@ -21,7 +21,7 @@ from still_export.graph.quantization.forms import CODES, FLOAT8_CODES, K_QUANT, 
 from still_export.graph.quantization.policy import DEFAULT_METHOD
 from still_export.graph.quantization.read import held_rows
 from still_export.models.ahead import weight_name
-from still_export.models.read.weights import TOGETHER, Deferred, Weight, is_coded, value_of
+from still_export.models.read.weights import TOGETHER, Deferred, Weight, Weights, is_coded, value_of
 from still_export.package.files import HEAD, MODEL, VISION
 from still_export.proof.verdict import Check, Verdict
 
@@ -142,12 +142,16 @@ def check_weights(
             f"{len(missing)} weights by themselves ({some}{', ...' if len(missing) > 3 else ''}): {MODEL} has them in another form; "
             "its outputs were compared"
         )
+    if coded := [name for name, weight in source.weights.items() if is_coded(weight)]:
+        verdict.not_asked.append(
+            f"what codes of the model's own file lose ({len(coded)} weights): the float weights that they were made of are not there"
+        )
     if VISION in manifest["files"]:
         verdict.not_asked.append(f"the weights of {VISION} by themselves: its outputs were compared")
     return verdict
 
 
-def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Mapping[str, Weight]) -> dict[str, Stored]:
+def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
     """The weights of a graph by the model's names, of those that `weights` has."""
     values = _graph(path).initializers
     parts = {str(name): value.const_value for name, value in values.items() if value.const_value is not None}
@@ -167,6 +171,15 @@ def stored_weights(path: Path, manifest: Mapping[str, Any], weights: Mapping[str
         if name in weights:
             found[name] = _coded(name, rows, parts, weights[name], sizes)
     return found
+
+
+def searched_weights(path: Path, manifest: Mapping[str, Any], weights: Weights) -> dict[str, Stored]:
+    """Those of `stored_weights` whose method moves them on purpose."""
+    judge = _Judge(manifest)
+    if judge.method == DEFAULT_METHOD:
+        return {}
+    stored = stored_weights(path, manifest, weights)
+    return {name: held for name, held in stored.items() if judge.searched(name, held, weights[name])}
 
 
 def _graph(path: Path) -> ir.Graph:
@@ -278,7 +291,7 @@ class _Judge:
         if self.searched(name, held, weight):
             return self._lost(graph, name, held, weight)
         worst, place, count = (0.0, 0.0, 0.0, 0.0), (), 0
-        for rows, right in _slabs(weight):
+        for rows, right in slabs(weight):
             found = held.rows(rows)
             allowed = self._allowed(name, held, weight, right, found, rows)
             if isinstance(allowed, float):
@@ -330,11 +343,11 @@ class _Judge:
         columns: Tensor | float = 0.0
         plain: Tensor | float = 0.0
         worst = 0.0
-        for rows, right in _slabs(weight):
+        for rows, right in slabs(weight):
             assert held.step is not None
             blocks = held.step(rows).shape[-1]
             lost = (held.rows(rows) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
-            least = (_rounded(right, blocks, held.bits) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
+            least = (plainly_rounded(right, blocks, held.bits) - right).square().unflatten(-1, (blocks, -1)).sum(-1)
             columns, plain = columns + lost.flatten(0, -2).sum(0), plain + least.flatten(0, -2).sum(0)
             worst = max(worst, _ratio(lost.sum(-1), least.sum(-1)))
         assert isinstance(columns, Tensor) and isinstance(plain, Tensor)
@@ -351,7 +364,7 @@ def _unit(dtype: torch.dtype) -> float:
     return {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}.get(dtype, 2.0**-18)
 
 
-def _rounded(values: Tensor, blocks: int, bits: int) -> Tensor:
+def plainly_rounded(values: Tensor, blocks: int, bits: int) -> Tensor:
     """`values` to nearest, between the least and the largest of each block."""
     parts = values.unflatten(-1, (blocks, -1))
     low, high = parts.amin(-1, keepdim=True).clamp_max(0), parts.amax(-1, keepdim=True).clamp_min(0)
@@ -360,7 +373,7 @@ def _rounded(values: Tensor, blocks: int, bits: int) -> Tensor:
     return ((((parts / step).round() + zero).clamp(0, 2**bits - 1) - zero) * step).flatten(-2)
 
 
-def _slabs(weight: Weight) -> Iterator[tuple[slice, Tensor]]:
+def slabs(weight: Weight) -> Iterator[tuple[slice, Tensor]]:
     """Rows of a weight in float32, whole blocks of 8 of them at a time."""
     outputs = int(weight.shape[0]) if weight.dim() else 1
     each = max(8, SLAB // max(1, math.prod(weight.shape[1:])) // 8 * 8)

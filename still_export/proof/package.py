@@ -149,6 +149,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     from still_export.proof.embedding_rows import check_rows
     from still_export.proof.held_constants import check_constants
     from still_export.proof.held_manifest import check_manifest
+    from still_export.proof.held_outputs import check_outputs
     from still_export.proof.held_settings import check_settings
     from still_export.proof.held_weights import check_weights
     from still_export.proof.source_reader import check_source
@@ -161,6 +162,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     verdict = check_weights(package.path, package.manifest, source, progress)
     verdict.checks.append(check_constants(package.path, package.manifest, source))
     verdict.add(check_settings(package.path, package.manifest, source))
+    verdict.add(check_outputs(package.path, package.manifest, source, asked_tokens(package.path, package.manifest)))
     verdict.add(check_rows(package, source))
     progress("reading the model's files as others do", 0, 0)
     overlays = [resolve_source(overlay) for overlay in asked.overlays]

@@ -1,0 +1,85 @@
+"""What a linear layer gives with searched codes (gptq), beside what it gives with plainly rounded ones, on what the model feeds it.
+
+Codes that are moved on purpose may lie further from the weights than rounding to nearest, block by block at most so far. What
+they are moved for is the layer's output: there they lose no more than twice what plain rounding loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from still_export.package.files import MODEL
+from still_export.proof.chains import Chain, nothing
+from still_export.proof.held_weights import Stored, plainly_rounded, searched_weights, slabs
+from still_export.proof.layerwise import LayerwiseModel
+from still_export.proof.verdict import Check, Verdict
+
+if TYPE_CHECKING:
+    from still_export.models.load import Source
+
+TWICE = 2.0
+"""Times the error of plain rounding, root mean square over a text's outputs."""
+TOKENS = 256
+"""Of the text."""
+SHOWN = 4
+
+
+def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, words: Sequence[int]) -> Verdict:
+    """Hold the outputs of every linear layer with searched codes to those with plainly rounded ones.
+
+    Args:
+        folder, manifest: The package.
+        source: What was exported, in float32.
+        words: Tokens of text; where there are none, random ones are asked.
+    """
+    searched = searched_weights(folder / MODEL, manifest, source.weights)
+    if not searched:
+        return Verdict()
+    count = min(TOKENS, manifest["capacity"]["capacity_tokens"] if manifest["capacity"]["bounded"] else TOKENS)
+    text = np.array(words[:count], np.int64)
+    if not text.size:
+        text = np.random.default_rng(0).integers(0, manifest["model"]["vocab_size"], count)
+    lost: dict[str, float] = {}
+
+    def before(name: str, layer: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
+        lost[name] = max(lost.get(name, 0.0), _lost(searched[name], source.weights[name], inputs[0].flatten(0, -2)))
+
+    def watch(model: Any) -> None:
+        for name, module in model.named_modules():
+            if f"{name}.weight" in searched and isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(partial(before, f"{name}.weight"))
+
+    layers = LayerwiseModel({"model": {"all_logits": False}}, source, prepare=watch)
+    feed = layers.empty_feed(1, len(text)) | {"input_ids": text[None], "new_tokens": np.array([len(text)])}
+    layers.run([Chain.of(feed, nothing)])
+    wrong = sorted((name for name in lost if not lost[name] <= TWICE), key=lambda name: -lost[name])
+    said = [f"{name} loses {lost[name]:.3g} times what plain rounding loses of its outputs" for name in wrong]
+    what = "".join(said[:1]) + (f"; {len(said)} do" if len(said) > 1 else "")
+    name = f"outputs of {len(lost)} layers with searched codes lose at most {TWICE:g} times what plain rounding loses"
+    worst = max(lost.values(), default=0.0)
+    verdict = Verdict.of(
+        [Check(name, not wrong, what, "".join(wrong[:1]), worst, TWICE, tuple(said[1 : 1 + SHOWN]))] if lost else []
+    )
+    if left := [name for name in searched if name not in lost]:
+        verdict.not_asked.append(
+            f"outputs of {len(left)} weights with searched codes by themselves ({left[0]}): no linear layer of the model has them"
+        )
+    return verdict
+
+
+def _lost(held: Stored, weight: Any, inputs: Tensor) -> float:
+    """Times the error of plain rounding that the codes' has, root mean square over the outputs of `inputs` [T, K]."""
+    found, least = 0.0, torch.finfo(torch.float32).tiny
+    for rows, right in slabs(weight):
+        assert held.step is not None
+        plain = plainly_rounded(right, held.step(rows).shape[-1], held.bits)
+        found += float((inputs @ (held.rows(rows) - right).T).square().sum())
+        least += float((inputs @ (plain - right).T).square().sum())
+    return float(np.sqrt(found / least)) if np.isfinite(found) else np.inf
