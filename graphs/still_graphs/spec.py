@@ -51,6 +51,8 @@ class Growth:
         lag: Blocks of `per` tokens that have no rows yet.
         only: Attribute and value with which the state grows; with another value it has, from the first token on, the rows that the
             capacity needs, and never more. None: it always grows.
+        counted: A state of the op, [B, ..], that counts the `per` tokens whose rows are still held, the newest ones apart: the rule is then
+            the most that there can be.
     """
 
     dimension: str
@@ -59,6 +61,7 @@ class Growth:
     per: int | str = 1
     lag: int = 0
     only: tuple[str, AttributeValue] | None = None
+    counted: str = ""
 
     def resolve(self, attributes: Mapping[str, AttributeValue]) -> dict[str, int | str | bool]:
         """The rule in numbers, as the manifest carries it (`still_graphs.states` computes with it)."""
@@ -72,6 +75,7 @@ class Growth:
             "per": int(per),
             "lag": self.lag,
             "fixed": fixed,
+            **({"counted": self.counted} if self.counted else {}),
         }
 
 

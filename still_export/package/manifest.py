@@ -70,7 +70,10 @@ class Capacity(Record):
 
 
 class Growth(Record):
-    """How many rows a state has after how many tokens: rows * max(0, ceil(tokens / per) - lag)."""
+    """How many rows a state has after how many tokens: rows * max(0, ceil(tokens / per) - lag).
+
+    counted: The state of the same layer that counts the `per` tokens whose rows are held, beside the newest ones; the rule is then the most.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,6 +83,7 @@ class Growth(Record):
     per: Annotated[int, Field(ge=1, le=MOST_ROWS)]
     lag: Annotated[int, Field(ge=0, le=MOST_ROWS)]
     fixed: bool
+    counted: str = ""
 
 
 class State(Record):

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
+from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.routed_attention.meaning import Inputs, RoutedState, routed_attention
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION
 from tests.linear_attention_cases import BOUND, SPLITS, error
 from tests.still_graphs.node_model import NodeOfStates, node_model
 
 SIZES = {"H": 6, "D": 10, "V": 7, "R": 3}
-CHUNKS, SIZE = 6, 64
+SIZE = 64
 
 
-def looped(x: dict[str, Tensor], keep: bool, fault: str = "") -> tuple[Tensor, Tensor]:
-    """Outputs [T, H, V] and blocks [T, R, CHUNKS] of one sequence. `fault`: "kept", no chunk is taken back; "early", a chunk goes where the
+def looped(x: dict[str, Tensor], keep: bool, fault: str = "") -> Tensor:
+    """Outputs [T, H, V] of one sequence. `fault`: "kept", no chunk is taken back; "early", a chunk goes where the
     one before it was told to."""
     state = start = torch.zeros(SIZES["H"], SIZES["D"], SIZES["V"], dtype=torch.float64)
-    outputs, blocks, softmax = [], torch.full((len(x["query"]), SIZES["R"], CHUNKS), -1), []
+    outputs = []
     told = torch.zeros(SIZES["R"], dtype=torch.bool)
     for t in range(len(x["query"])):
         k, left = x["key"][t], x["decay"][t].exp()[:, None, None]
@@ -33,24 +33,18 @@ def looped(x: dict[str, Tensor], keep: bool, fault: str = "") -> tuple[Tensor, T
         new = x["beta"][t, :, None] * (x["value"][t] - torch.einsum("hdv,hd->hv", state, k))
         state = state + k[:, :, None] * new[:, None]
         outputs.append(torch.einsum("hdv,hd->hv", state, x["query"][t]) / SIZES["D"] ** 0.5)
-        for route in range(SIZES["R"]):
-            for chunk in range(t // SIZE):
-                if softmax[chunk][route]:
-                    blocks[t, route, chunk] = chunk
-            blocks[t, route, t // SIZE] = t // SIZE
         if t % SIZE == SIZE - 1:
             now = x["softmax"][t] > 0
             went, told = (told if fault == "early" else now), now
-            softmax.append(went)
             taken = went.repeat_interleave(SIZES["H"] // SIZES["R"])[:, None, None]
             state = start = torch.where(taken & (fault != "kept"), start, state)
-    return torch.stack(outputs), blocks
+    return torch.stack(outputs)
 
 
 def calls(
     dtype: torch.dtype = torch.float32, keep: bool = True, fault: str = ""
-) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
-    """Calls of two sequences with NaN, or 1 of numbers that are whole, where there is no token; outputs and blocks."""
+) -> Iterator[tuple[Inputs, Tensor]]:
+    """Calls of two sequences with NaN, or 1 of numbers that are whole, where there is no token; and outputs."""
     counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
 
@@ -71,35 +65,32 @@ def calls(
             for n, t in x.items()
         }
         output = torch.zeros(2, longest, heads, size, dtype=torch.float64)
-        blocks = torch.full((2, longest, SIZES["R"], CHUNKS), -1)
         for row, count in enumerate(new.tolist()):
             place = slice(int(past[row]), int(past[row]) + count)
             for name, t in x.items():
                 feeds[name][row, :count] = t[row, place]
-            output[row, :count], blocks[row, :count] = (tensor[place] for tensor in made[row])
-        yield Inputs(**feeds, new_tokens=new, past_length=past, keep_decay=int(keep)), output, blocks
+            output[row, :count] = made[row][place]
+        yield Inputs(**feeds, new_tokens=new, past_length=past, keep_decay=int(keep)), output
         past = past + new
 
 
-def empty(chunks: int = CHUNKS) -> RoutedState:
+def empty() -> RoutedState:
     state = torch.zeros(2, *(SIZES[n] for n in "HDV"))
-    return RoutedState(state, state.clone(), torch.zeros(2, SIZES["R"], chunks))
+    return RoutedState(state, state.clone())
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, BOUND), (torch.float16, 1e-3)], ids=str)
 @pytest.mark.parametrize("keep", [True, False])
 def test_definition_and_body_equal_the_loop(dtype: torch.dtype, bound: float, keep: bool) -> None:
-    model = node_model(ROUTED_ATTENTION, SIZES | {"N": CHUNKS}, dtype, keep_decay=int(keep))
+    model = node_model(ROUTED_ATTENTION, SIZES, dtype, keep_decay=int(keep))
     state, worst = empty(), 0.0
     nodes = [NodeOfStates(model, empty()._asdict(), in_place) for in_place in (True, False)]
-    for inputs, output, blocks in calls(dtype, keep):
-        found, chosen, state = routed_attention(inputs, state)
+    for inputs, output in calls(dtype, keep):
+        found, state = routed_attention(inputs, state)
         feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)}
         made = [node(feeds, output.to(dtype)) for node in nodes]
         worst = max(worst, *(error(x, output) for x in (found, *made)))
-        assert torch.equal(chosen, blocks.int())
         for node in nodes:
-            assert torch.equal(node.others["blocks"], blocks.int())
             for name, kept in node.states().items():
                 assert error(kept, getattr(state, name).double()) <= bound, name
     print(dtype, keep, worst)
@@ -108,8 +99,8 @@ def test_definition_and_body_equal_the_loop(dtype: torch.dtype, bound: float, ke
 
 def test_a_sequence_without_tokens_keeps_its_state() -> None:
     state = empty()
-    for inputs, _, _ in calls():
-        before, (_, _, state) = state, routed_attention(inputs, state)
+    for inputs, _ in calls():
+        before, (_, state) = state, routed_attention(inputs, state)
         for row in range(2):
             if not inputs.new_tokens[row]:
                 assert all(torch.equal(a[row], b[row]) for a, b in zip(before, state, strict=True))
@@ -118,22 +109,18 @@ def test_a_sequence_without_tokens_keeps_its_state() -> None:
 def test_faults_are_seen() -> None:
     """Each beyond a thousand times the bound: a chunk that is not taken back, and one that goes where the one before it was told to."""
     for fault in ("kept", "early"):
-        state, worst, same = empty(), 0.0, True
-        for inputs, output, blocks in calls(fault=fault):
-            found, chosen, state = routed_attention(inputs, state)
-            worst, same = max(worst, error(found, output)), same and torch.equal(chosen, blocks.int())
+        state, worst = empty(), 0.0
+        for inputs, output in calls(fault=fault):
+            found, state = routed_attention(inputs, state)
+            worst = max(worst, error(found, output))
         assert worst > 1e3 * BOUND, fault
-        assert same == (fault == "kept")
 
 
 def test_what_does_not_fit_is_named() -> None:
-    x, _, _ = next(calls())
+    x, _ = next(calls())
     with pytest.raises(ShapeError, match="4 routes, which do not divide the 6 heads"):
-        four = torch.zeros(2, 4, CHUNKS)
-        routed_attention(
-            replace(x, softmax=x.softmax.new_zeros(*x.softmax.shape[:2], 4)), empty()._replace(chunk_routes=four)
-        )
-    with pytest.raises(CapacityError, match="sequence 0 grows to 70 tokens; the state has room for 64"):
-        routed_attention(x, empty(1))
+        routed_attention(replace(x, softmax=x.softmax.new_zeros(*x.softmax.shape[:2], 4)), empty())
+    with pytest.raises(ShapeError, match="chunk_state: expected"):
+        routed_attention(x, empty()._replace(chunk_state=torch.zeros(2, 6, 10, 8)))
     with pytest.raises(UnsupportedError, match="4 routes do not divide the 6 heads"):
-        node_model(ROUTED_ATTENTION, SIZES | {"R": 4, "N": CHUNKS}, torch.float32)
+        node_model(ROUTED_ATTENTION, SIZES | {"R": 4}, torch.float32)

@@ -44,20 +44,6 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         brought = s("And", s("GreaterOrEqual", place, 0), s("Less", place, new))
         return s("GatherND", padded[name], s.unsqueeze(s("Where", brought, place, tokens), 2), batch_dims=1)
 
-    number = b.arange(b.dim("past_chunk_routes", 2))
-    last = b(
-        "Sub", b("Add", b("Mul", number, CHUNK), CHUNK - 1), past
-    )  # [B, N], of each chunk its last token in the call
-    closed = b("And", b("GreaterOrEqual", last, 0), b("Less", last, new))
-    told = b("Transpose", at(b, "softmax", last), perm=[0, 2, 1])
-    b("Where", b.unsqueeze(closed, 1), told, "past_chunk_routes", out="present_chunk_routes")
-    step = b.arange(tokens)
-    real = b("Less", step, new)  # [B, T]
-    own = b.unsqueeze(b("Div", b("Add", past, step), CHUNK), 2, 3)
-    before = b("And", b.unsqueeze(b("Greater", "present_chunk_routes", 0.5), 1), b("Less", number, own))
-    seen = b("And", b("Or", before, b("Equal", number, own)), b.unsqueeze(real, 2, 3))
-    b.cast(b("Where", seen, number, -1), onnx.TensorProto.INT32, out="blocks")
-
     def tensors(s: Scope, place: str) -> Tensors:
         query, key, value = (s("Transpose", at(s, n, place), perm=[0, 2, 1, 3]) for n in ("query", "key", "value"))
         decay, beta = (s.unsqueeze(s("Transpose", at(s, n, place), perm=[0, 2, 1]), 3) for n in ("decay", "beta"))
@@ -79,6 +65,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         then_branch=branches[0],
         else_branch=branches[1],
     )  # [B, T, H, V]
+    real = b("Less", b.arange(tokens), new)  # [B, T]
     b.narrow(dtype, "output", "Where", b.unsqueeze(real, 2, 3), output, 0.0)
     return b.function(ROUTED_ATTENTION, node, {"": opset})
 

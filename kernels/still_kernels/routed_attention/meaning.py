@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from still_graphs.errors import CapacityError, ShapeError
+from still_graphs.errors import ShapeError
 from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.meaning import Inputs as LinearInputs
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
@@ -16,12 +16,10 @@ from still_kernels.sizes import sizes_of, tensors_of
 
 
 class RoutedState(NamedTuple):
-    """Of sequences: the rule's state and the one before the open chunk [B, H, D, V]; 1 for chunks that went to softmax [B, R, N]; in at
-    least float32."""
+    """Of sequences: the rule's state and the one before the open chunk, [B, H, D, V], in at least float32."""
 
     routed_state: Tensor
     chunk_state: Tensor
-    chunk_routes: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Inputs:
 
         Raises:
             ShapeError: A tensor does not fit.
-            CapacityError: A sequence outgrows the state.
         """
         past = {f"past_{name}": x.shape for name, x in state._asdict().items()}
         sizes = sizes_of(ROUTED_ATTENTION, {n: x.shape for n, x in tensors_of(self).items()} | past)
@@ -67,23 +64,20 @@ class Inputs:
         for row, (count, length) in enumerate(zip(new, lengths, strict=True)):
             if length < 0 or not 0 <= count <= sizes["T"]:
                 raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {sizes['T']}.")
-            if length + count > (room := state.chunk_routes.shape[2] * ROUTED_CHUNK):
-                raise CapacityError(f"sequence {row} grows to {length + count} tokens; the state has room for {room}.")
         return sizes["H"] // sizes["R"], sizes["T"]
 
 
-def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, Tensor, RoutedState]:
+def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, RoutedState]:
     """The rule of `naive_linear_attention`, whose chunks are taken back where they go to softmax; any split gives the same.
 
     Returns:
-        output [B, T, H, V], dtype of query, 0 at padding; blocks int32 [B, T, R, N], as of the op; and the state after the call.
+        output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.
 
     Raises:
         ShapeError: A tensor does not fit.
-        CapacityError: A sequence outgrows the state.
     """
     group, tokens = inputs.check(state)
-    routes, runs, starts, outputs = state.chunk_routes.clone(), [], [], []
+    runs, starts, outputs = [], [], []
     for row, (at, count) in enumerate(zip(inputs.past_length.tolist(), inputs.new_tokens.tolist(), strict=True)):
         run, start, done = state.routed_state[row : row + 1], state.chunk_state[row : row + 1], 0
         parts = []
@@ -105,20 +99,9 @@ def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, Tensor
             at, done = at + size, done + size
             if at % ROUTED_CHUNK == 0:
                 taken = inputs.softmax[row, done - 1] > 0  # [R]
-                routes[row, :, at // ROUTED_CHUNK - 1] = taken.to(routes.dtype)
                 run = start = torch.where(taken.repeat_interleave(group)[:, None, None], start, run)
         padding = inputs.value.new_zeros(tokens - count, *inputs.value.shape[2:])
         outputs.append(torch.cat((*parts, padding)))
         runs.append(run)
         starts.append(start)
-    after = RoutedState(torch.cat(runs), torch.cat(starts), routes)
-    return torch.stack(outputs).to(inputs.query.dtype), _blocks(inputs, routes), after
-
-
-def _blocks(inputs: Inputs, routes: Tensor) -> Tensor:
-    place = torch.arange(inputs.query.shape[1], device=routes.device)
-    own = ((inputs.past_length[:, None] + place) // ROUTED_CHUNK)[..., None, None]  # [B, T, 1, 1]
-    chunk = torch.arange(routes.shape[2], device=routes.device)
-    seen = ((routes[:, None] > 0) & (chunk < own)) | (chunk == own)
-    real = (place < inputs.new_tokens[:, None])[..., None, None]
-    return torch.where(seen & real, chunk, -1).to(torch.int32)
+    return torch.stack(outputs).to(inputs.query.dtype), RoutedState(torch.cat(runs), torch.cat(starts))

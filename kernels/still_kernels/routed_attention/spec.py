@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from still_graphs.spec import AttributeSpec, Growth, OpSpec, StateSpec, TensorSpec
+from still_graphs.spec import AttributeSpec, OpSpec, StateSpec, TensorSpec
 from still_kernels.attention.spec import COUNTS
 
 ROUTED_CHUNK = 64
@@ -12,8 +12,8 @@ _KEYS, _STATE = ("B", "T", "H", "D"), ("B", "H", "D", "V")
 
 ROUTED_ATTENTION = OpSpec(
     # R routes, each of H / R neighbouring heads. What a chunk goes to is known at its last token: where `softmax` is 1 there, the rule's
-    # state becomes what it was before the chunk, decayed over it with `keep_decay`; inside the chunk the rule runs in any case. `blocks`
-    # are, for BlockAttention, a token's own chunk and those before it that went to softmax; -1 elsewhere. Scale 1 / sqrt(D).
+    # state becomes what it was before the chunk, decayed over it with `keep_decay`; inside the chunk the rule runs in any case. Scale
+    # 1 / sqrt(D).
     name="RoutedAttention",
     torch_name="routed_attention",
     inputs=(
@@ -25,15 +25,11 @@ ROUTED_ATTENTION = OpSpec(
         TensorSpec("softmax", ("B", "T", "R"), "int32", "activation"),
         *COUNTS,
     ),
-    # In place: what is written of either matrix comes after all reads of both. `chunk_routes` is 1 for chunks that went to softmax.
+    # In place: what is written of either matrix comes after all reads of both.
     states=(
         StateSpec("routed_state", _STATE, "float32"),
         StateSpec("chunk_state", _STATE, "float32"),  # before the open chunk
-        StateSpec("chunk_routes", ("B", "R", "N"), "float32", Growth("routed_chunks", 2, per=ROUTED_CHUNK)),
     ),
-    outputs=(
-        TensorSpec("output", ("B", "T", "H", "V"), "T", "activation"),
-        TensorSpec("blocks", ("B", "T", "R", "N"), "int32", "activation"),
-    ),
+    outputs=(TensorSpec("output", ("B", "T", "H", "V"), "T", "activation"),),
     attributes=(AttributeSpec("keep_decay", 1),),
 )

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.keyed import Keyed
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp, part_of
-from still_export.mixers.block_attention.cache import RowsLayer
-from still_export.mixers.block_attention.op import read_blocks
 from still_export.mixers.experts.op import route
 from still_export.mixers.fixed import BesideFixedStates, class_for
 from still_export.mixers.gated_delta_net.mixer import FlaGatedDeltaNet
 from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.op import linear_attention
-from still_export.mixers.projections import unit_length
+from still_export.mixers.projections import unit_length, wants_gradients
 from still_export.mixers.roles import GATE, ROUTER
-from still_export.systems.nats_l.op import routed_attention
+from still_export.systems.nats_l.op import kept_attention, routed_attention
 from still_kernels.attention.meaning import AttentionState
-from still_kernels.block_attention.meaning import Inputs
-from still_kernels.block_attention.spec import BLOCK_ATTENTION
 from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.kept_attention.meaning import Inputs, KeptState
+from still_kernels.kept_attention.spec import KEPT_ATTENTION
 from still_kernels.linear_attention.meaning import Inputs as RuleInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 from still_kernels.route.meaning import Inputs as RouteInputs
@@ -37,25 +36,35 @@ from still_kernels.routed_attention.meaning import RoutedState
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
 
 
-@dataclass(frozen=True)
-class RoutedKeys(AttentionState):
-    """As of attention, and `chunk_routes` [B, R, ceil(N / 64)], in at least float32."""
-
-    chunk_routes: Tensor | None = None
-
-
-class RoutedLayer(BesideFixedStates[Any], RowsLayer):
-    """Beside them the states that do not grow.
+class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
+    """Keys and values of kept chunks and of the open one, with as many rows as these need; the other states beside them.
 
     Args:
-        ops: Whose these are.
-        routes: R.
+        ops: Of the layer.
     """
 
-    of, kept = RoutedKeys, "chunk_routes"
+    def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
+        return super().empty(batch, _whole(columns), dtype, device)
 
-    def __init__(self, ops: Sequence[LayerOp], heads: int, dim: int, cache: str | None, routes: int) -> None:
-        super().__init__(ops, heads, dim, cache, ROUTED_CHUNK, (routes,))
+    def grown(self, state: AttentionState, columns: int) -> AttentionState:
+        kept, new, least = self.beside.tensors.get("kept_chunks"), self.new_tokens, _whole(columns)
+        if kept is not None and new is not None and new.numel():
+            least = min(least, ROUTED_CHUNK * (int(kept.max()) + 1) + int(new.max()))
+        return super().grown(state, least)
+
+    def store(self, state: AttentionState) -> None:
+        """Without the rows of a prompt's chunks that are not kept, where these are many."""
+        kept = self.beside.tensors.get("kept_chunks")
+        if kept is not None and state.rows > 2 * ROUTED_CHUNK and not (self.fixed or torch.compiler.is_compiling()):
+            held = ROUTED_CHUNK * (int(kept.max()) + 1)
+            if state.rows > 2 * held:
+                state = replace(state, key=state.key[:, :, :held].clone(), value=state.value[:, :, :held].clone())
+        super().store(state)
+
+
+def _whole(columns: int) -> int:
+    """Tokens of the chunks of so many."""
+    return -(-columns // ROUTED_CHUNK) * ROUTED_CHUNK
 
 
 class NatsAttention(FlaGatedDeltaNet, Keyed):
@@ -64,7 +73,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Those with states that do not grow.
+        ops: Of the layer.
         config: Of the model.
     """
 
@@ -83,7 +92,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         """Told of a call's choices, and may replace them, as a router's."""
 
     def layer(self, key: Tensor) -> RoutedLayer:
-        return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache, self.routes)
+        return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache)
 
     def chosen(self, hidden: Tensor, before: Tensor, past: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Whether a chunk whose last token each is goes to softmax, int32 [B, T, R]; and what open chunks are told so far."""
@@ -117,7 +126,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         softmax, told = self.chosen(hidden_states, states["recurrent_state"], past, new_tokens)
         shares = self.nats_out_weights_layer(query).unflatten(-1, (self.softmax_heads, 2)).softmax(-1)
 
-        wide, linear = torch.promote_types(b.dtype, torch.float32), dict[str, Tensor]()
+        wide = torch.promote_types(b.dtype, torch.float32)
         rows = [x.unflatten(-1, (self.heads, -1)) for x in (query, key, value)]
         assert a is not None and gate is not None
         rule = RoutedInputs(
@@ -132,21 +141,28 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
             self.keep_decay,
         )
 
-        def attend(inputs: Inputs, state: Any, in_place: bool) -> tuple[Tensor, AttentionState]:
-            before = RoutedState(states["routed_state"], states["chunk_state"], state.chunk_routes)
-            linear["output"], blocks, after = routed_attention(rule, before)
+        linear, after = routed_attention(rule, RoutedState(states["routed_state"], states["chunk_state"]))
+
+        def attend(inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
+            before = KeptState(state.key, state.value, states["kept_chunks"])
+            own = in_place and not wants_gradients(inputs.query)
+            output, (keys, values, kept_chunks) = kept_attention(inputs, before, own)
             if fixed is not None:
-                fixed.store({"conv_state": columns, "recurrent_state": told, **_matrices(after)})
-            group = self.softmax_heads // self.routes
-            blocks = blocks[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
-            held = AttentionState(state.key, state.value, state.length)
-            output, present = read_blocks(replace(inputs, blocks=blocks), held, in_place)
-            return output, RoutedKeys(**{**vars(present), "chunk_routes": after.chunk_routes})
+                fixed.store(
+                    {
+                        "conv_state": columns,
+                        "recurrent_state": told,
+                        **after._asdict(),
+                        "kept_chunks": kept_chunks,
+                    }
+                )
+            return output, replace(state, key=keys, value=values, length=past + new_tokens)
 
         heads = tuple(x.unflatten(-1, (self.softmax_heads, -1)) for x in (query, key, value))
-        output = self.attended(attend, Inputs, self.padded(*heads), cache_params, block_size=ROUTED_CHUNK)
+        more = {"keep": softmax, "past_length": past, "chunk_size": ROUTED_CHUNK}
+        output = self.attended(attend, Inputs, self.padded(*heads), cache_params, **more)
         size = heads[2].shape[-1]
-        found = linear["output"].flatten(2).unflatten(-1, (self.softmax_heads, size)), output[..., :size]
+        found = linear.flatten(2).unflatten(-1, (self.softmax_heads, size)), output[..., :size]
         normed = self.o_norm(*found, shares, gate.unflatten(-1, (self.softmax_heads, size)))
         return self.o_proj(normed.flatten(2))
 
@@ -159,16 +175,12 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         return query, key, value
 
 
-def _matrices(after: RoutedState) -> dict[str, Tensor]:
-    return {name: x for name, x in after._asdict().items() if name != "chunk_routes"}
-
-
 class RoutedAttentionMixer(KeysMixer):
     """Layers of type "routed_attention"; a family's configuration has `routes` and `keep_decay`."""
 
     name = "routed_attention"
     of_families = True
-    as_numbers = "reads chosen chunks, whose keys and values are kept as numbers"
+    as_numbers = "keeps chosen chunks, whose keys and values are kept as numbers"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         heads, dim, size = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
@@ -180,16 +192,16 @@ class RoutedAttentionMixer(KeysMixer):
             LayerOp(CAUSAL_CONV, {"activation": "silu"}, channels),
             told,
             LayerOp(ROUTED_ATTENTION, {"keep_decay": int(config.keep_decay)}, rule),
-            LayerOp(BLOCK_ATTENTION, {"block_size": ROUTED_CHUNK}, sizes(config)),
+            LayerOp(KEPT_ATTENTION, {"chunk_size": ROUTED_CHUNK}, {**sizes(config), "R": config.routes}),
         )
 
     def cache_layer(self, config: Any, index: int) -> RoutedLayer:
         kept = config.num_attention_heads, head_size(config), config.still.deployment.cache
-        return RoutedLayer(self.ops(config, index)[:3], *kept, config.routes)
+        return RoutedLayer(self.ops(config, index), *kept)
 
     def made(self, base: nn.Module, config: Any, index: int) -> Any:
         kind = class_for(base, {"FlaRouted": NatsAttention}, "routed attention")
-        return kind(base, self.ops(config, index)[:3], config)
+        return kind(base, self.ops(config, index), config)
 
 
 MIXERS = (RoutedAttentionMixer(),)

@@ -1,35 +1,54 @@
-"""The traced form: the torch op `still::routed_attention`."""
+"""The traced forms: the torch ops `still::routed_attention` and `still::kept_attention`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from still_export.mixers.torch_ops import Given, call, register
-from still_graphs.spec import AttributeValue
-from still_kernels.routed_attention.meaning import Inputs, RoutedState
-from still_kernels.routed_attention.meaning import routed_attention as compute
+from still_graphs.spec import AttributeValue, OpSpec
+from still_kernels.kept_attention.meaning import Inputs as KeptInputs
+from still_kernels.kept_attention.meaning import KeptState
+from still_kernels.kept_attention.meaning import kept_attention as attend
+from still_kernels.kept_attention.spec import KEPT_ATTENTION
+from still_kernels.routed_attention.meaning import Inputs as RoutedInputs
+from still_kernels.routed_attention.meaning import RoutedState
+from still_kernels.routed_attention.meaning import routed_attention as rule
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION
 
-
-def _computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    state = RoutedState(*(tensors.pop(f"past_{name}") for name in RoutedState._fields))
-    output, blocks, after = compute(Inputs(**tensors, keep_decay=int(attributes["keep_decay"])), state)
-    present = {f"present_{name}": x for name, x in after._asdict().items()}
-    return {"output": output, "blocks": blocks, **present}
+Inputs = TypeVar("Inputs")
+State = TypeVar("State", bound=Any)
+Run = Callable[[Inputs, State, bool], tuple[Tensor, State]]
+"""Of inputs, state and whether to write into it: output and the state after the call."""
 
 
-register(ROUTED_ATTENTION, _computed)
+def _op(spec: OpSpec, inputs_type: type[Inputs], state_type: type[State], run: Run[Inputs, State]) -> Run[Inputs, State]:
+    """Register an op of one output, whose inputs and attributes are fields of `inputs_type`, its states those of `state_type`.
+
+    Returns:
+        `run` itself; where a program is traced one node of the op instead, which has no derivative.
+    """
+
+    def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+        tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
+        state = state_type(*(tensors.pop(f"past_{name}") for name in state_type._fields))
+        output, after = run(inputs_type(**tensors, **attributes), state, in_place)
+        return {"output": output, **{f"present_{name}": x for name, x in after._asdict().items()}}
+
+    register(spec, computed)
+
+    def op(inputs: Inputs, state: State, in_place: bool = False) -> tuple[Tensor, State]:
+        if not torch.compiler.is_compiling():
+            return run(inputs, state, in_place)
+        given = {**vars(inputs), **{f"past_{name}": x for name, x in state._asdict().items()}}
+        results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
+        return results["output"], state_type(*(results[f"present_{name}"] for name in state_type._fields))
+
+    return op
 
 
-def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, Tensor, RoutedState]:
-    """As of the kernels; one node where a program is traced, which has no derivative."""
-    if not torch.compiler.is_compiling():
-        return compute(inputs, state)
-    given = {**vars(inputs), **{f"past_{name}": x for name, x in state._asdict().items()}}
-    results = call(ROUTED_ATTENTION, given, {"keep_decay": inputs.keep_decay})
-    after = RoutedState(*(results[f"present_{name}"] for name in RoutedState._fields))
-    return results["output"], results["blocks"], after
+routed_attention = _op(ROUTED_ATTENTION, RoutedInputs, RoutedState, lambda inputs, state, in_place: rule(inputs, state))
+kept_attention = _op(KEPT_ATTENTION, KeptInputs, KeptState, attend)

@@ -1,0 +1,1 @@
+"""Softmax attention with a cache that keeps chosen chunks alone: definition."""

@@ -1,0 +1,122 @@
+"""The definition of still::KeptAttention: attention of one route after the other, a chunk at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from still_graphs.errors import CapacityError, ShapeError
+from still_kernels.attention.meaning import Inputs as AttentionInputs
+from still_kernels.kept_attention.spec import KEPT_ATTENTION
+from still_kernels.sizes import sizes_of, tensors_of
+
+
+class KeptState(NamedTuple):
+    """Of sequences: keys and values [B, HK, N, D], and how many chunks each route keeps [B, R], in at least float32."""
+
+    key: Tensor
+    value: Tensor
+    kept_chunks: Tensor
+
+
+@dataclass(frozen=True)
+class Inputs(AttentionInputs):
+    """As of attention, and
+
+    keep: Whether the chunk stays in the cache, read at chunks' last tokens, int [B, T, R].
+    past_length: Tokens that each sequence has seen, int [B].
+    chunk_size: Tokens of a chunk.
+    """
+
+    keep: Tensor | None = None
+    past_length: Tensor | None = None
+    chunk_size: int = 64
+
+    def checked(self, state: KeptState) -> int:
+        """Key/value heads of a route.
+
+        Raises:
+            ShapeError: A tensor does not fit.
+            CapacityError: A sequence outgrows the state.
+        """
+        past = {f"past_{name}": x.shape for name, x in state._asdict().items()}
+        sizes = sizes_of(KEPT_ATTENTION, {n: x.shape for n, x in tensors_of(self).items()} | past)
+        _, tokens = self.check()
+        if sizes["HK"] % sizes["R"]:
+            raise ShapeError(f"keep has {sizes['R']} routes, which do not divide the {sizes['HK']} heads of key.")
+        if self.chunk_size < 1:
+            raise ShapeError(f"chunk_size={self.chunk_size} must be at least 1.")
+        new, lengths = _list(self.new_tokens), _list(self.past_length)
+        for row, (count, length) in enumerate(zip(new, lengths, strict=True)):
+            if length < 0 or not 0 <= count <= tokens:
+                raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {tokens}.")
+            held = self.chunk_size * int(state.kept_chunks[row].max()) + length % self.chunk_size
+            if held + count > state.key.shape[2]:
+                raise CapacityError(
+                    f"sequence {row} keeps {held} tokens and brings {count}; the state has room for {state.key.shape[2]}. "
+                    "Give a larger state."
+                )
+        return sizes["HK"] // sizes["R"]
+
+
+def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> tuple[Tensor, KeptState]:
+    """Causal softmax attention of new tokens to kept chunks and to their own; any split of a sequence gives the same.
+
+    Args:
+        in_place: Write into `state`'s keys and values, and return them.
+
+    Returns:
+        output [B, T, H, D], dtype of query, 0 at padding; and the state after the call.
+
+    Raises:
+        ShapeError: A tensor does not fit.
+        CapacityError: A sequence outgrows the state.
+    """
+    group, size = inputs.checked(state), inputs.chunk_size
+    assert inputs.keep is not None
+    query, keep = inputs.query, inputs.keep > 0
+    write = Tensor.scatter if inputs.wants_gradients() else Tensor.scatter_
+    key, value = (x if in_place else x.clone() for x in (state.key, state.value))
+    kept, outputs, rows = state.kept_chunks.clone(), [], []
+    for row, (at, count) in enumerate(zip(_list(inputs.past_length), _list(inputs.new_tokens), strict=True)):
+        done, parts, held = 0, [], [key[row], value[row]]
+        while done < count:
+            part = slice(done, done + min(size - at % size, count - done))
+            own = kept[row].long().repeat_interleave(group) * size  # [HK], rows of kept chunks
+            open_rows = at % size + torch.arange(part.stop - done, device=query.device)
+            last = (own[:, None] + open_rows)[..., None]  # [HK, tokens, 1]
+            place = last.expand(-1, -1, key.shape[3])
+            before = [x.gather(1, place) for x in held]
+            fresh = [x[row, part].transpose(0, 1).to(key.dtype) for x in (inputs.key, inputs.value)]
+            held = [write(x, 1, place, y) for x, y in zip(held, fresh, strict=True)]
+            parts.append(_attend(query[row, part], *held, last))
+            at, done = at + part.stop - done, part.stop
+            if at % size == 0:
+                stays = keep[row, done - 1]  # [R]
+                kept[row] += stays.to(kept.dtype)
+                of_heads = stays.repeat_interleave(group)[:, None, None]
+                fresh = [torch.where(of_heads, x, y) for x, y in zip(fresh, before, strict=True)]
+                held = [write(x, 1, place, y) for x, y in zip(held, fresh, strict=True)]
+        outputs.append(torch.cat((*parts, query.new_zeros(query.shape[1] - count, *query.shape[2:]))))
+        rows.append(held)
+    if inputs.wants_gradients():
+        key, value = (torch.stack(x) for x in zip(*rows, strict=True))
+    return torch.stack(outputs), KeptState(key, value, kept)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, last: Tensor) -> Tensor:
+    """Output of query [T, H, D]; token t sees the rows up to `last` [HK, T, 1] of keys and values [HK, N, D]."""
+    end, group = int(last.max()) + 1, query.shape[1] // len(key)
+    mask = (torch.arange(end, device=query.device) <= last).repeat_interleave(group, 0)
+    key, value = (x[:, :end].to(query.dtype).repeat_interleave(group, 0) for x in (key, value))
+    return scaled_dot_product_attention(query.transpose(0, 1), key, value, attn_mask=mask).transpose(0, 1)
+
+
+def _list(counts: Tensor | None) -> list[int]:
+    assert counts is not None
+    found: list[int] = counts.tolist()
+    return found
