@@ -52,9 +52,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor
     return x, counts
 
 
-def calls(
-    dtype: torch.dtype = torch.float32, fault: str = ""
-) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
+def calls(dtype: torch.dtype = torch.float32, fault: str = "") -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls with NaN, or 1 of numbers that are whole, where there is no token; outputs, and chunks that are kept then."""
     x, counts = drawn(dtype)
     made = [looped({n: t[row].double() for n, t in x.items()}, fault) for row in range(2)]

@@ -41,9 +41,7 @@ def looped(x: dict[str, Tensor], keep: bool, fault: str = "") -> Tensor:
     return torch.stack(outputs)
 
 
-def calls(
-    dtype: torch.dtype = torch.float32, keep: bool = True, fault: str = ""
-) -> Iterator[tuple[Inputs, Tensor]]:
+def calls(dtype: torch.dtype = torch.float32, keep: bool = True, fault: str = "") -> Iterator[tuple[Inputs, Tensor]]:
     """Calls of two sequences with NaN, or 1 of numbers that are whole, where there is no token; and outputs."""
     counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())

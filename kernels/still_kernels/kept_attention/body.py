@@ -41,7 +41,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     last = b("Sub", b("Add", b("Mul", number, chunk), chunk - 1), offset)  # [B, K]
     ends = b("And", b("GreaterOrEqual", last, 0), b("Less", last, new))
     told = b("GatherND", "keep", b.unsqueeze(b("Where", ends, last, 0), 2), batch_dims=1)  # [B, K, R]
-    stays = b("And", b("Greater", b("Transpose", b.cast(told, INT64), perm=[0, 2, 1]), 0), b.unsqueeze(ends, 1))  # [B, R, K]
+    stays = b(
+        "And", b("Greater", b("Transpose", b.cast(told, INT64), perm=[0, 2, 1]), 0), b.unsqueeze(ends, 1)
+    )  # [B, R, K]
     goes = b("And", b("Not", stays), b.unsqueeze(ends, 1))
     kept = b.cast("past_kept_chunks", INT64)  # [B, R]
     b.cast(b("Add", kept, b("ReduceSum", b.cast(stays, INT64), [2], keepdims=0)), FLOAT, out="present_kept_chunks")
@@ -57,15 +59,22 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     nowhere = b("Expand", b.unsqueeze(count, 0, 1), b("Concat", b("Shape", kept), b("Add", count, 1), axis=0))
     numbers = b("Expand", b.unsqueeze(number, 0, 1), b("Shape", rank))
     order = b("ScatterElements", nowhere, b("Where", goes, count, rank), numbers, axis=2)  # [B, R, K + 1]
-    # Tokens behind the last written one repeat it; where none is, a row gets what it has.
+    # Tokens behind the last written one repeat it. Then the rows of an open chunk that goes: what is not written is emptied.
+    inner = b.arange(b.constant([chunk]))
     nth = b("Max", b("Min", step, b.unsqueeze(b("Sub", live, 1), 2)), 0)  # [B, R, M]
     place = b("Add", b.unsqueeze(begin, 2), nth)
-    source = b("Sub", b("Mul", b("GatherElements", order, b("Div", place, chunk), axis=2), chunk), b.unsqueeze(offset, 2))
-    source = b("Add", source, b("Mod", place, chunk))
-    any_ = b.unsqueeze(b("Greater", live, 0), 2)
-    source = b("Where", any_, source, 0)
-    target = b("Where", any_, b("Add", b.unsqueeze(base, 2), place), 0)  # [B, R, M]
-    opened = b("Min", b("Add", b.unsqueeze(base, 2), b.arange(b.constant([chunk]))), b("Sub", b.dim("past_key", 2), 1))
+    emptied = b.unsqueeze(b("Max", b("Min", inner, b("Sub", offset, 1)), 0), 1)  # [B, 1, chunk]
+    emptied = b("Where", b.unsqueeze(left_out, 2), emptied, b("Slice", place, [0], [1], [2]))
+    place = b("Concat", place, emptied, axis=2)  # [B, R, M + chunk]
+    is_written = b("Less", b("Sub", place, b.unsqueeze(begin, 2)), b.unsqueeze(live, 2))
+    source = b(
+        "Sub", b("Mul", b("GatherElements", order, b("Div", place, chunk), axis=2), chunk), b.unsqueeze(offset, 2)
+    )
+    source = b("Where", is_written, b("Add", source, b("Mod", place, chunk)), 0)
+    # A sequence that brings nothing writes what a row has.
+    brings = b.unsqueeze(b("Greater", new, 0), 2)  # [B, 1, 1]
+    target = b("Where", brings, b("Add", b.unsqueeze(base, 2), place), 0)
+    opened = b("Min", b("Add", b.unsqueeze(base, 2), inner), b("Sub", b.dim("past_key", 2), 1))
 
     lead = b.reshape(b.arange(b.dim("past_length", 0)), -1, 1, 1, 1)
     head = b.reshape(b.arange(b.constant([kv_heads])), 1, -1, 1, 1)
@@ -82,11 +91,13 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     token = b.unsqueeze(b("Max", b("Min", step, b("Sub", new, 1)), 0), 2)
     keys = {}
     for name in ("key", "value"):
-        before = b("GatherND", f"past_{name}", read)  # [B, HK, M + chunk, D]
-        old, open_ = (b("Slice", before, *ends_, [2]) for ends_ in (([0], longest), (longest, [1 << 40])))
+        before = b("GatherND", f"past_{name}", read)  # [B, HK, M + 2 chunk, D]
+        rows = b("Add", longest, chunk)
+        old, open_ = (b("Slice", before, *part, [2]) for part in (([0], rows), (rows, [1 << 40])))
         # Through float32 and back, which is exact: ONNX Runtime has no Where for bfloat16 on the CPU.
         fresh = b("GatherND", name, sources)
-        fresh = b("Where", b.unsqueeze(each(any_), 3), b.wide(fresh, dtype), b.wide(old, dtype))
+        fresh = b("Where", b.unsqueeze(each(is_written), 3), b.wide(fresh, dtype), 0.0)
+        fresh = b("Where", b.unsqueeze(brings, 3), fresh, b.wide(old, dtype))
         fresh = fresh if dtype == FLOAT else b.cast(fresh, dtype)
         present = b("ScatterND", f"past_{name}", written, fresh, out=f"present_{name}")
         own = b("Transpose", b("GatherND", name, token, batch_dims=1), perm=[0, 2, 1, 3])
@@ -99,7 +110,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     row = b("Less", b("Range", 0, filled, 1), b.unsqueeze(base, 2, 3))
     first_stays = b.unsqueeze(b("Slice", stays, [0], [1], [2]), 2)  # [B, R, 1, 1]
     open_seen = b("Or", first_stays, b.unsqueeze(b("Equal", at, 0), 1, 3))  # [B, R, M, 1]
-    open_seen = b("And", open_seen, b.unsqueeze(b("Less", b.arange(b.constant([chunk])), offset), 1, 2))
+    open_seen = b("And", open_seen, b.unsqueeze(b("Less", inner, offset), 1, 2))
     shape = b("Concat", b("Shape", kept), longest, axis=0)
     at_kept = b("GatherElements", stays, b("Expand", b.unsqueeze(at, 1), shape), axis=2)  # [B, R, M]
     same = b("Equal", b.unsqueeze(at, 2), b.unsqueeze(at, 1))  # [B, M, M]

@@ -86,11 +86,9 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
         done, parts, held = 0, [], [key[row], value[row]]
         while done < count:
             part = slice(done, done + min(size - at % size, count - done))
-            own = kept[row].long().repeat_interleave(group) * size  # [HK], rows of kept chunks
-            open_rows = at % size + torch.arange(part.stop - done, device=query.device)
-            last = (own[:, None] + open_rows)[..., None]  # [HK, tokens, 1]
+            own = kept[row].long().repeat_interleave(group)[:, None, None] * size  # [HK, 1, 1], rows of kept chunks
+            last = own + torch.arange(at % size, at % size + part.stop - done, device=query.device)[:, None]
             place = last.expand(-1, -1, key.shape[3])
-            before = [x.gather(1, place) for x in held]
             fresh = [x[row, part].transpose(0, 1).to(key.dtype) for x in (inputs.key, inputs.value)]
             held = [write(x, 1, place, y) for x, y in zip(held, fresh, strict=True)]
             parts.append(_attend(query[row, part], *held, last))
@@ -99,8 +97,8 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
                 stays = keep[row, done - 1]  # [R]
                 kept[row] += stays.to(kept.dtype)
                 of_heads = stays.repeat_interleave(group)[:, None, None]
-                fresh = [torch.where(of_heads, x, y) for x, y in zip(fresh, before, strict=True)]
-                held = [write(x, 1, place, y) for x, y in zip(held, fresh, strict=True)]
+                chunk = (own + torch.arange(size, device=query.device)[:, None]).expand(-1, -1, key.shape[3])
+                held = [write(x, 1, chunk, torch.where(of_heads, x.gather(1, chunk), 0)) for x in held]
         outputs.append(torch.cat((*parts, query.new_zeros(query.shape[1] - count, *query.shape[2:]))))
         rows.append(held)
     if inputs.wants_gradients():

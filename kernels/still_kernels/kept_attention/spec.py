@@ -11,8 +11,8 @@ _ROWS = ("B", "HK", "N", "D")
 KEPT_ATTENTION = OpSpec(
     # R routes, each of HK / R neighbouring key/value heads. A token sees its own chunk up to itself, and of the chunks before it those
     # that its route keeps. Whether one is kept is known at its last token: where `keep` is 1 there. The kept chunks of a route are the
-    # first `kept_chunks` of its cache, in order, and the open chunk is behind them; rows that are no longer part of either are left as
-    # they were, and never read. A sequence with k of these and p tokens in its open chunk needs chunk_size k + p + new_tokens rows.
+    # first `kept_chunks` of its cache, in order, the open chunk is behind them, and zeros are behind it. A sequence with k of these and p
+    # tokens in its open chunk needs chunk_size k + p + new_tokens rows.
     name="KeptAttention",
     torch_name="kept_attention",
     inputs=(*HEADS, TensorSpec("keep", ("B", "T", "R"), "int32", "activation"), *COUNTS),

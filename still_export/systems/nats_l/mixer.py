@@ -54,9 +54,8 @@ class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
 
     def store(self, state: AttentionState) -> None:
         """Without the rows of a prompt's chunks that are not kept, where these are many."""
-        kept = self.beside.tensors.get("kept_chunks")
-        if kept is not None and state.rows > 2 * ROUTED_CHUNK and not (self.fixed or torch.compiler.is_compiling()):
-            held = ROUTED_CHUNK * (int(kept.max()) + 1)
+        if self.progress.grows and not torch.compiler.is_compiling() and state.rows > 2 * ROUTED_CHUNK:
+            held = ROUTED_CHUNK * (int(self.beside.tensors["kept_chunks"].max()) + 1)
             if state.rows > 2 * held:
                 state = replace(state, key=state.key[:, :, :held].clone(), value=state.value[:, :, :held].clone())
         super().store(state)

@@ -25,7 +25,9 @@ Run = Callable[[Inputs, State, bool], tuple[Tensor, State]]
 """Of inputs, state and whether to write into it: output and the state after the call."""
 
 
-def _op(spec: OpSpec, inputs_type: type[Inputs], state_type: type[State], run: Run[Inputs, State]) -> Run[Inputs, State]:
+def _op(
+    spec: OpSpec, inputs_type: type[Inputs], state_type: type[State], run: Run[Inputs, State]
+) -> Run[Inputs, State]:
     """Register an op of one output, whose inputs and attributes are fields of `inputs_type`, its states those of `state_type`.
 
     Returns:
