@@ -103,7 +103,7 @@ def statistics(conversation: Conversation, last: Answer | None) -> str:
     model = conversation.model
     held = int(model.length[0])
     table = model.table
-    size = table.size_bytes(1, table.rows(held)) / 1e6
+    size = table.size_bytes(1, model.rows(held)) / 1e6
     bound = f" of {table.capacity_tokens:,}" if table.bounded else ""
     lines = [f"{held:,}{bound} tokens read in {len(conversation.turns)} turns; their state has {size:.1f} MB"]
     if last is not None:

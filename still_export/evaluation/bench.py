@@ -95,7 +95,7 @@ def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
         begin = time.perf_counter()
         next(steps)
         times.append(time.perf_counter() - begin)
-    state = model.table.size_bytes(setting.batch, model.table.rows(model.room, model.least_rows)) / 1e6
+    state = model.table.size_bytes(setting.batch, model.rows(model.room)) / 1e6
     return Measurement(length, prefill, statistics.median(times) * 1e3, model.peak_mb(), setting.batch, state)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from still_graphs.edits import store
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.states import StateTable
+from still_graphs.states import State, StateTable
 
 FIRST = "hidden"
 """Output of a trace for the hidden states that the first layer reads; those that a layer gives are `hidden.<layer>`."""
@@ -48,13 +48,22 @@ def like(model: Any, states: StateTable) -> list[int]:
     seen: dict[str, list[int]] = {}
     found = []
     for index, layer in enumerate(model.model.layers):
-        held = [(s.name.rsplit(".", 1)[0], s.shape, s.dtype, s.growth) for s in states if s.layer == index]
+        held = [_kept(s) for s in states if s.layer == index]
         kind = repr([types and types[index], held, [*_parts(layer)]])
         alike = seen.setdefault(kind, [])
         if len(alike) < TRACED:
             alike.append(index)
         found.append(alike[-1])
     return found
+
+
+def _kept(state: State) -> tuple[Any, ...]:
+    """All of a state but its layer; where rows are counted, each layer has a dimension of its own."""
+    growth, shape = state.growth, state.shape
+    if growth and growth.get("counted"):
+        shape = tuple("" if size == growth["dimension"] else size for size in shape)
+        growth = {**growth, "dimension": ""}
+    return state.name.rsplit(".", 1)[0], shape, state.dtype, growth
 
 
 Constants = Mapping[str, Sequence[float]]
@@ -251,6 +260,11 @@ def _copy(
     """Write a traced layer, `numbers[0]`, again as `numbers[1]` behind the node `after`; its hidden states, its last node."""
     template, number = numbers
     values: dict[ir.Value | None, ir.Value | None] = {layer.given: hidden}
+    own = _own_dimensions(graph, template)
+
+    def sized(shape: ir.Shape | None) -> ir.Shape | None:
+        """A shape of the template's with the layer's own dimensions."""
+        return None if shape is None else ir.Shape([f"{d}.{number}" if str(d) in own else d for d in shape])
 
     def named(value: ir.Value) -> ir.Value:
         """The layer's own weight or state in the place of the template's."""
@@ -260,7 +274,7 @@ def _copy(
             name = f"{old.removesuffix(f'.{template}')}.{number}"
         if name == old or value.const_value is not None:  # a buffer, of which layers of a kind have the same
             return value
-        new = ir.Value(name=name, shape=value.shape, type=value.type)
+        new = ir.Value(name=name, shape=sized(value.shape), type=value.type)
         (graph.inputs.append if value.is_graph_input() else graph.initializers.add)(new)
         return new
 
@@ -282,7 +296,7 @@ def _copy(
             name=f"{node.name}.{number}",
         )
         for old, new in zip(node.outputs, copy.outputs, strict=True):
-            new.shape, new.type = None if old.shape is None else ir.Shape(old.shape), old.type
+            new.shape, new.type = sized(old.shape), old.type
             if old.is_graph_output() and old is not layer.result:
                 new.name = f"{str(old.name).removesuffix(f'.{template}')}.{number}"
                 graph.outputs.append(new)
@@ -294,6 +308,15 @@ def _copy(
     result = values[layer.result]
     assert result is not None
     return result, after
+
+
+def _own_dimensions(graph: ir.Graph, layer: int) -> set[str]:
+    """Symbols in the shapes of a traced layer's states that no other input has."""
+    here, others = set[str](), set[str]()
+    for value in graph.inputs:
+        found = here if str(value.name).endswith(f".{layer}") else others
+        found.update(str(d) for d in value.shape or () if isinstance(d, ir.SymbolicDim) and d.value)
+    return here - others
 
 
 def _constant(graph: ir.Graph, values: Sequence[float], name: str) -> ir.Value:

@@ -127,7 +127,9 @@ def state_table(config: Any, dtype: torch.dtype) -> StateTable:
         for op in mixer_of(config, index).ops(config, index):
             for spec in op.spec.states_with(op.attributes):
                 growth = None if spec.growth is None else spec.growth.resolve(op.attributes)
-                if growth is not None and growth != rules.setdefault(growth["dimension"], growth):
+                if growth is not None and growth.get("counted"):
+                    growth["dimension"] = f"{growth['dimension']}_{index}"  # each layer keeps rows of its own
+                elif growth is not None and growth != rules.setdefault(growth["dimension"], growth):
                     growth["dimension"] = f"{growth['dimension']}_{growth['rows']}"  # a layer with k of its own
                 shape: list[int | str] = [*spec.sizes({**op.symbols, "B": 0, "N": 0})]
                 shape[0] = "batch"

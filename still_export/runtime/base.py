@@ -32,6 +32,9 @@ NUMPY_TYPES = {
 }
 """NumPy's type of a state's elements; bfloat16, which it has not, as bits."""
 
+SPARE_ROWS = 256
+"""Least rows that are added when a state whose rows are counted is full; an eighth more of a long one."""
+
 Progress = Callable[[int, int], None]
 """Told the tokens fed and their total after each piece of a prompt."""
 
@@ -96,6 +99,8 @@ class Runner(ABC):
     """`step` and `greedy` replay a captured step."""
     least_rows = 0
     """Rows that a growing state has at least."""
+    counts_rows = False
+    """States whose rows are counted (`Growth.counted`) grow with what they hold; else they have the most rows that the tokens could need."""
     guesses = 0
     """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
     guessed: Guess | None = None
@@ -155,6 +160,9 @@ class Runner(ABC):
         """
         self.batch, self.room = batch, 0
         self.length = np.zeros(batch, np.int64)
+        counted = {n: int(rule["rows"]) for n, rule in self.table.growths.items() if rule.get("counted")}
+        self._counted_rows = counted if self.counts_rows else {}
+        self._used_rows = dict(self._counted_rows)  # at most, by dimension; those of the newest tokens are not counted
         self._clear()
         self._resize(tokens)
 
@@ -169,6 +177,35 @@ class Runner(ABC):
         self.check_capacity(needed)
         if needed > self.room:
             self._resize(needed)
+
+    def _reserve_counted(self, tokens: int, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Have room for `tokens` more tokens in states whose rows are counted, or for them behind `arrays`, the states of sequences."""
+        if not self._counted_rows:
+            return
+        held = {} if arrays is None else self._rows_held(arrays)
+        most = {n: max(rows, held[n]) if held else rows for n, rows in self._used_rows.items()}
+        if any(rows + tokens > self._counted_rows[n] for n, rows in most.items()) and not held:
+            most = self._rows_held(self._views())
+        self._used_rows = {n: rows + tokens for n, rows in most.items()}
+        full = {n: rows for n, rows in self._used_rows.items() if rows > self._counted_rows[n]}
+        if full:
+            self._counted_rows |= {n: rows + max(SPARE_ROWS, rows // 8) for n, rows in full.items()}
+            self._resize(self.room)
+
+    def _rows_held(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+        """Rows by dimension that states whose rows are counted have in use, with those of the newest tokens."""
+        found = dict.fromkeys(self._counted_rows, 0)
+        for state in self.table:
+            if state.growth and (name := state.growth.get("counted")):
+                counts, dimension = arrays[f"{name}.{state.layer}"], state.growth["dimension"]
+                rows = int(state.growth["rows"]) * (int(counts.max(initial=0)) + 1)
+                found[dimension] = max(found[dimension], rows)
+        return found
+
+    def rows(self, tokens: int) -> dict[str, int]:
+        """Size of every growing dimension with room for `tokens` tokens, as this runner's states have it."""
+        most = self.table.rows(tokens, self.least_rows)
+        return most | {n: min(most[n], rows) for n, rows in self._counted_rows.items()}
 
     def check_capacity(self, tokens: int) -> None:
         """Raise RunError where `tokens` tokens are more than the package can hold."""
@@ -282,6 +319,8 @@ class Runner(ABC):
         self.check_capacity(length)
         if length > self.room:
             self._resize(length)
+        if arrays:
+            self._reserve_counted(0, arrays)
         self._fill(sequence, arrays)
         self.length = self.length.copy()  # callers may hold it
         self.length[sequence] = length
@@ -289,10 +328,16 @@ class Runner(ABC):
     def take(self, sequence: int = 0) -> dict[str, np.ndarray]:
         """The state of one sequence by name, [1, ...], cut to the rows that hold something; the next call may write over it."""
         length = int(self.length[sequence])
-        shapes, heads = (self.table.shapes(1, self.table.rows(n)) for n in (length, max(length - 1, 0)))
-        shapes |= {name: shape for name, shape in heads.items() if name.startswith(AHEAD)}  # the first token has no row
-        rows = {name: tuple(slice(0, n) for n in shape[1:]) for name, shape in shapes.items()}
-        return {n: array[(slice(sequence, sequence + 1), *rows[n])] for n, array in self._views().items()}
+        arrays = {n: array[sequence : sequence + 1] for n, array in self._views().items()}
+        held = self._rows_held(arrays) if self._counted_rows else {}
+
+        def shapes(tokens: int) -> dict[str, tuple[int, ...]]:
+            rows = self.table.rows(tokens)
+            return self.table.shapes(1, rows | {n: min(rows[n], most) for n, most in held.items()})
+
+        heads = shapes(max(length - 1, 0))  # the first token has no row there
+        sizes = shapes(length) | {name: shape for name, shape in heads.items() if name.startswith(AHEAD)}
+        return {n: array[tuple(slice(0, size) for size in sizes[n])] for n, array in arrays.items()}
 
     @abstractmethod
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -335,6 +380,7 @@ class Runner(ABC):
             if not fits or array.dtype != wanted:
                 raise RunError(f"state {state.name}: expected {shape} {wanted}, got {list(array.shape)} {array.dtype}.")
         self.start(len(length), int(np.max(length)) + more)
+        self._reserve_counted(more, arrays)
         held = {}
         shapes = self.state_shapes()
         for state in self.table:
@@ -352,7 +398,7 @@ class Runner(ABC):
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every state with the present room."""
-        return self.table.shapes(self.batch, self.table.rows(self.room, self.least_rows))
+        return self.table.shapes(self.batch, self.rows(self.room))
 
     def prefill(self, tokens: Iterable[int], progress: Progress | None = None) -> np.ndarray:
         """Feed a prompt to the single sequence in pieces of `prefill_tokens`; logits [V] of its last token."""

@@ -356,6 +356,8 @@ class OrtModel(Runner):
         """Kernels take one buffer for past and present of every state; bodies of those that the manifest names."""
         return state.in_place or self.native is not None
 
+    counts_rows = True
+
     def _clear(self) -> None:
         self._past: dict[str, Any] = {}
         if self.head:
@@ -363,7 +365,7 @@ class OrtModel(Runner):
 
     def _resize(self, tokens: int) -> None:
         self.check_capacity(tokens)
-        self.room = self.ample(tokens, max(SPARE_TOKENS, tokens // 8) if self.room else 0)
+        self.room = self.ample(tokens, max(SPARE_TOKENS, tokens // 8) if 0 < self.room < tokens else 0)
         past: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}
         self._held: dict[str, Any] = {}  # where a call of guesses leaves other states
@@ -578,6 +580,7 @@ class OrtModel(Runner):
         counts = self._counts(input_ids, new_tokens)
         self.guessed = None
         self.reserve(counts, first)
+        self._reserve_counted(int(counts.max(initial=0)))
         begin = first
         if self._spare:  # what is not written in place changes its buffer as a whole
             input_ids, counts = self._among_all(input_ids, counts, first)
@@ -717,6 +720,7 @@ class OrtModel(Runner):
         """
         self.guessed = None
         self.reserve(1 if counts is None else counts)
+        self._reserve_counted(1 if counts is None else int(counts.max()))
         session, binding, given, send, values, options = self._capture(input_ids.shape[1])
         given["input_ids"][:], given["past_length"][:] = input_ids, self.length
         if counts is not None:
