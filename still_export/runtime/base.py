@@ -100,7 +100,7 @@ class Runner(ABC):
     least_rows = 0
     """Rows that a growing state has at least."""
     counts_rows = False
-    """States whose rows are counted (`Growth.counted`) grow with what they hold; else they have the most rows that the tokens could need."""
+    """States whose rows are counted (`Growth.counted`) grow with what they hold; else they have the most that the tokens could need."""
     guesses = 0
     """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
     guessed: Guess | None = None

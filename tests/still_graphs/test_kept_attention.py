@@ -20,8 +20,10 @@ SIZE = 16
 
 
 def looped(x: dict[str, Tensor], fault: str = "") -> tuple[Tensor, Tensor]:
-    """Outputs [T, H, D] of one sequence, and of each token how many chunks each route keeps after it, [T, R]. `fault`: "all", every chunk is
-    kept; "late", one is kept where the one behind it is to be."""
+    """Outputs [T, H, D] of one sequence, and of each token how many chunks each route keeps after it, [T, R].
+
+    `fault`: "all", every chunk is kept; "late", one is kept where the one behind it is to be.
+    """
     told = x["keep"][SIZE - 1 :: SIZE] > 0  # [chunks, R]
     if fault == "late":
         told = torch.cat((told[1:], told[:1]))

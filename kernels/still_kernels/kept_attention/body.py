@@ -1,4 +1,4 @@
-"""Function body of still::KeptAttention: new tokens see the cache, the open chunk's rows and each other; then those that stay are written."""
+"""Function body of still::KeptAttention: new tokens see the cache and each other; those that stay are written."""
 
 from __future__ import annotations
 
