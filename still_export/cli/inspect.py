@@ -73,9 +73,9 @@ def inspect(
             "",
         ]
         for kind in found["layers"]:
-            size = kind["bytes_at_capacity"] / 1e6
+            size, most = kind["bytes_at_capacity"] / 1e6, "at most " if kind["counted"] else ""
             name = kind["kind"].replace("_", " ")
-            lines.append(f"{name}: layers {spans(kind['layers'])}; {size:.1f} MB of state at the capacity")
+            lines.append(f"{name}: layers {spans(kind['layers'])}; {most}{size:.1f} MB of state at the capacity")
         lines += [f"{what}: {dtype}" for what, dtype in found["precision"].items()]
         lines += ["", *(f"{'yes' if f.able else 'no ':<4} {f.what}: {f.detail}" for f in here)]
         opsets = ", ".join(f"{domain} {version}" for domain, version in found["opset"].items())

@@ -53,6 +53,7 @@ def layer_kinds(manifest: dict[str, Any]) -> list[dict[str, Any]]:
                 "layers": members,
                 "states": list(names),
                 "growing": [name for name in names if any(s.growth and s.name == f"{name}.{s.layer}" for s in own)],
+                "counted": any(s.growth and s.growth.get("counted") for s in own),
                 "bytes_at_capacity": part.size_bytes(1, part.rows(tokens)),
             }
         )
@@ -104,11 +105,12 @@ def summary(package: Package, machine: str) -> dict[str, str]:
     bits = f"{scheme}, computing in {model['dtype']}" if scheme else model["dtype"]
     size = sum(entry["size_bytes"] for entry in manifest["files"].values())
     last = state_sizes(manifest)[-1]
+    most = "at most " if any(kind["counted"] for kind in layer_kinds(manifest)) else ""
     beyond = "refuses more" if capacity["bounded"] else manifest["still"].get("overflow", "error").replace("_", " ")
     return {
         "what": f"{name}: {model['family']}, {model['layers']} layers, {model['parameters'] / 1e6:,.1f} M parameters, {bits}, for "
         f"{manifest['target']}",
-        "size": f"{size / 1e6:,.1f} MB of files, and {last['state_bytes'] / 1e6:,.1f} MB of state a conversation at {last['tokens']:,} "
+        "size": f"{size / 1e6:,.1f} MB of files, and {most}{last['state_bytes'] / 1e6:,.1f} MB of state a conversation at {last['tokens']:,} "
         f"tokens (full attention: {last['full_attention_cache_bytes'] / 1e6:,.1f} MB)",
         "length": f"{capacity['capacity_tokens']:,} tokens, then {beyond}",
         "speed": _speed(package.path, machine),

@@ -75,6 +75,8 @@ def test_a_package_has_the_rows_that_it_needs(tmp_path: Path, capsys: pytest.Cap
     assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--quiet", "--no-native") == 0
     checked = call("verify", tmp_path / "package", "--lengths", "1,300", "--decode-steps", "70", "--quiet")
     assert checked == 0, capsys.readouterr().out
+    assert call("inspect", tmp_path / "package") == 0
+    assert "at most " in capsys.readouterr().out
     model, ids = OrtModel(tmp_path / "package", threads=1), tokens().numpy()[0]
     model.start()
     model.prefill(ids)
