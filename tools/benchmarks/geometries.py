@@ -45,6 +45,21 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         attention_multiplier=0.0078125, residual_multiplier=0.22, tie_word_embeddings=True, rms_norm_eps=1e-5,
         layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
     ),
+    "granite-4-h-1b": dict(
+        model_type="granitemoehybrid", hidden_size=1536, num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4,
+        vocab_size=100_352, max_position_embeddings=131_072, position_embedding_type="nope", num_local_experts=0,
+        num_experts_per_tok=0, intermediate_size=4096, shared_intermediate_size=4096, mamba_n_heads=48, mamba_d_head=64,
+        mamba_d_state=128, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, embedding_multiplier=12.0, logits_scaling=6.0,
+        attention_multiplier=0.0078125, residual_multiplier=0.22, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    ),
+    "lfm2-1.2b": dict(
+        model_type="lfm2", hidden_size=2048, intermediate_size=12_288, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=65_536, max_position_embeddings=128_000, rope_theta=1_000_000.0,
+        tie_word_embeddings=True, conv_L_cache=3, conv_bias=False, block_multiple_of=256, block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=True,
+        layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    ),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from tools.benchmarks.geometries import GEOMETRIES, config_of
 
@@ -92,6 +92,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     changed = {"num_hidden_layers": given.layers} if given.layers else {}
     config = config_of(given.geometry, dtype="bfloat16", **changed)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # which llama.cpp's converter needs
     given.folder.mkdir(parents=True)
     generator, part = torch.Generator().manual_seed(0), SPARSE if given.sparse else 1
     draw = drawn_once(generator) if given.repeat else partial(drawn, generator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from still_export.errors import UnsupportedModelError
+from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.mixers.base import CACHE
 from still_export.mixers.cache import hear_cache
 from still_export.mixers.config import LayersConfig, StillConfig
@@ -31,7 +31,9 @@ class LinearConfigMixin(StillConfigMixin):
     stored = LayersConfig
 
     def read_still(self) -> LayersConfig:
-        types: list[str] = self.layer_types  # type: ignore[attr-defined]
+        types: list[str] | None = self.layer_types  # type: ignore[attr-defined]
+        if types is None:
+            raise CheckpointError("config.json names no layer_types, so its layers are unknown. Fetch the model again.")
         unknown = sorted(set(types) - set(self.places))
         if unknown:
             raise UnsupportedModelError(
@@ -44,7 +46,7 @@ class LinearConfigMixin(StillConfigMixin):
         check_heads(self)
         if WINDOWED in (still.layer_types or ()):
             check_window(self)
-        if getattr(self, "rope_parameters", None):
+        if getattr(self, "rope_parameters", None) and getattr(self, "position_embedding_type", "rope") == "rope":
             check_rope(self, partial=True)
 
 

@@ -23,9 +23,7 @@ def check_family_config(config: Any, still: LayersConfig) -> None:
     """Raise UnsupportedModelError where the family configuration `config` describes attention that STILL cannot take over."""
     head_dim = head_size(config)
     if head_dim % 2 or head_dim < 2:
-        raise UnsupportedModelError(
-            f"head_dim={head_dim} in config.json; rotary positions pair channels, so it must be even. This checkpoint cannot be read."
-        )
+        raise _odd(config)
     check_heads(config)
     check_rope(config, getattr(config, "partial_rotation", False))
     _check_layers(config, still)
@@ -62,6 +60,23 @@ def _check_rope(config: Any, rope: dict[str, Any], partial: bool) -> None:
         raise UnsupportedModelError(
             f"partial_rotary_factor={part} in config.json; only rotation of all head_dim channels is covered (1.0)."
         )
+    head_dim = head_size(config)
+    turned = int(head_dim * (1.0 if part is None else part))
+    if turned + turned % 2 > head_dim:
+        raise _odd(config)
+
+
+def _odd(config: Any) -> UnsupportedModelError:
+    given = getattr(config, "head_dim", None)
+    said = (
+        f"head_dim={given}"
+        if given
+        else f"hidden_size={config.hidden_size} and num_attention_heads={config.num_attention_heads}"
+    )
+    return UnsupportedModelError(
+        f"{said} in config.json: heads of {head_size(config)} channels. Rotary positions pair channels, so their number must be even. "
+        "This checkpoint cannot be read."
+    )
 
 
 def _check_layers(config: Any, still: LayersConfig) -> None:

@@ -66,8 +66,13 @@ class RoutingConfigMixin(LinearConfigMixin):
     """What does not fit."""
 
     def check(self, still: LayersConfig) -> None:
-        super().check(still)
         config: Any = self
+        if config.hidden_size % config.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size={config.hidden_size} in config.json is no multiple of num_attention_heads={config.num_attention_heads}. "
+                "Fix it."
+            )
+        super().check(still)
         if config.num_clusters < 2 or config.window_size < 1:
             raise ConfigError(
                 f"num_clusters={config.num_clusters} and window_size={config.window_size} in config.json; they must be at least 2 and 1. "

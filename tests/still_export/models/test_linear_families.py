@@ -546,6 +546,7 @@ def test_softmax_families_have_no_layers_of_linear_ones() -> None:
         ("rwkv6", {"head_size": 7}, r"hidden_size=24 in config\.json is no multiple of head_size=7"),
         ("rwkv7", {"head_dim": 7}, r"hidden_size=24 in config\.json is no multiple of head_dim=7"),
         ("transnormer", {"hidden_dim": 36}, "hidden_dim=36 in config.json must be a multiple of"),
+        ("routing_transformer", {"hidden_size": 26}, "hidden_size=26 in config.json is no multiple of num_attention_h"),
     ],
 )
 def test_configurations_that_do_not_fit(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -554,6 +555,24 @@ def test_configurations_that_do_not_fit(family: str, changes: dict[str, Any], me
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "minimax", "routing_transformer", "granitemoehybrid"])
+def test_heads_of_an_odd_size_are_not_turned(family: str, tmp_path: Path) -> None:
+    linear_model(family).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    changed = {"num_attention_heads": 8, "position_embedding_type": "rope"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with pytest.raises(UnsupportedModelError, match=r"num_attention_heads=8 .*: heads of 3 channels"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "bamba", "jamba"])
+def test_odd_heads_that_are_not_turned_whole(family: str) -> None:
+    """Without positions, or turned by half."""
+    model = linear_model(family, num_attention_heads=8)
+    ours = LINEAR_FAMILIES[family].still_config.from_dict(model.config.to_dict())
+    assert LINEAR_FAMILIES[family].still_model(ours)(ids(5)).logits.isfinite().all()
 
 
 def test_what_is_linear_already_is_not_linearized(tmp_path: Path) -> None:
