@@ -15,6 +15,7 @@ from still_export.cli.output import LOADING, Output, command_line
 from still_export.folders.model import check_model, check_overlay
 from still_export.package.staging import demand_free
 from still_export.sources import demand_model
+from still_export.texts.files import read_text
 
 if TYPE_CHECKING:
     from still_export.graph.options import ExportOptions
@@ -75,6 +76,8 @@ def export(
         check_model(model, asked.get("revision"))
         for overlay in overlays:
             check_overlay(overlay)
+        for text in asked.get("calibrate") or ():
+            read_text(Path(text))
         _check_dtype(asked.get("to"), asked.get("dtype", "auto"), found.dtype)
     demand_free(output, force)
     out = Output(as_json, quiet)

@@ -7,8 +7,9 @@ import functools
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from importlib import import_module
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,8 @@ from still_export.errors import ModelNotFoundError, StillExportError
 from still_export.extras import EXTRAS, demand, installation
 from still_export.folders.model import check_model
 from still_export.package.refusals import RunError
-from still_export.sources import look
+from still_export.sources import local, look
+from still_export.texts.files import read_text
 
 
 def _version(wanted: bool) -> None:
@@ -181,6 +183,17 @@ def _look_ahead(given: list[str]) -> None:
         for model in words:
             if "://" not in model and look(model).kind not in ("package", "adapter"):
                 check_model(model)
+        looks = {"--text": lambda name: read_text(Path(name)), "--teacher": check_model, "--tokenizer": local}
+        for flag, value in _values(given[1:]):
+            if flag in looks and value:
+                looks[flag](value)
+
+
+def _values(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Flags and what follows them."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, joined, value = word.partition("=")
+        yield flag, value if joined else following
 
 
 if __name__ == "__main__":

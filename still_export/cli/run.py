@@ -11,6 +11,7 @@ import typer
 
 from still_export.cli.output import Output, TrustNative
 from still_export.errors import ConfigError, PackageError
+from still_export.folders.model import check_overlay
 from still_export.sources import demand_package
 
 EXAMPLES = """
@@ -102,6 +103,8 @@ def run(
     if save_state and not given:
         raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
     arguments = _arguments(chat_template_kwargs)
+    if adapter is not None:
+        check_overlay(adapter)
     out = Output(as_json, quiet)
     package = package_of(package, out)
     if not asked.get("check", True):

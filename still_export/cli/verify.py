@@ -18,8 +18,10 @@ from still_export.cli.verify_foreign import is_foreign, verify_foreign
 from still_export.cli.verify_served import REQUESTS, RUNTIME, check_flags, verify_served
 from still_export.cli.verify_server import is_server, verify_server
 from still_export.errors import ConfigError, ModelNotFoundError
+from still_export.folders.model import check_model, check_overlay
 from still_export.package.folder import open_package
 from still_export.sources import demand_package
+from still_export.texts.files import read_text
 
 if TYPE_CHECKING:
     from still_export.proof.verdict import Verdict
@@ -105,6 +107,12 @@ def verify(
         lengths = tuple(asked.get("lengths") or ())
         passed = verify_server(subject, asked.get("model"), name, lengths, output, asked.get("seed", 0), given, out)
         raise typer.Exit(0 if passed else 1)
+    if asked.get("model") is not None:
+        check_model(asked["model"])
+    if asked.get("adapter") is not None:
+        check_overlay(asked["adapter"])
+    if asked.get("text") is not None:
+        read_text(asked["text"])
     if name is not None:
         raise ConfigError("--as names a server's model: give the server's address in the place of the package.")
     package = package_of(Path(subject), out)

@@ -376,18 +376,42 @@ def test_running_needs_no_torch(export_tiny: Exporter) -> None:
         ("linearize", "{plain}", "-o", "{plain}"),
         ("linearize", "{plain}", "-o", "{out}", "--resume"),
         ("select-layers", "{plain}", "-o", "{out}", "--text", "nothere.txt"),
+        ("export", "{linear}", "--to", "onnx", "-o", "{out}", "--calibrate", "nothere.txt"),
+        ("run", "{package}", "--prompt-ids", "3", "--adapter", "nothere"),
+        ("verify", "{package}", "--model", "nothere"),
+        ("verify", "{package}", "--text", "nothere.txt"),
+        ("verify", "{package}", "--adapter", "nothere"),
+        ("verify", "{foreign}", "--model", "nothere"),
+        ("evaluate", "{package}", "--text", "nothere.txt"),
+        ("evaluate", "{package}", "--text=nothere.txt"),
+        ("evaluate", "{linear}", "--teacher", "nothere"),
+        ("evaluate", "{package}", "--tokenizer", "nothere"),
         ("bench", "{package}", "--lengths", "0"),
         ("bench", "{package}", "--lengths", "100000"),
     ],
     ids=lambda words: " ".join(word for word in words if "{" not in word),
 )
 def test_arguments_are_looked_at_before_the_work(
-    words: tuple[str, ...], plain: Path, export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    plain: Path,
+    model: Path,
+    export_tiny: Exporter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An error comes before "loading": a module that takes seconds is not imported for it."""
     monkeypatch.setattr(Output, "waiting", lambda *_: pytest.fail("it loads first"))
     monkeypatch.setattr(Output, "bar", lambda *_: pytest.fail("it measures first"))
-    places = {"plain": plain, "package": export_tiny().path, "out": tmp_path / "out"}
+    monkeypatch.setattr(Output, "phases", lambda *_: pytest.fail("it verifies first"))
+    monkeypatch.setattr(Output, "steps", lambda *_: pytest.fail("it compares first"))
+    places = {
+        "plain": plain,
+        "linear": model,
+        "package": export_tiny().path,
+        "out": tmp_path / "out",
+        "foreign": tmp_path,
+    }
+    (tmp_path / "genai_config.json").write_text("{}")
     assert call(*(word.format(**places) for word in words)) == 2
 
 
