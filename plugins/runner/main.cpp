@@ -17,6 +17,7 @@ namespace
 constexpr char kUsage[] = R"(usage: still_run PACKAGE --prompt-ids 1,2,3 [--tokens N] [--plugin FILE] [--device N] [--trust-native]
 
 Continues a prompt greedily with the package's TensorRT engine. Token ids on stdout; timings on stderr.
+There is no tokenizer and no chat template: still-export run takes text and chats.
   --prompt-ids IDS   token ids, separated by commas
   --tokens N         tokens to generate at most (default 128)
   --plugin FILE      plugin library in the place of the package's
@@ -69,6 +70,9 @@ Options parse(int argc, char** argv)
             options.trust = true;
             continue;
         }
+        if (name == "--prompt" || name == "--prompt-file" || name == "--chat")
+            throw UsageError{name + ": this program has no tokenizer and no chat template, so it takes token ids. Use run_trt.py for text "
+                                    "and still-export run --chat for chats, or give --prompt-ids"};
         if (i + 1 == argc)
             throw UsageError{name + " needs a value"};
         std::string const value = argv[++i];

@@ -87,6 +87,8 @@ def test_what_does_not_fit_is_said(runner: tuple[Path, str], tmp_path: Path) -> 
     refused("nowhere", "--prompt-ids", "1,x", words="--prompt-ids x is no number")
     refused("nowhere", "--prompt-ids", "5000000000", words="--prompt-ids 5000000000 is too large")
     refused("nowhere", "--tokens", words="--tokens needs a value")
+    for flag in ("--prompt", "--chat"):
+        refused("nowhere", flag, "Hello", words=f"{flag}: this program has no tokenizer and no chat template")
     refused("nowhere", "--prompt-ids", "1", "--tokens", "0", words="at least one token")
     refused_with("libcuda.so.1")
     library(f"{libraries}/libcuda.so.1", driver_source())

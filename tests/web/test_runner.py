@@ -16,6 +16,7 @@ from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.text import Text
+from still_export.targets.web.chats import CHATS, warn_of_chats
 from tests.web.conftest import WEB
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,10 @@ def test_draws_are_those_of_run(dist: Path, package: Path, seed: int, top_k: int
     assert said["tokens"] == list(model.generate(said["ids"], 24, sampling))
 
 
-@pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}"])
+PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}", PARTS])
 def test_a_chat_is_that_of_run(dist: Path, package: Path, tmp_path: Path, template: str) -> None:
     """Also where the prompt opens thoughts, which later turns do not have."""
     folder = tmp_path / "package"
@@ -66,3 +70,22 @@ def test_a_chat_is_that_of_run(dist: Path, package: Path, tmp_path: Path, templa
         assert said["answers"] == [answer.text for answer in answers]
         assert said["length"] == model.length[0]
     assert answers[-1].cached_tokens > len(talked._prompt([], messages[0])), "what every turn begins with was kept"
+
+
+@pytest.mark.parametrize(
+    "content, wrong",
+    [
+        ("{{ m.content }}", []),
+        (PARTS, []),
+        ("{{ m.content.rsplit('?', 1)[0] }}", list(CHATS)),
+        ("{% if m.reasoning_content %}{{ '%s' % m.reasoning_content }}{% endif %}{{ m.content }}", [*CHATS][2:]),
+        ("{% do m %}", []),
+    ],
+)
+def test_chats_that_the_engine_renders_otherwise_are_named(
+    dist: Path, content: str, wrong: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those that the template itself refuses."""
+    text = "{% for m in messages %}<{{ m.role }}>" + content + "{% endfor %}"
+    warn_of_chats({"chat": {"templates": {"default": text}, "tokens": {}}})
+    assert [record.args for record in caplog.records] == ([(", ".join(wrong),)] if wrong else [])

@@ -9,19 +9,39 @@ export type Place = "text" | "user" | "answer";
 const MARK = "\ue000\ue001"; // stands where a text is cut
 const THOUGHTS = [["<think>", "</think>"], ["[THINK]", "[/THINK]"], ["<seed:think>", "</seed:think>"], ["◁think▷", "◁/think▷"]] as const;
 
+const partsOf = (text: string) => [{ type: "text", text }];
+
 export class Chat {
   private readonly template: Template;
+  /** Whether the template takes content that is a list of parts alone. */
+  private readonly parts: boolean;
   /** What stands around the model's reasoning, where its template says so. */
   readonly thoughts: readonly [string, string] | undefined;
 
   constructor(private readonly given: Templates) {
-    const text = given.templates.default ?? "";
+    const text = given.templates.default;
+    if (text === undefined) throw new Error(`this model has chat templates for ${Object.keys(given.templates).join(", ")} alone.`);
     this.template = new Template(text);
     this.thoughts = THOUGHTS.find(([, end]) => text.includes(end));
+    this.parts = !this.takes(MARK) && this.takes(partsOf(MARK));
   }
 
   render(messages: Message[]): string {
+    return this.rendered(this.parts ? messages.map((message) => ({ ...message, content: partsOf(message.content) })) : messages);
+  }
+
+  private rendered(messages: object[]): string {
     return this.template.render({ ...this.given.tokens, messages, tools: null, documents: null, add_generation_prompt: true });
+  }
+
+  /** Whether a user's content of this form is part of the text, and not how the list prints. */
+  private takes(content: unknown): boolean {
+    try {
+      const text = this.rendered([{ role: "user", content }]);
+      return text.includes(MARK) && !/(["'])type\1/.test(text);
+    } catch {
+      return false;
+    }
   }
 
   /** What stands before the first message of a user. */

@@ -16,6 +16,7 @@ from still_export.targets.ort.options import GenaiOptions
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import FUSE, OWN_OPS, STRIP, attach_own_functions
 from still_export.targets.target import Lowering, Target
+from still_export.targets.web.chats import warn_of_chats
 from still_graphs.conditions import no_functions, only_ops
 from still_graphs.edits import graphs_of
 from still_graphs.later_ir import ir
@@ -68,6 +69,7 @@ def finish(lowering: Lowering, graph: Any) -> None:
         fields |= {key: recorded_text(lowering.manifest, name) for key, name in RECORDED.items() if key in fields}
         ir.save(graph, lowering.folder / MODEL)
     add_chat_template(lowering)
+    warn_of_chats(lowering.manifest)
     if (lowering.folder / DATA).is_file():
         shard_weights(lowering, graph, SHARD_BYTES)
 

@@ -24,6 +24,7 @@ from still_export.runtime.sampling import Sampling
 from still_export.targets.export import export
 from still_export.targets.lower import demand, lower
 from still_export.targets.ort.options import OrtOptions
+from still_export.targets.web import chats
 from still_export.targets.web import target as web
 from still_graphs.conditions import only_ops
 from still_graphs.passes import dequantize_at_load as passes
@@ -172,3 +173,25 @@ def small() -> onnx.ModelProto:
     model = small_graph()
     run_steps(model, web.WEB.steps, traits=web.WEB.traits(OrtOptions()))
     return model
+
+
+@pytest.mark.parametrize("wrong", [(), (1,), (0, 2)])
+def test_chats_that_the_page_renders_otherwise_are_named(
+    wrong: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the page is built and Node.js is there; tests/web asks the engine itself."""
+    manifest = {"chat": {"templates": {"default": TEMPLATE}, "tokens": {}}}
+    chat = chats.read_format(manifest["chat"])
+    assert chat is not None
+    texts = [None if place in wrong else chat.render(messages) for place, messages in enumerate(chats.CHATS.values())]
+    monkeypatch.setattr(chats, "PAGE", tmp_path)
+    monkeypatch.setattr(chats, "_rendered", lambda *_: texts)
+    monkeypatch.setattr(chats.shutil, "which", lambda name: name)
+    chats.warn_of_chats(manifest)
+    assert not caplog.records, "the page is not built"
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/index.js").touch()
+    chats.warn_of_chats(manifest)
+    assert [record.args for record in caplog.records] == (
+        [(", ".join([*chats.CHATS][i] for i in wrong),)] if wrong else []
+    )

@@ -1,0 +1,60 @@
+"""What the page's engine for Jinja makes of a package's chat template: it knows a part of Jinja, and prints some values otherwise."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from still_export.package.chat_format import read_format
+from still_export.package.refusals import RunError
+
+PAGE = Path(__file__).resolve().parents[3] / "web"
+"""Of a checkout: where the page is built."""
+_TIMEOUT_S = 20
+_USER, _ANSWER = {"role": "user", "content": " Why? \n"}, {"role": "assistant", "content": "So."}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "a question": [_USER],
+    "a second question": [_USER, _ANSWER, _USER],
+    "an answer with its reasoning": [_USER, {**_ANSWER, "reasoning_content": "hm"}, _USER],
+}
+"""Messages that the page gives the template, by what they show; it gives no system message, no tools and no arguments."""
+
+
+def warn_of_chats(manifest: dict[str, Any]) -> None:
+    """Warn in a line where the page, if it is built here and Node.js is installed, renders chats otherwise than the model's template."""
+    chat, node = read_format(manifest.get("chat")), shutil.which("node")
+    if chat is None or node is None or not (PAGE / "dist/index.js").is_file():
+        return
+    right: dict[str, str | None] = {}
+    for name, messages in CHATS.items():
+        try:
+            right[name] = chat.render(messages)
+        except RunError:  # the template takes no such chat
+            right[name] = None
+    found = dict(zip(CHATS, _rendered(node, manifest["chat"]), strict=True))
+    wrong = [name for name, text in right.items() if text is not None and found[name] != text]
+    if wrong:
+        logging.getLogger(__name__).warning(
+            "the page's engine does not render this model's chat template right: %s. `still-export serve` renders it by Jinja, "
+            "and the page that it shows asks the server.",
+            ", ".join(wrong),
+        )
+
+
+def _rendered(node: str, chat: dict[str, Any]) -> list[str | None]:
+    """The text of each of CHATS by the page's engine; None: an error."""
+    asked = json.dumps({"format": chat, "chats": list(CHATS.values())})
+    command = [node, "chats.mjs"]
+    try:
+        done = subprocess.run(
+            command, cwd=PAGE, input=asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        logging.getLogger(__name__).debug("the page's engine does not run here: %s", error)
+        return [None] * len(CHATS)
+    texts: list[str | None] = json.loads(done.stdout)
+    return texts
