@@ -110,8 +110,8 @@ def summary(package: Package, machine: str) -> dict[str, str]:
     return {
         "what": f"{name}: {model['family']}, {model['layers']} layers, {model['parameters'] / 1e6:,.1f} M parameters, {bits}, for "
         f"{manifest['target']}",
-        "size": f"{size / 1e6:,.1f} MB of files, and {most}{last['state_bytes'] / 1e6:,.1f} MB of state a conversation at {last['tokens']:,} "
-        f"tokens (full attention: {last['full_attention_cache_bytes'] / 1e6:,.1f} MB)",
+        "size": f"{size / 1e6:,.1f} MB of files, and {most}{last['state_bytes'] / 1e6:,.1f} MB of state a conversation at "
+        f"{last['tokens']:,} tokens (full attention: {last['full_attention_cache_bytes'] / 1e6:,.1f} MB)",
         "length": f"{capacity['capacity_tokens']:,} tokens, then {beyond}",
         "speed": _speed(package.path, machine),
     }
