@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import httpx2
@@ -18,6 +19,8 @@ PER_SECOND = 20.0
 """Requests that a server is sent at most."""
 TIMEOUT_S = 300.0
 """For one answer. A large model on a laptop reads a prompt of a thousand tokens in two minutes."""
+PENALTIES: dict[str, Any] = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
+"""None. llama-cpp-python's server penalizes tokens that were said before, by 1.1, unless it is told not to; vLLM has the other name."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
@@ -56,6 +59,7 @@ class Client:
     per_second: float = PER_SECOND
     tokens: bool = field(default=False, init=False)
     tells: bool = field(default=False, init=False)
+    penalties: Mapping[str, Any] = field(default_factory=lambda: PENALTIES, init=False)
 
     def __post_init__(self) -> None:
         base = self.address.rstrip("/").removesuffix("/v1")
@@ -75,13 +79,14 @@ class Client:
             )
 
     def probe(self, prompt: str, ids: list[int]) -> None:
-        """Find out whether the server takes token ids (`tokens`) and tells log-probabilities (`tells`).
+        """Find out whether the server takes token ids (`tokens`), tells log-probabilities (`tells`) and knows of `penalties`.
 
         Raises:
             RunError: It answers neither form.
         """
         refused = ""
-        for tokens, tells in ((True, True), (True, False), (False, True), (False, False)):
+        for penalties, tokens, tells in product((PENALTIES, {}), (True, False), (True, False)):
+            self.penalties = penalties
             status, content = self._send("POST", "/v1/completions", self._body(ids if tokens else prompt, 1, tells))
             if status == 200:
                 self.tokens, self.tells = tokens, tells and bool(_logprobs(_choice(content)))
@@ -113,7 +118,7 @@ class Client:
 
     def _body(self, prompt: str | list[int], most: int, tells: bool) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": most, "temperature": 0}
-        return body | ({"logprobs": 1} if tells else {})
+        return {**body, **self.penalties} | ({"logprobs": 1} if tells else {})
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         status, content = self._send(method, path, body)

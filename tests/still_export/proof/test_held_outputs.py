@@ -57,7 +57,7 @@ def test_codes_that_err_together_fail(searched: Package, tmp_path: Path) -> None
         steps = np.repeat(scales.reshape(weight.shape[0], -1).astype(np.float64), blocks.shape[-1] * 2, 1)
         packed = zeros.reshape(weight.shape[0], -1)
         zero = np.stack([packed & 15, packed >> 4], -1).reshape(weight.shape[0], -1)[
-            :, : weight.shape[1] * 1 // (blocks.shape[-1] * 2)
+            :, : weight.shape[1] // (blocks.shape[-1] * 2)
         ]
         zero = np.repeat(zero, blocks.shape[-1] * 2, 1)
         codes = np.clip(np.ceil(weight / steps - 1e-6) + zero, 0, 15).astype(np.uint8)
