@@ -81,6 +81,7 @@ def verify_served(
             progress(report.name)
     passed = all(report.passed for report in found)
     content = {"passed": passed, "dtype": kind, "ranks": ranks, "loads": [asdict(report) for report in found]}
+    content["not_asked"] = [line for report in found for line in report.not_asked]
     with staged_files(where) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if out.as_json:
@@ -95,10 +96,10 @@ def _print(found: list[LoadReport], kind: str, folder: Path) -> None:
     console = Console(width=None if Console().is_terminal else 150)
     held = "largest error" if kind == "float32" else "worst request's median error"
     table = Table(title=f"vLLM against PyTorch, {kind}: {held} of a log-probability")
-    for column in ("load", "requests", "tokens", "preempted", "near ties", "explained", "turned", "error", "bound", ""):
+    for column in ("load", "requests", "tokens", "preempted", "near ties", "open", "turned", "error", "bound", ""):
         table.add_column(column, justify="left" if column in ("load", "") else "right", no_wrap=True)
     for report in found:
-        names = ("requests", "tokens", "preemptions", "near_ties", "explained", "turned")
+        names = ("requests", "tokens", "preemptions", "near_ties", "open_tokens", "turned")
         counts = [getattr(report, name) for name in names]
         verdict = "ok" if report.passed else f"{len(report.wrong)} WRONG"
         table.add_row(report.name, *map(str, counts), f"{report.worst:.1e}", f"{report.bound:.1e}", verdict)
@@ -106,4 +107,6 @@ def _print(found: list[LoadReport], kind: str, folder: Path) -> None:
     for report in found:
         for line in report.wrong[:5]:
             print(f"{report.name}: {line}")
+        for line in report.not_asked:
+            print(f"not asked: {line}")
     print(f"report: {folder / 'report.json'}; what vLLM said: {folder / 'vllm.log'}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,14 +26,9 @@ codes the last bit decides. Of a random model of three layers PyTorch's float32 
 257 tokens, by 1e-5 in any where rows are numbers."""
 RARE, SPREAD = 0.99, 2.0
 """In half precision an answer's median may err as far as RARE of PyTorch's own errors do, and SPREAD times its worst answer's median."""
-EXPLAINED = 0.01
-"""The part of the requests that may lie beyond the bound where PyTorch's choices nearly tie. A page that is not taken for empty
-is explained away in one request of four; a turned choice exceeds the bound in none of some hundred."""
 ROUNDINGS = 24
 """Of PyTorch in half precision that an answer beyond the bound is held to: a score behind another by less than it rounds turns in one and
 not in the next, and with it a token that stays in softmax."""
-TURNED = 0.1
-"""The part of the requests, and always one, that may be as one of those says and not as PyTorch's own."""
 PIECE_TOKENS = 1024
 """Of a prompt in one of PyTorch's calls."""
 CONTEXT_TOKENS = 1536
@@ -118,8 +113,9 @@ class LoadReport:
 
     Args:
         near_ties: Tokens other than PyTorch's likeliest, which lies ahead by no more than rounding may turn.
-        explained: Requests beyond the bound in which PyTorch's own choices nearly tie; one in a hundred may be.
-        turned: In half precision, those that another rounding of PyTorch gives within the bound; one in ten may be.
+        open_tokens: Tokens behind a choice of PyTorch that nearly ties, of requests beyond the bound: an engine that does not say what it
+            chose is not compared there. What comes before them is.
+        turned: In half precision, requests beyond the bound that are within it of another rounding of PyTorch, whose scores tie otherwise.
         kept_tokens: Of prompts, which were not read because their states were kept.
         wrong: Requests whose tokens or log-probabilities differ without such a reason.
         worst: The largest of what is held to `bound`: the error of a log-probability, beside PyTorch's own errors a request's median.
@@ -130,7 +126,7 @@ class LoadReport:
     tokens: int = 0
     preemptions: int = 0
     near_ties: int = 0
-    explained: int = 0
+    open_tokens: int = 0
     turned: int = 0
     kept_tokens: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -139,9 +135,96 @@ class LoadReport:
 
     @property
     def passed(self) -> bool:
-        """Nothing is wrong, and little needs an explanation."""
-        few = self.explained <= EXPLAINED * self.requests and self.turned <= max(1, TURNED * self.requests)
-        return not self.wrong and few
+        """Nothing that was compared is wrong."""
+        return not self.wrong
+
+    @property
+    def not_asked(self) -> list[str]:
+        """What was not compared, in words."""
+        tokens = f"{self.name}: {self.open_tokens} of {self.tokens} tokens, behind near ties of choices that the engine does not say"
+        return [tokens] * bool(self.open_tokens)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an answer may differ by.
+
+    Args:
+        error: Of a log-probability, or of an answer's `median`.
+        tie: How far a token may lie behind the likeliest.
+        median: Whether answers are held by their median, as in half precision.
+    """
+
+    error: float
+    tie: float
+    median: bool = False
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An answer beside PyTorch: the error that is held to a bound, how far a token lies behind the likeliest at most, and how many do."""
+
+    error: float
+    behind: float
+    near: int
+    within: bool
+
+
+def compare(answer: Answer, chosen: np.ndarray, best: np.ndarray, bound: Bound, count: int | None = None) -> Compared:
+    """The first `count` tokens of an answer, None: all; `chosen` and `best` [n] are PyTorch's log-probabilities of its tokens and of the
+    likeliest."""
+    errors, behind = np.abs(chosen - np.array(answer.logprobs))[:count], (best - chosen)[:count]
+    if not errors.size:
+        return Compared(0.0, 0.0, 0, True)
+    error = float(np.median(errors) if bound.median else errors.max())
+    most = float(behind.max())
+    near = int(((behind > 0) & (behind <= bound.tie)).sum())
+    return Compared(error, most, near, error <= bound.error and most <= bound.tie)
+
+
+def judge(
+    load: Load,
+    requests: Sequence[Request],
+    served: Served,
+    expected: Sequence[np.ndarray],
+    bound: Bound,
+    sure: Callable[[int], int],
+    of_another_rounding: Callable[[int], bool],
+) -> LoadReport:
+    """Hold every answer to PyTorch.
+
+    Args:
+        expected: PyTorch's log-probabilities of each answer's tokens and of the likeliest, [2, n].
+        sure: Of a request by its number, how many of its answer's tokens come before any choice that nearly ties.
+        of_another_rounding: Whether another rounding of PyTorch in half precision gives its answer.
+    """
+    found = LoadReport(
+        load.name,
+        requests=len(requests),
+        preemptions=served.preemptions,
+        kept_tokens=served.kept_tokens,
+        bound=bound.error,
+    )
+    for number, (request, answer, (chosen, best)) in enumerate(zip(requests, served.answers, expected, strict=True)):
+        found.tokens += len(answer.tokens)
+        name = f"request {number} ({len(request.prompt)} tokens, {request.count} asked)"
+        if len(answer.tokens) != request.count:
+            found.wrong.append(f"{name}: {len(answer.tokens)} tokens came")
+            continue
+        whole = compare(answer, chosen, best, bound)
+        if not whole.within and (count := sure(number)) < request.count:
+            whole = compare(answer, chosen, best, bound, count)
+            found.open_tokens += request.count - count
+        if whole.within:
+            found.near_ties += whole.near
+            found.worst = max(found.worst, whole.error)
+        elif of_another_rounding(number):
+            found.turned += 1
+        else:
+            found.wrong.append(
+                f"{name}: log-probabilities differ by {whole.error:.1e}, a token is {whole.behind:.1e} behind the likeliest"
+            )
+    return found
 
 
 class Reference:
@@ -253,35 +336,16 @@ class ServedVerifier:
 
     def judge(self, load: Load, requests: Sequence[Request], served: Served) -> LoadReport:
         """Hold every answer to PyTorch."""
-        found = LoadReport(
-            load.name, requests=len(requests), preemptions=served.preemptions, kept_tokens=served.kept_tokens
-        )
         expected, own = self._along(requests, served.answers)
-        bound, tie = self._bounds(expected, own)
-        found.bound = bound
-        for number, (request, answer, theirs) in enumerate(zip(requests, served.answers, expected, strict=True)):
-            found.tokens += len(answer.tokens)
-            name = f"request {number} ({len(request.prompt)} tokens, {request.count} asked)"
-            if len(answer.tokens) != request.count:
-                found.wrong.append(f"{name}: {len(answer.tokens)} tokens came")
-                continue
-            chosen, best = theirs
-            errors = np.abs(chosen - np.array(answer.logprobs))
-            error = float(errors.max() if own is None else np.median(errors))
-            behind = best - chosen
-            near = int(((behind > 0) & (behind <= tie)).sum())
-            if error <= bound and not bool((behind > tie).any()):
-                found.near_ties += near
-                found.worst = max(found.worst, error)
-            elif self._nearly_ties(request, answer):
-                found.explained += 1
-            elif self._of_another_rounding(request, answer, bound, tie):
-                found.turned += 1
-            else:
-                found.wrong.append(
-                    f"{name}: log-probabilities differ by {error:.1e}, a token is {behind.max():.1e} behind the likeliest"
-                )
-        return found
+        bound = self._bound(expected, own)
+
+        def sure(number: int) -> int:
+            return self._sure(requests[number], served.answers[number])
+
+        def of_another_rounding(number: int) -> bool:
+            return self._of_another_rounding(requests[number], served.answers[number], bound)
+
+        return judge(load, requests, served, expected, bound, sure, of_another_rounding)
 
     def _along(
         self, requests: Sequence[Request], answers: Sequence[Answer]
@@ -297,16 +361,15 @@ class ServedVerifier:
                 own.append(self.half.logprobs(request.prompt, answer.tokens)[places])
         return expected, None if self.half is None else own
 
-    def _bounds(self, expected: list[np.ndarray], own: list[np.ndarray] | None) -> tuple[float, float]:
-        """What a log-probability may differ by, and how far behind the likeliest a token may be."""
+    def _bound(self, expected: list[np.ndarray], own: list[np.ndarray] | None) -> Bound:
         if own is None:
-            return FLOAT32, 2 * FLOAT32
+            return Bound(FLOAT32, 2 * FLOAT32)
         errors = [np.abs(a - b) for a, b in zip(expected, own, strict=True)]
         usual = float(np.quantile(np.concatenate([e[0] for e in errors]), RARE, method="higher"))
         worst = max(float(np.median(e[0])) for e in errors)
-        return max(usual, SPREAD * worst), 2 * max(float(e.max()) for e in errors)
+        return Bound(max(usual, SPREAD * worst), 2 * max(float(e.max()) for e in errors), median=True)
 
-    def _of_another_rounding(self, request: Request, answer: Answer, bound: float, tie: float) -> bool:
+    def _of_another_rounding(self, request: Request, answer: Answer, bound: Bound) -> bool:
         """Whether PyTorch in half precision gives the answer, within the same bounds, as one of some roundings has it."""
         if self.half is None:
             return False
@@ -314,19 +377,20 @@ class ServedVerifier:
         for seed in range(ROUNDINGS):
             with other_rounding(self.half.runner.model, seed):
                 theirs = self.half.logprobs(request.prompt, answer.tokens)
-            error = float(np.median(np.abs(theirs[places] - np.array(answer.logprobs))))
-            if error <= bound and not bool((theirs.max(-1) - theirs[places] > tie).any()):
+            if compare(answer, theirs[places], theirs.max(-1), bound).within:
                 return True
         return False
 
-    def _nearly_ties(self, request: Request, answer: Answer) -> bool:
-        """Whether PyTorch chose something along the request by less than rounding may turn, in float32."""
+    def _sure(self, request: Request, answer: Answer) -> int:
+        """How many tokens of an answer come before PyTorch chooses anything by less than rounding may turn, in float32."""
         if self.half is not None or not self.ties.each:
-            return False
+            return len(answer.tokens)
         tokens = np.array([[*request.prompt, *answer.tokens]], np.int64)
         past, looks = self.reference.runner.empty_feed(*tokens.shape), []
         for start in range(0, tokens.shape[1], self.ties.span):
             feed = {**past, **next_feed({}, tokens[:, start : start + self.ties.span])}
             looks.append((past["past_length"], self.reference.runner.infer(feed)))
             past = next_feed(looks[-1][1], tokens)
-        return self.ties.closest(self.ties.scores(looks), np.array([tokens.shape[1]])) <= TIE
+            if self.ties.closest(self.ties.scores(looks), past["past_length"]) <= TIE:
+                return min(max(start + 1 - len(request.prompt), 0), len(answer.tokens))
+        return len(answer.tokens)

@@ -179,18 +179,14 @@ def proven(
     for each in zip(loads, asked, served, strict=True):
         found.append(report := verifier.judge(*each))
         print(f"FOUND {folder.name}, {report.name}: {report.requests} requests, {len(report.wrong)} wrong", flush=True)
-    wrong = [
-        f"{r.name}: {r.wrong[0] if r.wrong else f'{r.explained + r.turned} need an explanation'}"
-        for r in found
-        if not r.passed
-    ]
-    names = ("requests", "tokens", "preemptions", "near_ties", "kept_tokens", "turned")
-    count, tokens, thrown, near, kept, turned = (sum(getattr(r, n) for r in found) for n in names)
+    wrong = [f"{r.name}: {r.wrong[0]}" for r in found if not r.passed]
+    names = ("requests", "tokens", "preemptions", "near_ties", "kept_tokens", "turned", "open_tokens")
+    count, tokens, thrown, near, kept, turned, left = (sum(getattr(r, n) for r in found) for n in names)
     if any(load.prefix_tokens for load in loads):
         near = f"{kept} tokens of prompts not read, {near}"
         wrong += [] if kept else ["no state of a prefix was used"]
     error, bound = (max(getattr(r, name) for r in found) for name in ("worst", "bound"))
-    text = f"{count} requests, {tokens} tokens, {thrown} times preempted, {near} near ties, {turned} turned"
+    text = f"{count} requests, {tokens} tokens, {thrown} times preempted, {near} near ties, {turned} turned, {left} tokens open"
     return f"FAILED: {'; '.join(wrong)}" if wrong else f"ok: {text}, error {error:.1e} (bound {bound:.1e})"
 
 
