@@ -20,6 +20,7 @@ from still_export.package.folder import GENERATED, Package, open_package, write_
 from still_export.proof.answers import EMPTY, Answer, Follow, Question, Told, chosen_for_layers, silent
 from still_export.proof.cases import Case
 from still_export.proof.held_constants import check_constants
+from still_export.proof.held_settings import check_settings
 from still_export.proof.held_weights import check_weights
 from still_export.proof.judge import Bounds
 from still_export.proof.layer_inputs import layer_inputs
@@ -205,7 +206,7 @@ class Subject:
             return True
         options = replace(ExportOptions.from_manifest(self.package.manifest), dtype="float32")
         held = self.scratch / "faulty", self.package.manifest, find_source(options)
-        return check_weights(*held).passed and check_constants(*held).passed
+        return check_weights(*held).passed and check_constants(*held).passed and check_settings(*held).passed
 
     def _planted(self, fault: Fault, random: np.random.Generator) -> Any:
         if fault.where in ("states", "runner"):
