@@ -22,8 +22,8 @@ DEFAULT = 1e-5
 """ONNX's epsilon of a norm that says none."""
 OFF = 1e-6
 """Of itself that an epsilon, or a number of a table, may be off: it is written in another type."""
-EPSILONS = ("epsilon", "norm_epsilon")
-"""Names of a norm's attribute, and of that of an op which has taken a norm in."""
+EPSILON = "epsilon"
+"""A norm's attribute; that of an op which has taken a norm in has a name that ends so."""
 PREFIX = "model."
 """Before a table's name in a graph."""
 SHOWN = 4
@@ -71,7 +71,7 @@ def _epsilons(graph: Any) -> Iterator[tuple[str, float]]:
     """Of every norm whose weight is one of the model's, that weight's name and the epsilon."""
     weights = weights_of(graph)
     for node in graph.node:
-        given = [a.f for a in node.attribute if a.name in EPSILONS]
+        given = [a.f for a in node.attribute if a.name.endswith(EPSILON)]
         if not given and not (node.op_type.endswith("Normalization") and not node.domain):
             continue
         names = {name for value in node.input for name in weights.get(value, ()) if name.endswith("norm.weight")}

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
+import torch
 
 from still_export.package.files import HEAD, MODEL, PORTABLE, VISION
 from still_export.proof.torch_calls import TorchCalls, torch_calls
@@ -55,7 +55,8 @@ BENDING: Mapping[str, tuple[str, ...]] = {
 """Functions of ONNX by the calls of PyTorch that become them, and of no others."""
 WORDS = {"Gelu": ("approximate", "none")}
 """Attributes of standard ops that are words, with their defaults."""
-FLOATS = {1: np.float32, 10: np.float16, 11: np.float64, 16: ml_dtypes.bfloat16}
+FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
+"""By ONNX's number of a type."""
 
 
 def check_settings(folder: Path, manifest: Mapping[str, Any], source: Source) -> Verdict:
@@ -218,5 +219,4 @@ def _numbers(graph: GraphProto, nodes: Sequence[NodeProto], right: TorchCalls) -
 
 
 def _rounded(value: float, kind: int) -> float:
-    with np.errstate(over="ignore"):
-        return float(np.array(value).astype(FLOATS[kind]))
+    return float(torch.tensor(value, dtype=torch.float64).to(FLOATS[kind]))
