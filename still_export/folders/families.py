@@ -64,6 +64,7 @@ NOT_COVERED = {
     **dict.fromkeys(
         ("rwkv6qwen2", "rwkv7qwen2", "rwkv7qwen3"), "RADLADS' layers of RWKV in a Qwen have no family here yet"
     ),
+    **dict.fromkeys(("plamo2", "plamo3"), "PLaMo's layers have no family here yet"),
     "zamba2": "its softmax blocks are shared between layers",
     **dict.fromkeys(
         ("granite_swa", "granitemoe_swa"), "its softmax has a learned logit of each head beside the keys (a sink)"
