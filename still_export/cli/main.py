@@ -7,7 +7,7 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import takewhile, zip_longest
 from pathlib import Path
@@ -183,7 +183,11 @@ def _look_ahead(given: list[str]) -> None:
         for model in words:
             if "://" not in model and look(model).kind not in ("package", "adapter"):
                 check_model(model)
-        looks = {"--text": lambda name: read_text(Path(name)), "--teacher": check_model, "--tokenizer": local}
+        looks: dict[str, Callable[[str], object]] = {
+            "--text": lambda name: read_text(Path(name)),
+            "--teacher": check_model,
+            "--tokenizer": local,
+        }
         for flag, value in _values(given[1:]):
             if flag in looks and value:
                 looks[flag](value)

@@ -164,7 +164,9 @@ def _settings(
         for name, right in call.items():
             found = given.get(name, OPS[op].attribute(name).default)
             found = found.decode() if isinstance(found, bytes) else found
-            same = found == right or (isinstance(right, float) and abs(found - right) <= OFF * abs(right))
+            same = found == right
+            if isinstance(right, float) and isinstance(found, (int, float)):
+                same = abs(found - right) <= OFF * abs(right)
             where = f"{name} of {op} {number}"
             yield where, "" if same else f"is {found!r}, the model's {right!r}"
 

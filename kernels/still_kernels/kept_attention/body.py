@@ -130,8 +130,8 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         logits.append(b("Add", apart, b.unsqueeze(each(b("Where", mask, 0.0, MASKED)), 2)))
     weights = b("Softmax", b("Concat", *logits, axis=4), axis=-1)
     mixed = []
-    for part, (start, end) in zip(keys["value"], (([0], sizes[0]), (sizes[0], [1 << 40])), strict=True):
-        share = b("Slice", weights, start, end, [4])
+    before, behind = b("Slice", weights, [0], sizes[0], [4]), b("Slice", weights, sizes[0], [1 << 40], [4])
+    for part, share in zip(keys["value"], (before, behind), strict=True):
         mixed.append(b("MatMul", b("Reshape", share, b.shape(0, kv_heads, -1, b.dim(part, 2))), part))
     output = b("Transpose", b.reshape(b("Add", *mixed), 0, heads, -1, dim), perm=[0, 2, 1, 3])
     real = b.unsqueeze(b("Less", step, new), 2, 3)

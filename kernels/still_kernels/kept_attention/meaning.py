@@ -91,7 +91,7 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
             place = last.expand(-1, -1, key.shape[3])
             fresh = [x[row, part].transpose(0, 1).to(key.dtype) for x in (inputs.key, inputs.value)]
             held = [write(x, 1, place, y) for x, y in zip(held, fresh, strict=True)]
-            parts.append(_attend(query[row, part], *held, last))
+            parts.append(_attend(query[row, part], held[0], held[1], last))
             at, done = at + part.stop - done, part.stop
             if at % size == 0:
                 stays = keep[row, done - 1]  # [R]

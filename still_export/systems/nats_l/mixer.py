@@ -140,7 +140,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
             self.keep_decay,
         )
 
-        linear, after = routed_attention(rule, RoutedState(states["routed_state"], states["chunk_state"]))
+        linear, after = routed_attention(rule, RoutedState(states["routed_state"], states["chunk_state"]), False)
 
         def attend(inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
             before = KeptState(state.key, state.value, states["kept_chunks"])

@@ -42,7 +42,7 @@ def _op(
 
     register(spec, computed)
 
-    def op(inputs: Inputs, state: State, in_place: bool = False) -> tuple[Tensor, State]:
+    def op(inputs: Inputs, state: State, in_place: bool) -> tuple[Tensor, State]:
         if not torch.compiler.is_compiling():
             return run(inputs, state, in_place)
         given = {**vars(inputs), **{f"past_{name}": x for name, x in state._asdict().items()}}
