@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from still_export.models.ahead import PREFIX
 from still_export.package.files import HEAD, MODEL, PORTABLE, VISION
+from still_export.proof.held_constants import PREFIX as TABLES
 from still_export.proof.torch_calls import TorchCalls, torch_calls
 from still_export.proof.verdict import Check, Verdict
 from still_graphs.ops import OPS
@@ -196,7 +198,7 @@ def _numbers(graph: GraphProto, nodes: Sequence[NodeProto], right: TorchCalls) -
     """Every single number that is not an integer's: an operand, or an attribute of a standard op."""
     from onnx import numpy_helper
 
-    held: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
+    held: dict[str, TensorProto] = {t.name: t for t in graph.initializer if not _is_weight(t.name, right.tensors)}
     for node in nodes:
         if node.op_type == "Constant":
             held |= {name: a.t for name in node.output for a in node.attribute if a.name == "value"}
@@ -218,6 +220,12 @@ def _numbers(graph: GraphProto, nodes: Sequence[NodeProto], right: TorchCalls) -
         if 0 < most < count:
             wrong = f"is {value:.6g} in {count} nodes, and PyTorch computes with it {most} times"
         yield places[value, kind], wrong * (most < count)
+
+
+def _is_weight(name: str, tensors: frozenset[str]) -> bool:
+    """Whether it is one of the model's tensors, or a part of its codes, which are held to the model's elsewhere."""
+    bare = [name.removeprefix(start) for start in ("", TABLES, PREFIX)]
+    return any(each in tensors or each.rpartition(".")[0] in tensors for each in bare)
 
 
 def _rounded(value: float, kind: int) -> float:

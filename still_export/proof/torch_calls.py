@@ -33,12 +33,14 @@ class TorchCalls:
         functions: How often each of PyTorch's own functions was called, by its name without its overload.
         numbers: How often these functions were given each number.
         words: How often each function was given each word, as `gelu`'s "tanh".
+        tensors: Names of the model's parameters and buffers.
     """
 
     ops: dict[str, list[Mapping[str, AttributeValue]]] = field(default_factory=dict)
     functions: Counter[str] = field(default_factory=Counter)
     numbers: Counter[float] = field(default_factory=Counter)
     words: Counter[tuple[str, str]] = field(default_factory=Counter)
+    tensors: frozenset[str] = frozenset()
 
     def __add__(self, other: TorchCalls) -> TorchCalls:
         ops = {name: [*self.ops.get(name, ()), *other.ops.get(name, ())] for name in self.ops | other.ops}
@@ -53,6 +55,7 @@ def torch_calls(source: Source) -> TorchCalls:
     config = model.config
     capacity = state_table(config, model.dtype).period * CAPACITY_PERIODS
     watch = _Watch()
+    watch.calls.tensors = frozenset(n for named in (model.named_parameters(), model.named_buffers()) for n, _ in named)
     # As in a trace, ops of this project are called as such, on tensors that have shapes and no values.
     with next(model.parameters()).fake_mode, torch.no_grad(), _compiling_state_context(), watch:
         states = empty_states(config, 1, model.dtype, capacity)

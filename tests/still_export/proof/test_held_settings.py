@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -16,7 +17,7 @@ from still_export.graph.options import ExportOptions
 from still_export.models.load import Source
 from still_export.models.read.source import find_source
 from still_export.package.folder import open_package
-from still_export.proof.held_settings import check_settings
+from still_export.proof.held_settings import _numbers, check_settings
 from still_export.proof.torch_calls import TorchCalls, torch_calls
 from still_export.proof.verdict import Check, Verdict
 from still_graphs.ops import OPS
@@ -206,3 +207,14 @@ def test_a_graph_with_bodies_in_the_place_of_nodes_says_so(export_tiny: Exporter
 
     found = held(package, inlined, tmp_path / "planted")
     assert any("HybridAttention in model.onnx" in line for line in found.not_asked)
+
+
+def test_a_weight_of_one_number_is_no_number_of_the_graph() -> None:
+    """Weights are held to the model's by themselves."""
+    value = onnx.numpy_helper.from_array(np.array([0.37], np.float32), "model.layers.0.gate")
+    node = helper.make_node("Mul", ["x", value.name], ["y"])
+    graph = helper.make_graph([node], "g", [], [], [value])
+    assert not any(what for _, what in _numbers(graph, [node], TorchCalls(tensors=frozenset([value.name]))))
+    assert [what for _, what in _numbers(graph, [node], TorchCalls())] == [
+        "is 0.37, and PyTorch computes with no such number"
+    ]
