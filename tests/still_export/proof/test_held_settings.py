@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: still_model("qwen3_moe", torch.float32),
     "allmem": lambda: attached(dtype=torch.float32),
     **{
-        name: lambda name=name: linear_model(name)
+        name: partial(linear_model, name)
         for name in (
             *("lfm2", "minicpm_sala", "neural_attention_search_linear_attn_gdn", "rat", "llama_with_landmark"),
             "routing_transformer",

@@ -30,7 +30,9 @@ pytestmark = [
         not all(map(importlib.util.find_spec, NEEDED)), reason="needs a server: pip install 'llama-cpp-python[server]'"
     ),
 ]
-SIZES = dict(hidden_size=64, head_dim=32, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
+SIZES: dict[str, Any] = dict(
+    hidden_size=64, head_dim=32, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16
+)
 ENDING = 256
 
 
