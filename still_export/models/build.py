@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -88,6 +88,9 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
             f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
             "The configuration and the weights belong to different models."
         )
+    theirs = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
+    if "lm_head.weight" in weights and not theirs._tied_weights_keys:
+        config.tie_word_embeddings = False  # transformers never ties the head of this class, whatever config.json says
     model = _without_values(family, config).to(dtype)
     expected = dict(model.named_parameters())
     found = split_linear_layers(weights, config, expected)

@@ -573,6 +573,19 @@ def test_heads_of_an_odd_size_are_not_turned(family: str, tmp_path: Path) -> Non
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "kimi_linear", "bailing_hybrid"])
+def test_a_head_that_transformers_never_ties(family: str, tmp_path: Path) -> None:
+    """Its classes read a head of its own where config.json ties the embeddings."""
+    theirs = linear_model(family, tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    assert not ours.config.tie_word_embeddings and not torch.equal(
+        ours.lm_head.weight, ours.get_input_embeddings().weight
+    )
+    expected = type(theirs).from_pretrained(tmp_path)(ids(1, 9), use_cache=False).logits.double()
+    assert far(ours(ids(1, 9), use_cache=False).logits, expected) < 1e-5
+
+
 @pytest.mark.parametrize("family", ["granitemoehybrid", "bamba", "jamba"])
 def test_odd_heads_that_are_not_turned_whole(family: str) -> None:
     """Without positions, or turned by half."""
