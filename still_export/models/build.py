@@ -88,7 +88,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
             f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
             "The configuration and the weights belong to different models."
         )
-    theirs = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
+    theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
     if "lm_head.weight" in weights and not theirs._tied_weights_keys:
         config.tie_word_embeddings = False  # transformers never ties the head of this class, whatever config.json says
     model = _without_values(family, config).to(dtype)
