@@ -151,7 +151,7 @@ RULES: dict[str, Rule] = {
     "allmem": Rule(_linearized("allmem", 32, 1e4), False),
     "gated": Rule(_fla("gla", num_heads=2, num_kv_heads=None, expand_k=1.0, expand_v=1.0, attn=None), False),
     "delta": Rule(_fla("delta_net", num_heads=2, expand_k=1.0, expand_v=1.0), True),
-    "gated_delta": Rule(_fla("gated_deltanet", num_heads=2, num_v_heads=2, head_dim=32, expand_v=1.0), True),
+    "gated_delta": Rule(_fla("gated_deltanet", num_heads=2, num_v_heads=2, head_dim=64, expand_v=1.0), True),
     "rwkv7": Rule(_rwkv7, True),
     "mamba2": Rule(
         _of_transformers("Mamba2", num_heads=8, head_dim=16, state_size=32, n_groups=1, expand=2, chunk_size=32), False
