@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
+import shutil
+import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +17,7 @@ from torch import Tensor
 
 from still_export.discovery import recognised
 from still_export.proof.other_gguf import read_gguf_tensors
-from still_export.proof.theirs import Theirs, logits_of, too_large
+from still_export.proof.theirs import Theirs, logits_of, room, too_large
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -27,7 +31,7 @@ def read_theirs(path: Path, overlays: Sequence[Path], source: Source) -> Theirs:
     adapters = [overlay for overlay in overlays if (overlay / "adapter_config.json").is_file()]
     others = [overlay for overlay in overlays if overlay not in adapters]
     if not reason and not others and not any(_is_ours(overlay) for overlay in adapters):
-        return _read_transformers(path, adapters)
+        return _read_transformers(path, adapters, sum(math.prod(weight.shape) for weight in source.weights.values()))
     if overlays:
         reason = reason or "an overlay has feature maps of this project"
         return Theirs(
@@ -60,16 +64,27 @@ def _not_transformers(path: Path, source: Source) -> str:
         return f"transformers has no class of its own for {config.model_type}"
     if getattr(config, "quantization_config", None) is not None:
         return "transformers needs the library of its quantization"
-    return too_large(sum(math.prod(weight.shape) for weight in source.weights.values()))
+    return ""
 
 
-def _read_transformers(path: Path, adapters: Sequence[Path]) -> Theirs:
+def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) -> Theirs:
+    """Where the model does not fit into memory, its layers come from the file one after the other, at every call."""
     from transformers import AutoModelForCausalLM
 
-    by = "transformers"
+    by, large = "transformers", too_large(parameters)
+    streams: dict[str, Any] = {}
+    if large and adapters:
+        return Theirs("PEFT", {}, why=[f"the files by another reader: {large}, and adapters are merged into the whole"])
+    if large and find_spec("accelerate") is None:
+        why = f"logits by another program: {large}; pip install accelerate streams it from the disk"
+        return Theirs("safetensors", _read_safetensors(path), why=[why])
+    if large:
+        scratch = tempfile.mkdtemp()  # for what the file has in another form
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        streams = {"device_map": "auto", "max_memory": {"cpu": room()}, "offload_folder": scratch}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True, **streams
         )
         model, info = loaded
         if lacks := sorted(info["missing_keys"]):
@@ -84,6 +99,8 @@ def _read_transformers(path: Path, adapters: Sequence[Path]) -> Theirs:
     except Exception as error:  # of whole libraries
         reason = " ".join(str(error).split())[:200]
         return Theirs(by, {}, why=[f"the files by another reader: {by} cannot read them ({reason})"])
+    if large:
+        return Theirs(by, _read_safetensors(path), logits_of(model.eval()))
     return Theirs(by, dict(model.state_dict()), logits_of(model.float().eval()), merged=bool(adapters))
 
 

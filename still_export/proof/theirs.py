@@ -60,6 +60,11 @@ def too_large(parameters: int) -> str:
     return f"transformers' model takes {size / 2**30:.1f} GB, more than half of the {free / 2**30:.1f} that are free"
 
 
+def room() -> int:
+    """Bytes that a model may take."""
+    return int(min(ROOM * _free_memory(), 1 << 62))
+
+
 def _free_memory() -> float:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

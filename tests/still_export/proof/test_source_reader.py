@@ -16,6 +16,7 @@ from still_export.graph.options import ExportOptions
 from still_export.models import load
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import value_of
+from still_export.proof import other_readers, theirs
 from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
 from tests.still_export.linear_models import linear_model
@@ -57,6 +58,20 @@ def test_linear_families_are_read_alike(family: str, tmp_path: Path) -> None:
     linear_model(family).save_pretrained(tmp_path)
     verdict = asked(tmp_path, attach=False)
     assert verdict.passed and len(verdict.checks) == 2 and not verdict.not_asked, verdict
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
+def test_what_does_not_fit_into_memory_is_streamed(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = family == "qwen3_moe"
+    (plain_model(family, torch.float32) if attach else linear_model(family)).save_pretrained(tmp_path)
+    monkeypatch.setattr(theirs, "ROOM", 1e-9)
+    verdict = asked(tmp_path, attach=attach)
+    assert verdict.passed and verdict.checks[1].value is not None and verdict.checks[1].value < 1e-5, verdict
+    monkeypatch.setattr(other_readers, "find_spec", lambda _: None)
+    said = asked(tmp_path, attach=attach)
+    assert said.passed and any("pip install accelerate" in line for line in said.not_asked), said
 
 
 @pytest.mark.parametrize("family", ["gla", "flux_qwen3", "mirrorla", "rwkv7"])
@@ -114,6 +129,10 @@ def test_what_is_lost_of_an_adapter_is_seen(part: str, tmp_path: Path, monkeypat
 
         monkeypatch.setattr(load.convert, "merge_lora", plain)
     assert "PEFT" in wrong(asked(tmp_path / "base", tmp_path / "adapter"))
+    monkeypatch.undo()
+    monkeypatch.setattr(theirs, "ROOM", 1e-9)
+    large = asked(tmp_path / "base", tmp_path / "adapter")
+    assert large.passed and any("adapters are merged" in line for line in large.not_asked), large
 
 
 @pytest.mark.parametrize("fault", ["", "positions", "heads"])
