@@ -107,8 +107,10 @@ def verify(
         lengths = tuple(asked.get("lengths") or ())
         passed = verify_server(subject, asked.get("model"), name, lengths, output, asked.get("seed", 0), given, out)
         raise typer.Exit(0 if passed else 1)
+    if not Path(subject).exists():
+        demand_package(Path(subject), "verify")
     if asked.get("model") is not None:
-        check_model(asked["model"])
+        check_model(asked["model"], here=not is_foreign(Path(subject)))
     if asked.get("adapter") is not None:
         check_overlay(asked["adapter"])
     if asked.get("text") is not None:

@@ -56,9 +56,12 @@ def _meant(source: str) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def check_model(source: str | Path, revision: str | None = None) -> None:
+def check_model(source: str | Path, revision: str | None = None, here: bool = True) -> None:
     """Raise what the readers of a model would, as far as its small files say it. A hub id is left to them, unless it looks like a misspelt
     folder.
+
+    Args:
+        here: It is read by this project; else by transformers, which knows other families.
 
     Raises:
         ModelNotFoundError, CheckpointError: As of `resolve_source` and `check_folder`; weights are missing.
@@ -71,6 +74,8 @@ def check_model(source: str | Path, revision: str | None = None) -> None:
         check_file(path)
         return
     check_folder(path)
+    if not here:
+        return
     demand_softmax_folder(path)
     check_family(recognised(read_json(path / "config.json")))
     weight_files(path)

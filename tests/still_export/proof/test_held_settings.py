@@ -47,6 +47,7 @@ HELD = {
     "ClusterTokens": "routing_transformer",
     "Experts": "qwen3_moe",
     "HybridAttention": "qwen3_moe",
+    "KeptAttention": "neural_attention_search_linear_attn_gdn",
     "LandmarkAttention": "llama_with_landmark",
     "LinearAttention": "minicpm_sala",
     "Route": "qwen3_moe",
