@@ -58,6 +58,7 @@ class Stored:
         step: Reads the steps [n, blocks] of the rows' codes.
         bits: Of its codes.
         unit: Relative rounding of what the step is stored in.
+        least: Rounding of a step that is too small for that: float16's below 6e-5.
         place: Where its bytes lie, None: in the graph itself.
     """
 
@@ -66,6 +67,7 @@ class Stored:
     step: Callable[[slice], np.ndarray] | None = None
     bits: int = 0
     unit: float = 0.0
+    least: float = 0.0
     place: tuple[object, ...] | None = None
 
 
@@ -268,8 +270,8 @@ def _coded(
         first, last, _ = asked.indices(sizes[name])
         return values[start + first : start + last]
 
-    unit = 2.0**-10 if np.asarray(scales.numpy()).dtype == np.float16 else 2.0**-20
-    return Stored(rows, "e4m3" if part == FLOAT8_CODES else "codes", step, bits, unit, place)
+    unit, least = (2.0**-10, 2.0**-25) if np.asarray(scales.numpy()).dtype == np.float16 else (2.0**-20, 0.0)
+    return Stored(rows, "e4m3" if part == FLOAT8_CODES else "codes", step, bits, unit, least, place)
 
 
 class _Judge:
@@ -335,6 +337,7 @@ class _Judge:
         if held.bits < 8:
             off = torch.full_like(off, HALF_STEP)
         allowed = wide * off * (1 + 2.0**-10) + found.abs() * held.unit + largest * (coarse if pairs else 2.0**-20)
+        allowed = allowed + held.least * (off + found.abs() / wide.clamp_min(torch.finfo(torch.float32).tiny))
         coarser = (step > most).repeat_interleave(right.shape[-1] // step.shape[-1], -1).reshape(right.shape)
         return allowed.masked_fill(coarser, -1.0)
 

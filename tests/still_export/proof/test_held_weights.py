@@ -26,7 +26,7 @@ from still_export.targets.ort.options import OrtOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.proof.plants import exchange, planted, with_weights
-from tests.still_export.tiny import plain_model
+from tests.still_export.tiny import plain_model, still_model
 
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4, num_key_value_heads=2
@@ -190,6 +190,24 @@ def test_layouts_of_all_targets_pass(final: str, scheme: str | None, export_tiny
         options.pop("quantize_block", None)
     verdict = held(export_tiny("llama", dtype, options, final, sizes=sizes, layer_types=LAYERS))
     assert verdict.passed and not verdict.not_asked, (verdict.checks, verdict.not_asked)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_steps_that_are_too_small_for_float16_pass(scheme: str, tmp_path: Path) -> None:
+    """Below 6e-5 float16 rounds a step by up to 2^-25; steps that are 2% too long are still seen."""
+    model = still_model("llama", torch.float32, sizes=SIZES, layer_types=LAYERS)
+    small = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        small.copy_(torch.randn(small.shape, generator=torch.Generator().manual_seed(0)) * 7e-4)
+    model.save_pretrained(tmp_path / "model")
+    options = ExportOptions(str(tmp_path / "model"), dtype="float16", quantize=scheme)
+    package = export(options, tmp_path / "package", options=OrtOptions(native=False))
+    assert held(package).passed
+
+    def off(weights: Weights) -> None:
+        weights[layer(1, f"{DOWN}.scales")][...] *= np.float16(1.02)
+
+    assert not held(with_weights(package, tmp_path / "off", off)).passed
 
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
