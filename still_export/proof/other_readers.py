@@ -88,9 +88,8 @@ def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) ->
         )
         model, info = loaded
         if lacks := sorted(info["missing_keys"]):
-            return Theirs(
-                by, _read_safetensors(path), why=[f"logits by another program: transformers finds no {lacks[0]}"]
-            )
+            why = f"logits by another program: transformers finds no {lacks[0]}"
+            return Theirs("safetensors", _read_safetensors(path), why=[why])
         for adapter in adapters:
             from peft import PeftModel
 
@@ -100,7 +99,7 @@ def _read_transformers(path: Path, adapters: Sequence[Path], parameters: int) ->
         reason = " ".join(str(error).split())[:200]
         return Theirs(by, {}, why=[f"the files by another reader: {by} cannot read them ({reason})"])
     if large:
-        return Theirs(by, _read_safetensors(path), logits_of(model.eval()))
+        return Theirs(by, _read_safetensors(path), logits_of(model.eval()), read="safetensors")
     return Theirs(by, dict(model.state_dict()), logits_of(model.float().eval()), merged=bool(adapters))
 
 

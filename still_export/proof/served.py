@@ -224,6 +224,8 @@ def judge(
             found.wrong.append(
                 f"{name}: log-probabilities differ by {whole.error:.1e}, a token is {whole.behind:.1e} behind the likeliest"
             )
+    if 0 < found.tokens == found.open_tokens:
+        found.wrong.append("nothing was compared: every token of every request is beyond the bound, behind a near tie")
     return found
 
 

@@ -118,7 +118,7 @@ def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Ver
             if computes:
                 unknown.append(name)
             else:
-                wrong.append((name, f"{name}{found}, by {theirs.by} in {other}" * bool(found)))
+                wrong.append((name, f"{name}{found}, by {theirs.read or theirs.by} in {other}" * bool(found)))
             continue
         held = next((n for n in by_layer.get(_layer_of(name), ()) if _holds(theirs.tensors[n], value, adapted)), None)
         if held is not None:
@@ -133,7 +133,7 @@ def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Ver
     ):  # else they may be parts of what this project computes of several
         wrong += [(name, f"{name} is in the file and no part of the model that was read") for name in lost]
     known = len(source.weights) - len(unknown) - len(fresh.intersection(source.weights))
-    name = f"{known} tensors are what {theirs.by} reads"
+    name = f"{known} tensors are what {theirs.read or theirs.by} reads"
     first = wrong[0] if wrong else ("", "")
     what = first[1] + (f"; {len(wrong)} tensors are not" if len(wrong) > 1 else "")
     check = Check(name, not wrong, what, first[0], notes=tuple(text for _, text in wrong[1 : 1 + SHOWN]))

@@ -20,7 +20,8 @@ class Theirs:
     """A model as another program reads it.
 
     Args:
-        by: Which one.
+        by: Which one answers.
+        read: Which one read the tensors; "": the same.
         tensors: By its names, float.
         logits: Answers prompts of tokens [1, T] with [T, V]; None: it cannot.
         merged: Adapters were added.
@@ -32,6 +33,7 @@ class Theirs:
     logits: Callable[[Tensor], Tensor] | None = None
     merged: bool = False
     why: list[str] = field(default_factory=list)
+    read: str = ""
 
 
 def logits_of(model: Any) -> Callable[[Tensor], Tensor]:

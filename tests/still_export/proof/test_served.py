@@ -50,6 +50,10 @@ def test_tokens_behind_a_near_tie_alone_are_not_compared(place: int, passed: boo
     assert "4 of 8 tokens" in found.not_asked[0]
 
 
+def test_where_nothing_can_be_compared_nothing_is_proven() -> None:
+    assert not asked([off(0)] * 3, sure=0).passed and asked([off(0), off(0, 0)], sure=0).passed
+
+
 def test_no_share_of_wrong_requests_is_excused() -> None:
     right = [off(0, 0)] * 199
     assert asked(right).passed and not asked([*right, off(2)]).passed
