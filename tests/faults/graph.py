@@ -174,6 +174,41 @@ attribute("an attribute off by one", _stepped)
 attribute("an attribute that says another way", _other)
 
 
+def _standard(model: onnx.ModelProto, where: str) -> list[Any]:
+    """Attributes of standard ops, but for constants, subgraphs and target types of casts."""
+    places = bodies(model) if where == "kernels" else nodes_of(model.graph)
+    nodes = [held[i] for held, i in places if held[i].domain != "still" and held[i].op_type != "Constant"]
+    kinds = onnx.AttributeProto.INT, onnx.AttributeProto.INTS, onnx.AttributeProto.FLOAT, onnx.AttributeProto.STRING
+    return [a for node in nodes for a in node.attribute if a.type in kinds and a.name not in ("to", "stash_type")]
+
+
+def standard(kind: str, where: str, *types: Any) -> None:
+    """An attribute of a standard op that is another: an axis, a flag, a factor, a kind of reduction."""
+
+    def plant(random: Random, model: onnx.ModelProto) -> bool:
+        found = one(random, [a for a in _standard(model, where) if a.type in types])
+        if found is None:
+            return False
+        if found.type == onnx.AttributeProto.INT:
+            found.i = 1 - found.i if found.i in (0, 1) else found.i + 1
+        elif found.type == onnx.AttributeProto.INTS:
+            place = int(random.integers(len(found.ints)))
+            found.ints[place] += 1 if found.ints[place] <= 0 else -1
+        elif found.type == onnx.AttributeProto.FLOAT:
+            found.f = found.f * 1.01 or 0.01
+        else:
+            found.s = {b"none": b"add", b"add": b"none", b"left": b"right", b"right": b"left"}.get(found.s, b"none")
+        return True
+
+    fault(where, kind)(plant)
+
+
+for place, of in (("graph", "the graph"), ("kernels", "a body")):
+    standard(f"an integer of a standard op in {of}", place, onnx.AttributeProto.INT, onnx.AttributeProto.INTS)
+    standard(f"a factor of a standard op in {of}", place, onnx.AttributeProto.FLOAT)
+    standard(f"a word of a standard op in {of}", place, onnx.AttributeProto.STRING)
+
+
 def epsilon(times: int) -> None:
     def plant(random: Random, model: onnx.ModelProto) -> bool:
         found = one(random, [a for n in model.graph.node for a in n.attribute if a.name == "epsilon"])

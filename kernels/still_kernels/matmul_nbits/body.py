@@ -15,6 +15,10 @@ from still_kernels.matmul_nbits.spec import MATMUL_NBITS
 WORD_BITS = 32
 SUPER, TILE = 256, 8
 """Inputs whose scales share a number, where they are whole numbers; outputs that lie in one another then."""
+WORDS = {4: (36, 2), 6: (52, 1)}
+"""Words and numbers of SUPER inputs of an output, by bits."""
+LOW_BITS, HIGH_BITS = (0, 8, 16, 24, 4, 12, 20, 28), tuple(i % 4 * 8 + i // 4 * 2 for i in range(16))
+"""Where the low four bits of the inputs lie in a word, and the high two."""
 ROUNDED = 4
 """The accuracy level of com.microsoft::MatMulNBits that rounds activations to 8 bits, the only fast one on CPUs."""
 
@@ -93,7 +97,7 @@ def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int, int]
     """Bits, block size and the code of 0 where there are no zero points."""
     bits, block, zero, super_block = _attributes(node).values()
     if super_block:
-        words, numbers = {(4, 32): (36, 2), (6, 16): (52, 1)}.get((bits, block), (0, 0))
+        words, numbers = WORDS[bits] if (bits, block) in ((4, 32), (6, 16)) else (0, 0)
         supers = dims["I"] // SUPER
         fit = super_block == SUPER and dims["I"] % SUPER == 0 and dims["O"] % TILE == 0
         if not fit or not words or (dims["IW"], dims["IS"]) != (supers * words, supers * numbers):
@@ -115,34 +119,36 @@ def _attributes(node: onnx.NodeProto) -> dict[str, int]:
     return {spec.name: int(set_.get(spec.name, spec.default)) for spec in MATMUL_NBITS.attributes}
 
 
+def fields(b: Scope, words: str, shifts: Sequence[int], size: int) -> str:
+    """Of each word, uint32, numbers of `size` bits at `shifts`, behind the last dimension, float32."""
+    spread = b("BitShift", b.unsqueeze(words, -1), b.constant(shifts, "uint32"), direction="RIGHT")
+    return b.cast(b("BitwiseAnd", spread, b.constant((1 << size) - 1, "uint32")), FLOAT)
+
+
 def _super_blocks(b: Scope, bits: int, dims: Mapping[str, int]) -> str:
     """The transposed weight of K-quants [I, O] as numbers, float32."""
     tiles, supers = dims["O"] // TILE, dims["I"] // SUPER
     blocks = SUPER // (32 if bits == 4 else 16)
 
-    def fields(words: str, shifts: Sequence[int], size: int) -> str:
-        """Of each word numbers of `size` bits at `shifts`, behind the last dimension, float32."""
-        spread = b("BitShift", b.unsqueeze(words, -1), b.constant(shifts, "uint32"), direction="RIGHT")
-        return b.cast(b("BitwiseAnd", spread, b.constant((1 << size) - 1, "uint32")), FLOAT)
-
     def part(value: str, axis: int, begin: int, end: int) -> str:
         return b("Slice", value, [begin], [end], [axis])
 
     held = b.reshape(b.cast("blocks", TensorProto.UINT32), tiles, supers, -1)  # words of TILE outputs
-    whole = b.reshape(fields(part(held, 2, 0, 32), (0, 8, 16, 24), 8), tiles, supers, 16, TILE)
+    whole = b.reshape(fields(b, part(held, 2, 0, 32), (0, 8, 16, 24), 8), tiles, supers, 16, TILE)
     numbers = b.reshape(b.cast("scales", FLOAT), tiles, supers, -1, TILE)
     words = part(held, 2, 32, 8 * (36 if bits == 4 else 52))
-    low = (0, 8, 16, 24, 4, 12, 20, 28)
     if bits == 4:
         steps = b("Mul", part(whole, 2, 0, 8), part(numbers, 2, 0, 1))
         least = b("Mul", part(whole, 2, 8, 16), part(numbers, 2, 1, 2))
-        codes = fields(b.reshape(words, tiles, supers, blocks, 4, TILE), low, 4)  # [tiles, supers, blocks, 4, TILE, 8]
+        codes = fields(
+            b, b.reshape(words, tiles, supers, blocks, 4, TILE), LOW_BITS, 4
+        )  # [tiles, supers, blocks, 4, TILE, 8]
     else:
         signed = b("Sub", whole, b("Mul", b.cast(b("Greater", whole, 127.0), FLOAT), 256.0))
         steps, least = b("Mul", signed, numbers), ""
         words = b.reshape(words, tiles, supers, blocks, 3, TILE)
-        first = b("Transpose", fields(part(words, 3, 0, 2), low, 4), perm=[0, 1, 2, 4, 3, 5])
-        high = fields(part(words, 3, 2, 3), [i % 4 * 8 + i // 4 * 2 for i in range(16)], 2)
+        first = b("Transpose", fields(b, part(words, 3, 0, 2), LOW_BITS, 4), perm=[0, 1, 2, 4, 3, 5])
+        high = fields(b, part(words, 3, 2, 3), HIGH_BITS, 2)
         shape = (tiles, supers, blocks, 1, TILE, 16)
         codes = b("Add", b.reshape(first, *shape), b("Mul", b.reshape(high, *shape), 4.0 * 4.0))
         codes = b("Sub", codes, 32.0)

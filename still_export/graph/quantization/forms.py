@@ -90,8 +90,7 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
         return Form(bits, "lora", None, pairs=pairs)
     if isinstance(base, Deferred):
         blocks, held = base.blocks, base.super_blocks
-        # Rows of an embedding are read by a node of ONNX Runtime's.
-        if held and asked.layout.super_blocks and role != EMBEDDING and weight.shape[0] % TILE == 0:
+        if held and asked.layout.super_blocks and weight.shape[0] % TILE == 0:
             return Form(held.bits, EXACT, base, half_scales=True, pairs=pairs, super_blocks=True)
         # Rows have a form of 8 bits without offsets only.
         if (

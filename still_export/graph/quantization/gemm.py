@@ -9,7 +9,7 @@ them: `inner` [K, R] sums blocks and holds the first matrices of the pairs, `out
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -381,23 +381,25 @@ class SuperBlockProduct(PluginProduct):
         return [self.values[K_QUANT[held.bits]], self.values["numbers"]], attributes
 
     def _held(self) -> dict[str, ir.Value]:
-        bits = self.form.bits
+        return store_super_blocks(self.model, self.name, self.weights)
 
-        def stored(
-            part: str, counts: dict[int, int], dtype: ir.DataType, read: Callable[[np.ndarray, int], np.ndarray]
-        ) -> ir.Value:
-            shape = [self.outputs, self.inputs // SUPER * counts[bits]]
 
-            def values() -> np.ndarray:
-                parts = [read(weight.super_blocks.read(), bits) for weight in self.weights]
-                return np.concatenate(parts) if len(parts) > 1 else parts[0]  # a head is large
+def store_super_blocks(model: ir.Model, name: str, weights: Sequence[StoredWeight]) -> dict[str, ir.Value]:
+    """Words and numbers of K-quants, one weight below the other, by part."""
+    bits, supers = weights[0].super_blocks.bits, weights[0].inputs // SUPER
+    outputs = sum(weight.outputs for weight in weights)
 
-            return store_values(self.model, f"{self.name}.{part}", shape, dtype, values)
+    def stored(part: str, count: int, dtype: ir.DataType, read: Callable[[np.ndarray, int], np.ndarray]) -> ir.Value:
+        def values() -> np.ndarray:
+            parts = [read(weight.super_blocks.read(), bits) for weight in weights]
+            return np.concatenate(parts) if len(parts) > 1 else parts[0]  # a head is large
 
-        return {
-            K_QUANT[bits]: stored(K_QUANT[bits], WORDS, ir.DataType.INT32, tile_words),
-            "numbers": stored("numbers", NUMBERS, ir.DataType.FLOAT16, tile_numbers),
-        }
+        return store_values(model, f"{name}.{part}", [outputs, supers * count], dtype, values)
+
+    return {
+        K_QUANT[bits]: stored(K_QUANT[bits], WORDS[bits], ir.DataType.INT32, tile_words),
+        "numbers": stored("numbers", NUMBERS[bits], ir.DataType.FLOAT16, tile_numbers),
+    }
 
 
 class Float8Product(PluginProduct):

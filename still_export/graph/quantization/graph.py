@@ -13,14 +13,16 @@ import torch
 from still_export.errors import UnsupportedError
 from still_export.graph.lower import lazy_tensor
 from still_export.graph.quantization.experts import STACKED, StackedWeight, quantize_experts
-from still_export.graph.quantization.forms import ROWS, Form
-from still_export.graph.quantization.gemm import PRODUCTS, Float8Product, SuperBlockProduct
+from still_export.graph.quantization.forms import K_QUANT, ROWS, Form
+from still_export.graph.quantization.gemm import PRODUCTS, Float8Product, SuperBlockProduct, store_super_blocks
 from still_export.graph.quantization.policy import HALF, Quantization, account
 from still_export.graph.quantization.stored import StoredWeight, cast_value, replace_nodes, store_values
 from still_export.graph.weights_file import VIEW
 from still_export.models.read.checkpoint import in_range
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
-from still_graphs.edits import CONTRIB, add_node, store
+from still_graphs.edits import CONTRIB, add_node, store, typed
+from still_graphs.spec import DOMAIN
+from still_kernels.gather_nbits.spec import GATHER_NBITS
 
 
 def quantize_graph(
@@ -73,9 +75,12 @@ def quantize_graph(
         product.write([node for _, node in group])
         places += [product.place] if product.place else []
     for weight, node in gathers:  # after the products: rows of a tied embedding are the head's blocks
-        _write_rows(model, weight, node)
+        (_write_super_rows if weight.form.super_blocks else _write_rows)(model, weight, node)
     quantize_experts(model, stacks)
-    for domain in {PRODUCTS[asked.layout.nodes].domain, CONTRIB if gathers else ""} - {""}:
+    for domain in {
+        PRODUCTS[asked.layout.nodes].domain,
+        CONTRIB if any(not w.form.super_blocks for w, _ in gathers) else "",
+    } - {""}:
         model.graph.opset_imports[domain] = 1
     made = {name: (form.bits if form.base is not None else None, form.method) for name, form in forms.items()}
     return account(asked, roles, made, places)
@@ -140,6 +145,19 @@ def _write_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
     replace_nodes(
         model, [node], [add_node(model.graph, node, "GatherBlockQuantized", inputs, ROWS, attributes, CONTRIB)]
     )
+
+
+def _write_super_rows(model: ir.Model, weight: StoredWeight, node: ir.Node) -> None:
+    """Rows of K-quants; the head's, where they are tied."""
+    initializers, part = model.graph.initializers, K_QUANT[weight.form.bits]
+    held = [initializers.get(f"{weight.name}.{name}") for name in (part, "numbers")]
+    if None in held:
+        held = [*store_super_blocks(model, weight.name, [weight]).values()]
+    indices, attributes = node.inputs[1], {"bits": weight.form.bits}
+    found = add_node(model.graph, node, GATHER_NBITS.name, [indices, *held], ROWS, attributes, DOMAIN)
+    assert indices is not None
+    shape = [*(indices.shape or (None, None)), weight.inputs]
+    replace_nodes(model, [node], [typed(found, shape, weight.dtype)])
 
 
 def _last_scales(weight: StoredWeight) -> np.ndarray:

@@ -23,6 +23,7 @@ from still_export.models.read.super_blocks import SuperBlocks
 from still_export.models.read.weights import Deferred, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
+from still_export.proof.embedding_rows import check_rows
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.torch import TorchModel
 from still_export.targets.export import export
@@ -120,9 +121,10 @@ def k_quants(name: str, value: torch.Tensor) -> tuple[np.ndarray, gguf.GGMLQuant
 
 
 @pytest.mark.slow
-def test_k_quants_of_a_file_are_kept_to_the_last_bit(built: None, tmp_path: Path) -> None:
-    """But for an embedding; llama's rotated rows and several weights in one node among them."""
-    plain = plain_model("llama", torch.float32, tie_word_embeddings=False, **K_QUANT_SIZES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_k_quants_of_a_file_are_kept_to_the_last_bit(built: None, tmp_path: Path, tied: bool) -> None:
+    """Rows of an embedding, llama's rotated rows and several weights in one node among them."""
+    plain = plain_model("llama", torch.float32, tie_word_embeddings=tied, **K_QUANT_SIZES)
     write_gguf(tmp_path / "m.gguf", plain, k_quants)
     request = ExportOptions(str(tmp_path / "m.gguf"), attach_untrained=True, quantize="int4")
     package = export(request, tmp_path / "package", options=OrtOptions(native=True))
@@ -130,14 +132,17 @@ def test_k_quants_of_a_file_are_kept_to_the_last_bit(built: None, tmp_path: Path
     forms = [(attribute(n, "bits"), attribute(n, "super_block")) for n in graph.node if n.op_type == "MatMulNBits"]
     layers = plain.config.num_hidden_layers
     kept = sorted(form for form in forms if form[1])  # gates are floats in the source
-    assert kept == [(4, 256)] * (3 * layers) + [(6, 256)] * (2 * layers + 1)
+    end = 4 if tied else 6  # of the embedding, which is the head
+    assert kept == sorted([(4, 256)] * (3 * layers) + [(6, 256)] * 2 * layers + [(end, 256)])
+    assert [attribute(n, "bits") for n in graph.node if n.op_type == "GatherNBits"] == [4]
     roles = package.manifest["quantization"]["roles"]
-    assert roles["head"] == [{"bits": 6, "method": EXACT, "weights": 1}]
+    assert roles["embedding"] == [{"bits": 4, "method": EXACT, "weights": 1}]
+    assert tied or roles["head"] == [{"bits": 6, "method": EXACT, "weights": 1}]
     source = find_source(ExportOptions.from_manifest(package.manifest))
     held = with_held_weights(source, package.path, package.manifest)
-    ends = ("_proj.weight", "lm_head.weight")
+    ends = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
     projections = [name for name in source.weights if name.endswith(ends) and "g_proj" not in name]
-    assert len(projections) == 7 * layers + 1
+    assert len(projections) == 7 * layers + (1 if tied else 2)
     for name in projections:
         assert torch.equal(value_of(held.weights[name]), value_of(source.weights[name])), name
     runner = OrtModel(package.path)
@@ -149,6 +154,7 @@ def test_k_quants_of_a_file_are_kept_to_the_last_bit(built: None, tmp_path: Path
     feed = {**next_feed({}, TOKENS[:, :20] % 136, None), **reference.empty_feed(1, 20)}
     expected = reference.infer(feed)["logits"][:, -1:]
     assert np.abs(actual - expected).mean() < 0.02 * np.abs(expected).mean()
+    assert check_rows(package, source).passed
 
 
 def test_k_quants_that_do_not_fit_kernels_are_rounded(built: None) -> None:
@@ -162,7 +168,8 @@ def test_k_quants_that_do_not_fit_kernels_are_rounded(built: None) -> None:
         return form.bits, form.super_blocks
 
     assert bits(16, HEAD) == (6, True)
-    assert bits(20, HEAD) == bits(16, EMBEDDING) == bits(16, HEAD, ONNXRUNTIME) == (8, False)
+    assert bits(16, EMBEDDING) == (6, True)
+    assert bits(20, HEAD) == bits(20, EMBEDDING) == bits(16, HEAD, ONNXRUNTIME) == (8, False)
 
 
 def test_layouts_follow_the_kernels(built: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

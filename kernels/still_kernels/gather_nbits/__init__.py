@@ -1,0 +1,1 @@
+"""Rows of a weight of K-quants: definition."""

@@ -1,0 +1,20 @@
+"""still::GatherNBits: rows of an embedding whose weight is GGUF's Q4_K or Q6_K, as still::MatMulNBits reads it."""
+
+from __future__ import annotations
+
+from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
+
+GATHER_NBITS = OpSpec(
+    # Symbols and layout of `blocks` and `scales`: those of MatMulNBits with super_block=256, whose head may read the same bytes.
+    name="GatherNBits",
+    torch_name="gather_nbits",
+    inputs=(
+        TensorSpec("indices", ("B", "T"), "int64", "count"),
+        TensorSpec("blocks", ("O", "IW"), "int32", "weight"),
+        TensorSpec("scales", ("O", "IS"), "T", "weight", narrow=True),
+    ),
+    states=(),
+    outputs=(TensorSpec("output", ("B", "T", "I"), "T", "activation"),),
+    attributes=(AttributeSpec("bits", 6),),
+    traced=False,
+)

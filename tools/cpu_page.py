@@ -1,0 +1,71 @@
+"""The page "Speed on CPUs", of records of `tools.benchmarks.peers`: a table a model, with its machine, and ratios above one in bold.
+
+python -m tools.cpu_page
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECORDS, PAGE = ROOT / "docs/notebook/results/cpu", ROOT / "docs/reference/cpu.md"
+OURS, PEER = "still-export", "llama.cpp"
+FIGURES = {"prefill_s": "prompt, s", "decode_ms": "a further token, ms", "peak_mb": "peak memory, MB"}
+HEAD = """# Speed on CPUs
+
+Published hybrids beside llama.cpp on the **same GGUF file**: weights of the published shape with random values, written and quantized by
+llama.cpp's own tools. The package keeps every block of the file. Each cell is the median of the rounds, in which both take turns, each in a
+process of its own. **Bold** ratios are losses: llama.cpp is quicker there, or takes less.
+
+    python -m tools.benchmarks.random_model lfm2-1.2b FOLDER --repeat      # then llama.cpp's converter and quantizer: FILE
+    still-export FILE --to onnx --quantize int4 -o PACKAGE
+    python -m tools.benchmarks.peers PACKAGE FILE --model NAME --peers llama.cpp --lengths 128,1024,4096 --rounds 3 \\
+        --record docs/notebook/results/cpu
+    python -m tools.cpu_page                                               # writes this page
+"""
+TAIL = """
+Trained models beside llama.cpp and onnxruntime-genai: [the notebook](../notebook/onnxruntime.md#beside-genai-and-llamacpp). Aims that
+these figures miss: [aims](aims.md).
+"""
+
+
+def records() -> list[dict[str, Any]]:
+    """All of them, by their model's name."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in RECORDS.glob("*.json")]
+    return sorted(found, key=lambda record: str(record["subject"]["model"]))
+
+
+def table(record: dict[str, Any]) -> str:
+    """A model's table under its heading."""
+    subject, machine = record["subject"], record["machine"]
+    rows = {(row["runtime"], row["context"]): row for row in record["figures"]["rows"]}
+    head = [name for title in FIGURES.values() for name in (f"{title}: ours", PEER, "ratio")]
+    lines = [f"| context | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
+    for context in sorted({context for _, context in rows}):
+        cells = [f"{context:,}"]
+        for figure in FIGURES:
+            ours, theirs = (rows[name, context][figure] for name in (OURS, PEER))
+            ratio = f"{ours / theirs:.2f}"
+            cells += [f"{ours:,.4g}", f"{theirs:,.4g}", f"**{ratio}**" if float(ratio) > 1 else ratio]
+        lines.append(f"| {' | '.join(cells)} |")
+    where = f"{machine['processor']} ({machine['kind']}), {machine['cores']} cores, {subject['threads']} threads"
+    of = f"{subject['rounds']} rounds, {record['date'][:10]}, commit `{record['commit'][:8]}`"
+    return f"\n## {subject['model']}\n\n{where}; {of}.\n\n" + "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page."""
+    return HEAD + "".join(map(table, records())) + TAIL
+
+
+def main() -> int:
+    """Write it."""
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
