@@ -18,7 +18,7 @@ SCALES = 16
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
-    bits = next((a.i for a in node.attribute if a.name == "bits"), GATHER_NBITS.attributes[0].default)
+    bits = next((a.i for a in node.attribute if a.name == "bits"), 6)
     words, numbers = WORDS.get(bits, (0, 0))
     supers = dims["IS"] // max(numbers, 1)
     if not words or dims["O"] % TILE or (dims["IW"], dims["IS"]) != (supers * words, supers * numbers):
