@@ -13,7 +13,6 @@ from torch import Tensor
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, TEXT_OF
-from still_export.models.families import rwkv6, rwkv7
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
 from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, value_of
@@ -100,11 +99,14 @@ def published_names(
         what = next((what for begin, what in ELSEWHERE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD
+        if not what and published.unused:
+            what = published.unused(ours, config)
         if what:
             others.setdefault(what, {})[ours] = tensor
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
-    kept = _bounded(rwkv7.apart(rwkv6.linear(_joined_convolutions(kept))))
+    kept = _bounded(_joined_convolutions(kept))
+    kept = published.moved(kept, config) if published.moved else kept
     return published.tensors(kept) if published.tensors else kept, others
 
 
