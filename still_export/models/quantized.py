@@ -112,21 +112,27 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         raise UnsupportedError(
             f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. {OTHERS}"
         )
+    sparse = str((config.get("sparsity_config") or {}).get("format", "dense"))
+    if sparse != "dense":
+        raise UnsupportedError(
+            f"{origin} says that its weights are sparse ({sparse}, in sparsity_config); dense ones are read. {OTHERS}"
+        )
     found: dict[str, Tensor | Deferred] = {}
     taken: set[str] = set()
     for module, parts in _modules(tensors).items():
         reader = next((read for end, read in READERS.items() if end in parts), None)
         if reader is None:
             continue
+        unknown = ", ".join(sorted(parts.keys() - PARTS))
         try:
             weight = reader(parts, config)
-            if weight is not None and (unknown := sorted(parts.keys() - PARTS)):
-                raise _UnreadError(f"{', '.join(unknown)}, which no form that is read has")
+            if weight is not None and unknown:
+                raise _UnreadError(f"{unknown}, which no form that is read has")
         except _UnreadError as error:
-            raise UnsupportedError(
-                f"{module} in {origin} has {error}. This form of {method} is not supported. {OTHERS}"
-            ) from error
+            raise _unsupported(module, origin, method, str(error)) from error
         except (KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
+            if unknown:  # of another form, whose tensors have other shapes, too
+                raise _unsupported(module, origin, method, f"{unknown}, which no form that is read has") from error
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
                 f"{module} in {origin} is no layer of {method}: {lacks}. The files are damaged or incomplete; fetch them again."
@@ -140,6 +146,10 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
             "quantization_config out of it; else fetch the model again."
         )
     return {**{name: tensor for name, tensor in tensors.items() if name not in taken}, **found}
+
+
+def _unsupported(module: str, origin: str, method: str, has: str) -> UnsupportedError:
+    return UnsupportedError(f"{module} in {origin} has {has}. This form of {method} is not supported. {OTHERS}")
 
 
 def _modules(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -418,6 +428,11 @@ def _table(parts: Parts, state: Mapping[str, Any]) -> Deferred:
 
 
 def _words(parts: Parts, config: Mapping[str, Any]) -> Deferred:
+    for name in ("qweight", "qzeros"):
+        if parts[name].dtype != torch.int32:
+            raise _UnreadError(
+                f"{name} in {str(parts[name].dtype).removeprefix('torch.')}, where words of int32 are read"
+            )
     return (_awq if config["quant_method"] == "awq" else _gptq)(parts, config)
 
 

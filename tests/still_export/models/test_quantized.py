@@ -340,13 +340,37 @@ def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, r
             {"quant_method": "awq", "bits": 4, "version": "gemv"},
             "gemv",
         ),
+        (
+            {
+                "weight_packed": torch.zeros(4, 16).int(),
+                "scale_packed": torch.ones(1, 32),
+                "meta": torch.zeros(4, 8, dtype=torch.int16),
+            },
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            "meta, scale_packed",
+        ),
+        (
+            {
+                "qweight": torch.zeros(2, 8, dtype=torch.int64),
+                "qzeros": torch.zeros(1, 1, dtype=torch.int64),
+                "scales": torch.ones(1, 8),
+            },
+            {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
+            "qweight in int64",
+        ),
     ],
-    ids=["bitsandbytes", "compressed-tensors", "awq"],
+    ids=["bitsandbytes", "compressed-tensors", "awq", "sparse marlin", "gptq of int64"],
 )
 def test_sound_forms_that_are_not_read(parts: dict[str, Tensor], config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{said}.* is not supported. Use another form") as caught:
         dequantizing({f"a.{name}": part for name, part in parts.items()}, config, "here")
     assert "damaged" not in str(caught.value) and "fetch" not in str(caught.value)
+
+
+def test_sparse_weights_are_no_damage() -> None:
+    config = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
+    with pytest.raises(UnsupportedError, match="weights are sparse"):
+        dequantizing({"a.weight.compressed": torch.zeros(8, 4), "a.weight.bitmask": torch.zeros(8, 1)}, config, "here")
 
 
 @pytest.mark.parametrize(("high", "wide"), [(1, 24), (24, 1), (16, 24), (96, 96)])
