@@ -27,8 +27,9 @@ _MAMBA2 = (
     ("backbone.embedding.", "model.embed_tokens."),
     ("backbone.norm_f.", "model.norm."),
     ("backbone.", "model."),
+    ("model.embeddings.", "model.embed_tokens."),
+    ("model.norm_f.", "model.norm."),
 )
-_NEMOTRON = (*_MAMBA2, ("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))
 _KIMI = (
     *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
     (".block_sparse_moe.", ".mlp."),
@@ -43,7 +44,7 @@ _BAILING = (
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "mamba3"), _MAMBA2),
-    "nemotron_h": _NEMOTRON,
+    "nemotron_h": _MAMBA2,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
     "lfm3": ((".self_attn.gate_proj.", ".self_attn.g_proj."),),
     "kimi_linear": _KIMI,
