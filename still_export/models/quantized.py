@@ -112,10 +112,9 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         raise UnsupportedError(
             f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. {OTHERS}"
         )
-    sparse = str((config.get("sparsity_config") or {}).get("format", "dense"))
-    if sparse != "dense":
+    if (what := _beside(config)) is not None:
         raise UnsupportedError(
-            f"{origin} says that its weights are sparse ({sparse}, in sparsity_config); dense ones are read. {OTHERS}"
+            f"{origin} says that its weights {what}. This form of {method} is not supported. {OTHERS}"
         )
     found: dict[str, Tensor | Deferred] = {}
     taken: set[str] = set()
@@ -146,6 +145,19 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
             "quantization_config out of it; else fetch the model again."
         )
     return {**{name: tensor for name, tensor in tensors.items() if name not in taken}, **found}
+
+
+def _beside(config: Mapping[str, Any]) -> str | None:
+    """What was done to weights beside rounding, or is said of their form, that no tensor need show; None: nothing."""
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        return f"are sparse ({sparse}, in sparsity_config), where dense ones are read"
+    if (config.get("transform_config") or {}).get("config_groups"):
+        return "were rotated, and what they multiply is to be (transform_config)"
+    kind = config.get("checkpoint_format") or "gptq"
+    if config["quant_method"] == "gptq" and kind not in ("gptq", "gptq_v2"):
+        return f"are in the format {kind}, where gptq and gptq_v2 are read"
+    return None
 
 
 def _unsupported(module: str, origin: str, method: str, has: str) -> UnsupportedError:
@@ -218,9 +230,9 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     # Layers may have bits of their own (`dynamic`), which their zero points tell.
     bits = zeros.shape[1] * 32 // packed.shape[1] if config.get("dynamic") else int(config["bits"])
-    kind = config.get("checkpoint_format", "gptq")
-    if bits not in (2, 4, 8) or kind not in ("gptq", "gptq_v2"):
-        raise _UnreadError(f"{bits} bits in the format {kind}, where 2, 4 and 8 in gptq and gptq_v2 are read")
+    kind = config.get("checkpoint_format") or "gptq"
+    if bits not in (2, 4, 8):
+        raise _UnreadError(f"{bits} bits, where 2, 4 and 8 are read")
     inputs, outputs, groups = packed.shape[0] * 32 // bits, packed.shape[1], scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs * bits // 32)

@@ -262,11 +262,11 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
         open_source(tmp_path / "model", attach_untrained=True)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
     path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="3 bits in the format gptq, where 2, 4 and 8"):
+    with pytest.raises(UnsupportedError, match="3 bits, where 2, 4 and 8 are read"):
         open_source(tmp_path / "model", attach_untrained=True)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
     path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="4 bits in the format marlin"):
+    with pytest.raises(UnsupportedError, match="are in the format marlin, where gptq and gptq_v2 are read"):
         open_source(tmp_path / "model", attach_untrained=True)
     shape = (8, 40)
     nothing = torch.zeros
@@ -367,9 +367,16 @@ def test_sound_forms_that_are_not_read(parts: dict[str, Tensor], config: dict[st
     assert "damaged" not in str(caught.value) and "fetch" not in str(caught.value)
 
 
-def test_sparse_weights_are_no_damage() -> None:
-    config = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
-    with pytest.raises(UnsupportedError, match="weights are sparse"):
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "are sparse"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R4": {}}}}, "were rotated"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "qqq"}, "are in the format qqq"),
+    ],
+)
+def test_what_no_tensor_shows_is_read_of_the_configuration(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"weights {said}.* is not supported"):
         dequantizing({"a.weight.compressed": torch.zeros(8, 4), "a.weight.bitmask": torch.zeros(8, 1)}, config, "here")
 
 
