@@ -26,6 +26,10 @@ STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base as it is; others subtract from it what the pair began with."""
 
 
+DEFAULTS = {"r": 8, "lora_alpha": 8}
+"""Of PEFT."""
+
+
 def read_adapter_config(path: Path) -> dict[str, Any]:
     """adapter_config.json at `path`.
 
@@ -38,13 +42,14 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
         raise UnsupportedModelError(f"{path}: peft_type is {kind!r:.40}; LORA is read. {MERGE}")
     values = read_checked(path, Adapter)
     start = values.get("init_lora_weights", True)
-    unknown = {n: v for n, v in values.items() if n not in INERT | UNDERSTOOD and v not in (None, False, "", [], {})}
+    known = INERT | UNDERSTOOD
+    unknown = {n: v for n, v in values.items() if n not in known and v is not False and v not in (None, "", [], {})}
     if unknown:
         name, value = next(iter(unknown.items()))
         raise UnsupportedModelError(f"{path} sets {name} to {value!r:.60}, which is not understood here. {MERGE}")
     if start not in STARTS:
         raise UnsupportedModelError(f"{path}: init_lora_weights is {start!r:.40}, which also changes the base. {MERGE}")
-    return values
+    return {**DEFAULTS, **values}
 
 
 def lora_scale(adapter: Mapping[str, Any], module: str, rank: int) -> float:

@@ -30,7 +30,7 @@ LINEAR = (
         "bamba",
         "gla",
     ),
-    *("rwkv5", "rwkv6", "rwkv7"),
+    *("rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen2", "rwkv7qwen3"),
     *("hgrn2", "hgrn", "retnet", "delta_net", "gated_deltanet", "transnormer", "minicpm_sala", "mamba3"),
 )
 """Families whose layers are linear, but those of systems; they are exported as they are."""
@@ -47,6 +47,7 @@ _SPARSE = "its softmax layers select keys"
 _CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
 _UNBOUNDED = "RWKV-4 weights tokens by exponentials of keys without a bound, which no op here does"
 _IN_LLAMA = "Mamba-in-Llama's layers have no family here yet"
+_HXA = "its RWKV-7 in a Qwen mixes keys with the first layer's, or channels of the token before, which no family here does yet"
 _ZEBRA = "Zebra-Llama's layers of Mamba-2 and latent attention have no family here yet"
 NOT_COVERED = {
     **dict.fromkeys(("zamba", "samba"), _SHARED),
@@ -61,9 +62,7 @@ NOT_COVERED = {
     "lara_mini": "transformers has it from 5.24 on: pip install 'transformers>=5.24'",
     "hypenet": "its layers, Lightning attention beside softmax without positions, have no family here yet",
     **dict.fromkeys(("mambainllama_mamba", "mambainllama_mamba2"), _IN_LLAMA),
-    **dict.fromkeys(
-        ("rwkv6qwen2", "rwkv7qwen2", "rwkv7qwen3"), "RADLADS' layers of RWKV in a Qwen have no family here yet"
-    ),
+    **dict.fromkeys(("rwkv079qwen3", "rwkv07aqwen3", "rwkv_hybrid"), _HXA),
     **dict.fromkeys(("plamo2", "plamo3"), "PLaMo's layers have no family here yet"),
     "zamba2": "its softmax blocks are shared between layers",
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7."""
+"""RWKV-6, RWKV-7, and RWKV-6 in a Qwen2.5."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from still_export.gguf.edits import Edit
-from still_export.gguf.shared import FLAT, WHOLE, Architecture, Config, View, common, feed_forward
+from still_export.gguf.shared import FLAT, WHOLE, Architecture, Config, View, common, epsilon, feed_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,68 @@ _RWKV7 = {
     "channel_mix_key": "ffn.key",
     "channel_mix_value": "ffn.value",
 }
+
+
+def _qwen(view: View) -> Config:
+    """RADLADS' model; which parts it has the tensors say."""
+    keys, size = view.keys, view.keys.whole("wkv.head_size")
+    keys("attention.head_count", 0)
+    if (shifted := keys.whole("token_shift_count", 1)) != 1:
+        raise view.refuse(f"token_shift_count={shifted}")
+    if not size or view.hidden % size:
+        raise view.refuse(f"wkv.head_size={size} for {view.hidden} channels")
+    return {
+        **common(view, "rwkv6qwen2"),
+        "intermediate_size": feed_forward(view),
+        "rms_norm_eps": epsilon(view),
+        "num_attention_heads": view.hidden // size,
+        "num_key_value_heads": keys.whole("attention.head_count_kv"),
+        "lora_rank_tokenshift": keys.whole("time_mix_extra_dim"),
+        "lora_rank_decay": keys.whole("time_decay_extra_dim"),
+        "attention_bias": "time_mix_receptance.bias" in view.parts,
+        "attention_output_bias": "time_mix_output.bias" in view.parts,
+        "use_tokenshift": "time_mix_w1" in view.parts,
+        "gate_rank_type": int("time_mix_gate" in view.parts),
+        "groupnorm_att": "time_mix_ln" in view.parts,
+    }
+
+
+def _qwen_edits(view: View, config: Config) -> dict[str, Edit]:
+    """The converter brings what is mixed of the token before into the order of RWKV-6."""
+    order = [_SHIFTED.index(part) for part in "rkvwg"]
+    wide, turned = Edit(value=lambda x: x.reshape(1, 1, -1)), Edit(value=lambda x: x.transpose(-1, -2))
+    return {
+        **dict.fromkeys((f"self_attn.time_maa_{part}" for part in ("x", *_SHIFTED)), wide),
+        "self_attn.time_decay": wide,
+        **dict.fromkeys((f"self_attn.time_decay_w{i}" for i in (1, 2)), turned),
+        "self_attn.time_maa_w1": Edit(value=lambda x: x.unflatten(0, (5, -1))[order].flatten(0, 1).T),
+        "self_attn.time_maa_w2": Edit(value=lambda x: x[order].transpose(-1, -2)),
+    }
+
+
+_SHIFTED = "wkvrg"
+"""What RWKV-6 mixes of a token and the one before, in llama.cpp's order."""
+_QWEN = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"time_mix_{theirs}": f"self_attn.{ours}" for theirs, ours in (("w1", "time_maa_w1"), ("w2", "time_maa_w2"))},
+    **{f"time_mix_lerp_{part}": f"self_attn.time_maa_{part}" for part in ("x", *_SHIFTED)},
+    **{f"time_mix_decay{part}": f"self_attn.time_decay{part}" for part in ("", "_w1", "_w2")},
+    "time_mix_receptance": "self_attn.q_proj",
+    "time_mix_key": "self_attn.k_proj",
+    "time_mix_value": "self_attn.v_proj",
+    "time_mix_output": "self_attn.o_proj",
+    "time_mix_gate": "self_attn.gate",
+    "time_mix_ln": "self_attn.ln_x",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
 RWKV = {
+    "rwkv6qwen2": Architecture(
+        _qwen,
+        _QWEN,
+        edits=_qwen_edits,
+        split={"time_mix_lerp_fused": tuple(f"self_attn.time_maa_{part}" for part in _SHIFTED)},
+    ),
     "rwkv6": Architecture(
         _rwkv6,
         _RWKV6,

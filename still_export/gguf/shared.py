@@ -52,7 +52,7 @@ FLAT = Edit(value=lambda values: values.flatten())
 CONVOLUTION = Edit(value=lambda taps: taps.reshape(-1, 1, taps.shape[-1]))
 
 
-_UNTIED = ("kimi-linear", "rwkv6", "rwkv7", "olmo2")
+_UNTIED = ("kimi-linear", "rwkv6", "rwkv6qwen2", "rwkv7", "olmo2")
 """Architectures whose head is never the embedding: a file without one has lost it."""
 
 

@@ -19,6 +19,7 @@ from still_export.mixers.mamba.mixer import MambaMixer
 from still_export.mixers.mamba2.mixer import Mamba2Mixer
 from still_export.mixers.mamba3.mixer import Mamba3Mixer
 from still_export.mixers.parallel_mamba2.mixer import ParallelMamba2Mixer
+from still_export.mixers.radlads.mixer import RadladsMixer
 from still_export.mixers.rwkv6.mixer import Rwkv6Mixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
@@ -45,6 +46,7 @@ MIXERS: Registry[Mixer] = Registry(
         SelectedBlocksMixer(),
         Rwkv6Mixer(),
         Rwkv7Mixer(),
+        RadladsMixer(),
         FeedForwardMixer(),
     ),
     "mixer",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from still_export.errors import (
     CheckpointError,
@@ -38,6 +38,7 @@ from still_export.models.read.checkpoint import (
     stored_dtype,
 )
 from still_export.models.read.generation import read_generation
+from still_export.models.read.tokenizer_file import tokenizer_of
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -282,7 +283,7 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
     if (path / "config.json").is_file():
         read_config(path)  # transformers reads it for the tokenizer, too, and would blame the tokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # a model's own code is never run
+        tokenizer = tokenizer_of(path)
     except BaseException as error:  # of half a dozen libraries, one of which panics beside Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

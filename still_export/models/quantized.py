@@ -112,21 +112,26 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
         raise UnsupportedError(
             f"{origin} says that its weights are quantized by {method}; {', '.join(METHODS)} are read. {OTHERS}"
         )
+    if (what := _beside(config)) is not None:
+        raise UnsupportedError(
+            f"{origin} says that its weights {what}. This form of {method} is not supported. {OTHERS}"
+        )
     found: dict[str, Tensor | Deferred] = {}
     taken: set[str] = set()
     for module, parts in _modules(tensors).items():
         reader = next((read for end, read in READERS.items() if end in parts), None)
         if reader is None:
             continue
+        unknown = ", ".join(sorted(parts.keys() - PARTS))
         try:
             weight = reader(parts, config)
-            if weight is not None and (unknown := sorted(parts.keys() - PARTS)):
-                raise _UnreadError(f"{', '.join(unknown)}, which no form that is read has")
+            if weight is not None and unknown:
+                raise _UnreadError(f"{unknown}, which no form that is read has")
         except _UnreadError as error:
-            raise UnsupportedError(
-                f"{module} in {origin} has {error}. This form of {method} is not supported. {OTHERS}"
-            ) from error
+            raise _unsupported(module, origin, method, str(error)) from error
         except (KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
+            if unknown:  # of another form, whose tensors have other shapes, too
+                raise _unsupported(module, origin, method, f"{unknown}, which no form that is read has") from error
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
                 f"{module} in {origin} is no layer of {method}: {lacks}. The files are damaged or incomplete; fetch them again."
@@ -140,6 +145,23 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
             "quantization_config out of it; else fetch the model again."
         )
     return {**{name: tensor for name, tensor in tensors.items() if name not in taken}, **found}
+
+
+def _beside(config: Mapping[str, Any]) -> str | None:
+    """What was done to weights beside rounding, or is said of their form, that no tensor need show; None: nothing."""
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        return f"are sparse ({sparse}, in sparsity_config), where dense ones are read"
+    if (config.get("transform_config") or {}).get("config_groups"):
+        return "were rotated, and what they multiply is to be (transform_config)"
+    kind = config.get("checkpoint_format") or "gptq"
+    if config["quant_method"] == "gptq" and kind not in ("gptq", "gptq_v2"):
+        return f"are in the format {kind}, where gptq and gptq_v2 are read"
+    return None
+
+
+def _unsupported(module: str, origin: str, method: str, has: str) -> UnsupportedError:
+    return UnsupportedError(f"{module} in {origin} has {has}. This form of {method} is not supported. {OTHERS}")
 
 
 def _modules(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -208,9 +230,9 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> Deferred:
     packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     # Layers may have bits of their own (`dynamic`), which their zero points tell.
     bits = zeros.shape[1] * 32 // packed.shape[1] if config.get("dynamic") else int(config["bits"])
-    kind = config.get("checkpoint_format", "gptq")
-    if bits not in (2, 4, 8) or kind not in ("gptq", "gptq_v2"):
-        raise _UnreadError(f"{bits} bits in the format {kind}, where 2, 4 and 8 in gptq and gptq_v2 are read")
+    kind = config.get("checkpoint_format") or "gptq"
+    if bits not in (2, 4, 8):
+        raise _UnreadError(f"{bits} bits, where 2, 4 and 8 are read")
     inputs, outputs, groups = packed.shape[0] * 32 // bits, packed.shape[1], scales.shape[0]
     _check("scales", scales, groups, outputs)
     _check("qzeros", zeros, groups, outputs * bits // 32)
@@ -418,6 +440,11 @@ def _table(parts: Parts, state: Mapping[str, Any]) -> Deferred:
 
 
 def _words(parts: Parts, config: Mapping[str, Any]) -> Deferred:
+    for name in ("qweight", "qzeros"):
+        if parts[name].dtype != torch.int32:
+            raise _UnreadError(
+                f"{name} in {str(parts[name].dtype).removeprefix('torch.')}, where words of int32 are read"
+            )
     return (_awq if config["quant_method"] == "awq" else _gptq)(parts, config)
 
 

@@ -271,7 +271,7 @@ def _report(package: ForeignModel) -> ForeignReport:
 def _read(kind: Any, model: str, **how: Any) -> Any:
     """What a class of transformers reads of a model."""
     try:
-        return kind.from_pretrained(model, **how)
+        return kind.from_pretrained(model, trust_remote_code=False, **how)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model {model}: transformers cannot read it: {str(error).splitlines()[0]}") from error
 

@@ -350,33 +350,39 @@ def read_reference(file: str | Path) -> tuple[Reference, list[str]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from still_export.models.load import load_model, load_tokenizer
+    from still_export.models.load import load_model, load_tokenizer, source_dtype
 
-    path, notes = Path(file), []
+    path, notes, ours = Path(file), [], False
     where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     source = str(path.parent) if where else str(file)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where).eval()
-        tokenizer = AutoTokenizer.from_pretrained(source, **where)
+        own_code: dict[str, Any] = {"trust_remote_code": False}  # nor is anybody asked
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where, **own_code).eval()
+        tokenizer = AutoTokenizer.from_pretrained(source, **where, **own_code)
         if not type(model).__module__.startswith("transformers."):
             notes.append("transformers has no class of this family: the reference is this project's own class")
     except (ValueError, KeyError, NotImplementedError, OSError):
-        model, tokenizer = load_model(file, dtype="float32"), load_tokenizer(file)
+        model, tokenizer, ours = load_model(file, dtype="float32"), load_tokenizer(file), True
         notes.append("transformers does not read this file: the reference was read by this project's own reader")
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = ends if ends is not None else tokenizer.eos_token_id
-    stored = "float32" if where else str(_stored_type(path if path.is_dir() else None, model)).removeprefix("torch.")
+    kind = source_dtype(file) if ours else _stored_type(path if path.is_dir() and not where else None)
+    stored = str(kind).removeprefix("torch.")
     own: Callable[[Sequence[int]], np.ndarray] | None = None
     if where:
         own = _with_activations_in_8_bits(model)
         notes.append("a GGUF file's runtime may round activations to 8 bits: bounds follow PyTorch's run that does")
     elif stored != "float32":
-        half = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, stored)).eval()
+        half = (
+            load_model(file, dtype=stored)
+            if ours
+            else AutoModelForCausalLM.from_pretrained(source, dtype=stored).eval()
+        )
         own = lambda ids: logprobs_of(half, ids)  # noqa: E731
     return Reference(model, tokenizer, own, [ends] if isinstance(ends, int) else list(ends or ())), notes
 
 
-def _stored_type(folder: Path | None, model: Any) -> Any:
+def _stored_type(folder: Path | None) -> Any:
     """Of the folder's configuration; float32 where it says nothing."""
     import torch
     from transformers import AutoConfig

@@ -154,10 +154,10 @@ def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
             "how texts are split, by another reader: transformers drops the rule of tokenizer.ggml.pre, so this project's own was asked"
         )
         return load_tokenizer(str(source))
-    from transformers import AutoTokenizer
+    from still_export.models.read.tokenizer_file import tokenizer_of
 
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return tokenizer_of(source)
     except Exception as error:  # of half a dozen libraries
         reason = " ".join(str(error).split())[:200]
         verdict.not_asked.append(f"texts: transformers cannot read the model's tokenizer ({reason})")

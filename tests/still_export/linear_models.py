@@ -13,6 +13,8 @@ from still_export.models.families.linear_families import LINEAR_FAMILIES
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
 from tests.still_export.own_models import OWN as TOKENWISE
+from tests.still_export.radlads_models import SIZES as RADLADS
+from tests.still_export.radlads_models import RadladsModel
 from tests.still_export.routed_models import ROUTED
 
 OWN = TOKENWISE | ROUTED
@@ -188,6 +190,8 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
         one = "norm" in name and not (family.startswith("qwen3") and "linear_attn" not in name)
         return values + 1.0 if one else values
 
+    if family in RADLADS:
+        return RadladsModel(family, drawn, **changes)
     if family in OWN:
         return OWN[family](family, drawn, **changes)
     if family in FLA_SIZES:

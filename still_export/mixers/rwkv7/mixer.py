@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -11,26 +10,13 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, relu
 
 from still_export.mixers.base import LayerOp
-from still_export.mixers.causal_conv.op import causal_conv
-from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
+from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.rank_one_attention.op import rank_one_attention
 from still_export.mixers.roles import FEED_FORWARD, GATE, NORM, PROJECTION
-from still_kernels.causal_conv.meaning import Inputs as ConvInputs
+from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.rank_one_attention.meaning import Inputs
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
-
-LEAST_DECAY = -math.exp(-0.5)
-"""What the logarithm of a decay is more than."""
-
-
-class ShiftedModule(FixedStateModule):
-    """A module whose tokens read a part of the token before."""
-
-    def shift(self, x: Tensor, state: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The token before less each token of x [B, T, C], and the state after the call."""
-        taps = x.new_tensor([1.0, -1.0]).expand(x.shape[-1], 1, 2)
-        return causal_conv(ConvInputs(x, taps.contiguous(), None, new_tokens, "none"), state)
 
 
 class ChannelMix(ShiftedModule):

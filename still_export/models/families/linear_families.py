@@ -60,6 +60,7 @@ from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.families.mamba3 import MAMBA3
 from still_export.models.families.minicpm_sala import SALA
+from still_export.models.families.radlads import RADLADS
 from still_export.models.families.rwkv6 import RWKV5, RWKV6
 from still_export.models.families.rwkv7 import RWKV7
 from still_export.models.families.softmax_families import Family, make_family
@@ -302,6 +303,7 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         RWKV5,
         RWKV6,
         RWKV7,
+        *RADLADS,
         MAMBA3,
         *lara.families(),
     ),

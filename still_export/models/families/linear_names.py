@@ -13,7 +13,6 @@ from torch import Tensor
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, ConfigError, StillExportError
 from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, TEXT_OF
-from still_export.models.families import rwkv6, rwkv7
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
 from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, value_of
@@ -28,8 +27,9 @@ _MAMBA2 = (
     ("backbone.embedding.", "model.embed_tokens."),
     ("backbone.norm_f.", "model.norm."),
     ("backbone.", "model."),
+    ("model.embeddings.", "model.embed_tokens."),
+    ("model.norm_f.", "model.norm."),
 )
-_NEMOTRON = (*_MAMBA2, ("model.embeddings.", "model.embed_tokens."), ("model.norm_f.", "model.norm."))
 _KIMI = (
     *((f".self_attn.{x}", f".self_attn.forget_gate.{x}") for x in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")),
     (".block_sparse_moe.", ".mlp."),
@@ -44,7 +44,7 @@ _BAILING = (
 _NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "olmo_hybrid": _OLMO_HYBRID,
     **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "mamba3"), _MAMBA2),
-    "nemotron_h": _NEMOTRON,
+    "nemotron_h": _MAMBA2,
     "minimax": ((".block_sparse_moe.", ".mlp."),),
     "lfm3": ((".self_attn.gate_proj.", ".self_attn.g_proj."),),
     "kimi_linear": _KIMI,
@@ -100,11 +100,14 @@ def published_names(
         what = next((what for begin, what in ELSEWHERE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD
+        if not what and published.unused:
+            what = published.unused(ours, config)
         if what:
             others.setdefault(what, {})[ours] = tensor
         elif not name.endswith(_FOLLOWS):
             kept[ours] = tensor
-    kept = _bounded(rwkv7.apart(rwkv6.linear(_joined_convolutions(kept))))
+    kept = _bounded(_joined_convolutions(kept))
+    kept = published.moved(kept, config) if published.moved else kept
     return published.tensors(kept) if published.tensors else kept, others
 
 

@@ -103,20 +103,21 @@ def renamed(name: str) -> str:
     return f"lm_head.{share}" if start == "head" else f"{start}.{share}"
 
 
-def linear(tensors: dict[str, Weight]) -> dict[str, Weight]:
+def linear(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
     """With RWKV-6's low-rank products, which lie as [in, out], as linear layers."""
     for name in [n for n in tensors if n.endswith(_PRODUCTS)]:
         whole, start = tensors.pop(name), name.rpartition(".")[0]
         if name.endswith("time_maa_w2"):
             for number, part in enumerate(MIXED):
-                tensors[f"{start}.mix_{part}.weight"] = _turned(whole, whole.shape[1:], number)
+                tensors[f"{start}.mix_{part}.weight"] = turned(whole, whole.shape[1:], number)
         else:
             layer = {"time_maa_w1": "mix_in", "time_decay_w1": "decay_in", "time_decay_w2": "decay_out"}
-            tensors[f"{start}.{layer[name.rpartition('.')[2]]}.weight"] = _turned(whole, whole.shape)
+            tensors[f"{start}.{layer[name.rpartition('.')[2]]}.weight"] = turned(whole, whole.shape)
     return tensors
 
 
-def _turned(whole: Weight, shape: torch.Size, number: int | None = None) -> Deferred:
+def turned(whole: Weight, shape: torch.Size, number: int | None = None) -> Deferred:
+    """A matrix [in, out], or number `number` of some, of the sizes `shape` as the weight of a linear layer."""
     return Deferred(torch.Size(reversed(shape)), whole.dtype, partial(_transposed, whole, number))
 
 
@@ -196,7 +197,7 @@ RWKV5, RWKV6 = (
         title=name.title(),
         name=name,
         linear=True,
-        published=Published(values, renamed=renamed),
+        published=Published(values, renamed=renamed, moved=linear),
         places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv6", ("mixer",))),
     )
     for name in ("rwkv5", "rwkv6")

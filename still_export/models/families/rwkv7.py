@@ -89,7 +89,7 @@ def renamed(name: str) -> str:
     return _LAYER.sub(place, name.replace("model.embeddings.", "model.embed_tokens.")).replace("_lora.lora.", "_lora.")
 
 
-def apart(tensors: dict[str, Weight]) -> dict[str, Weight]:
+def apart(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, Weight]:
     """With the shares of the token before as they are since version 2 of flash-linear-attention's layer, which had them in one, [6, C]."""
     for name in [n for n in tensors if n.endswith(".mixer.x_x")]:
         whole = tensors.pop(name)
@@ -105,8 +105,9 @@ def _row(whole: Weight, number: int) -> Tensor:
     return value_of(whole)[number].reshape(1, 1, -1)
 
 
-def _low_rank(width: int, rank: int, activation: nn.Module, bias: bool = True) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, rank, bias=False), activation, nn.Linear(rank, width, bias=bias))
+def low_rank(width: int, rank: int, activation: nn.Module, bias: bool = True, wide: int = 0) -> nn.Sequential:
+    """From `width` channels over `rank`, and the activation of these, to `wide`, 0: as many."""
+    return nn.Sequential(nn.Linear(width, rank, bias=False), activation, nn.Linear(rank, wide or width, bias=bias))
 
 
 class Rwkv7TimeMix(nn.Module):
@@ -121,11 +122,11 @@ class Rwkv7TimeMix(nn.Module):
         self.k_k, self.k_a = (nn.Parameter(torch.zeros(width)) for _ in range(2))
         self.r_k = nn.Parameter(torch.zeros(self.heads, width // self.heads))
         self.r_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.w_lora = _low_rank(width, decay, nn.Tanh())
-        self.a_lora = _low_rank(width, rate, nn.Identity())
-        self.g_lora = _low_rank(width, gate, nn.Sigmoid(), bias=False)
+        self.w_lora = low_rank(width, decay, nn.Tanh())
+        self.a_lora = low_rank(width, rate, nn.Identity())
+        self.g_lora = low_rank(width, gate, nn.Sigmoid(), bias=False)
         if layer_idx:
-            self.v_lora = _low_rank(width, share, nn.Identity())
+            self.v_lora = low_rank(width, share, nn.Identity())
         self.g_norm = nn.GroupNorm(self.heads, width, eps=config.head_dim * config.norm_eps)
 
 
@@ -187,6 +188,6 @@ RWKV7 = make_family(
     title="Rwkv7",
     name="rwkv7",
     linear=True,
-    published=Published(values, renamed=renamed),
+    published=Published(values, renamed=renamed, moved=apart),
     places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv7", ("mixer",))),
 )

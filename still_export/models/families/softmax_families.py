@@ -43,14 +43,18 @@ class Published:
 
     values: The values of the family's configuration from a config.json; None: they have the names of the family's own class.
     names: Parts of tensors' names in the folder, and those in the model.
-    tensors: The model's tensors from the folder's, under the model's names.
+    tensors: The model's tensors from the folder's, under the model's names, where some are computed of several.
     renamed: The model's name of a tensor of the folder, in the place of `names`.
+    moved: As `tensors` where no number changes: matrices are turned, stacks taken apart. It gets the configuration, too.
+    unused: What a tensor, by the model's name, is for, where a model of this configuration does not read it; "": it does.
     """
 
     values: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     names: tuple[tuple[str, str], ...] = ()
     tensors: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     renamed: Callable[[str], str] | None = None
+    moved: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    unused: Callable[[str, Mapping[str, Any]], str] | None = None
 
 
 @dataclass(frozen=True)

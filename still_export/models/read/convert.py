@@ -25,18 +25,26 @@ _LOLCATS = re.compile(r"(.*\.self_attn)\.feature_map_([qk])\.mlp\.layer")
 _WINDOW_FACTORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.window_factors")
 _LORA = re.compile(r"(.*)\.lora_([AB])(?:\.(?!bias$)[^.]+)?(?:\.weight)?")
 W = TypeVar("W")
-_PREFIXES = (("base_model.model.", ""), ("model.model.", "model."))
+_PREFIXES = (
+    ("base_model.model.", ""),
+    ("model.model.", "model."),
+    ("model.lm_head.", "lm_head."),
+    ("model.backbone.", "backbone."),
+)
+_OF_BASE = ("layers.", "embed_tokens.", "norm.", "embedding_norm.", "embeddings.", "norm_f.", "final_layernorm.")
+"""How names in files of a model without its head begin, which have no "model." before them."""
 
 
 def plain_names(tensors: Mapping[str, W]) -> dict[str, W]:
-    """Names as the family has them: wrappers of PEFT and of the training code removed."""
+    """Names as the family has them: wrappers of PEFT and of the training code removed, the base's prefix where a file leaves it out."""
     result = {}
     for name, tensor in tensors.items():
+        name = name.removeprefix("module.")
         for prefix, plain in _PREFIXES:
             if name.startswith(prefix):
                 name = plain + name.removeprefix(prefix)
         name = name.removeprefix("_orig_mod.").replace(".base_layer.", ".")
-        result[f"model.{name}" if name.startswith("layers.") else name] = tensor
+        result[f"model.{name}" if name.startswith(_OF_BASE) else name] = tensor
     return result
 
 

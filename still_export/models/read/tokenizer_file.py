@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import CheckpointError, UnsupportedError
+from still_export.folders.files import read_json
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 12345 days, we've seen 678 more; don't you THINK'S so?",
@@ -26,6 +27,25 @@ TEXTS = (
     "0" * 40,
 )
 """Kinds of text that rules of splitting differ in."""
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a folder by transformers, with whatever errors that raises. A model's own code is never run: where the folder names
+    a class of its own for tokenizer.json, that file alone says what the tokenizer does."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    config = folder / "tokenizer_config.json"
+    named = read_json(config).get("auto_map") if config.is_file() else None
+    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    if (folder / "tokenizer.json").is_file() and isinstance(classes, list) and classes[1:] and classes[1]:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer.init_kwargs.pop("auto_map", None)  # else it is written into packages, which have no such class
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if getattr(model, "dropout", None):
+        model.dropout = None  # merges that training left out at random
+    return tokenizer
 
 
 def write_tokenizer(tokenizer: Any, folder: Path, origin: str) -> None:

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "falcon_mamba": "mamba",
     "kimi_linear": "kimi-linear",
     "rwkv6": "rwkv6",
+    "rwkv6qwen2": "rwkv6qwen2",
     "rwkv7": "rwkv7",
 }
 """By transformers' model_type."""
@@ -78,8 +79,8 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "attention.iclr_lora_rank": ("a_low_rank_dim",),
     "attention.value_residual_mix_lora_rank": ("v_low_rank_dim",),
     "attention.gate_lora_rank": ("gate_low_rank_dim",),
-    "time_mix_extra_dim": ("time_mix_rank",),
-    "time_decay_extra_dim": ("time_decay_rank",),
+    "time_mix_extra_dim": ("time_mix_rank", "lora_rank_tokenshift"),
+    "time_decay_extra_dim": ("time_decay_rank", "lora_rank_decay"),
     "rescale_every_n_layers": ("rescale_every",),
 }
 """By key: where config.json has it; the first that is there."""
@@ -88,10 +89,11 @@ _GRANITE = ("granite", "granitemoehybrid")
 _OF_SOME = {
     "attention.layer_norm_rms_epsilon": tuple(name for name in ARCHITECTURES if name not in _RWKV),
     **dict.fromkeys(("wkv.head_size", "attention.layer_norm_epsilon"), _RWKV),
+    **dict.fromkeys(("time_mix_extra_dim", "time_decay_extra_dim"), ("rwkv6", "rwkv6qwen2")),
     **dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _GRANITE),
     **dict.fromkeys(
         ("attention.key_length", "attention.value_length"),
-        tuple(name for name in ARCHITECTURES if name not in ("mamba2", "kimi_linear", "phi3", *_RWKV)),
+        tuple(name for name in ARCHITECTURES if name not in ("mamba2", "kimi_linear", "phi3", "rwkv6qwen2", *_RWKV)),
     ),
 }
 """Keys that are of some families alone."""
@@ -178,6 +180,10 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
         writer.add_ssm_dt_b_c_rms(kind == "falcon_mamba")
     if kind in ("mamba2", "nemotron_h", *_RWKV) and "max_position_embeddings" not in config:
         writer.add_context_length(1 << 20)
+    if kind == "rwkv6qwen2":
+        writer.add_wkv_head_size(config["hidden_size"] // config["num_attention_heads"])
+        writer.add_head_count(0)
+        writer.add_token_shift_count(1)
     if kind == "kimi_linear":
         rotated = config["qk_rope_head_dim"]
         writer.add_rope_dimension_count(rotated)
@@ -194,6 +200,7 @@ def _converted(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     names = gguf.get_tensor_name_map(architecture, layers)
     found: dict[str, Tensor] = {}
     tensors = _rwkv6(config, tensors) if kind == "rwkv6" else tensors
+    tensors = _rwkv6qwen2(config, tensors) if kind == "rwkv6qwen2" else tensors
     tensors = _rwkv7(tensors) if kind == "rwkv7" else _stacked(_pieces(config, tensors))
     for name, tensor in tensors.items():
         value = tensor
@@ -217,7 +224,7 @@ def _converted(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
         plain = name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
         plain = plain.replace("expert_bias", "expert_bias.bias")
         theirs = names.get_name(plain, try_suffixes=(".weight", ".bias"))
-        if kind in _RWKV:
+        if kind in (*_RWKV, "rwkv6qwen2"):
             plain = plain.replace("rwkv.blocks", "model.layers") if plain.endswith("lerp_fused") else plain
             fused = re.fullmatch(r"model\.layers\.(\d+)\.time_mix_lerp_fused", plain)
             theirs = f"blk.{fused[1]}.time_mix_lerp_fused" if fused else theirs
@@ -243,6 +250,27 @@ def _rwkv6(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tens
     for layer in range(config["num_hidden_layers"]):
         parts = [tensors[f"rwkv.blocks.{layer}.attention.time_maa_{part}"].flatten() for part in "wkvrg"]
         found[f"rwkv.blocks.{layer}.time_mix_lerp_fused"] = torch.stack(parts)[:, None, None]
+    return found
+
+
+def _rwkv6qwen2(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same in a Qwen, whose file has what is mixed of a token and the one before as r, k, v, w, g, llama.cpp as w, k, v, r, g."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        last = name.rpartition(".")[2]
+        if last in ("time_maa_w1", "time_decay_w1", "time_decay_w2"):
+            tensor = tensor.T
+        if last in ("time_maa_w1", "time_maa_w2"):
+            r, k, v, w, g = tensor.chunk(5)
+            tensor = torch.cat((w, k, v, r, g))
+            tensor = tensor.transpose(1, 2) if last.endswith("w2") else tensor
+        if last in ("time_decay", "time_maa_x"):
+            tensor = tensor.squeeze()
+        if not re.fullmatch("time_maa_[wkvrg]", last):
+            found[name] = tensor
+    for layer in range(config["num_hidden_layers"]):
+        parts = [tensors[f"model.layers.{layer}.self_attn.time_maa_{part}"].flatten() for part in "wkvrg"]
+        found[f"model.layers.{layer}.time_mix_lerp_fused"] = torch.stack(parts)[:, None, None]
     return found
 
 

@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mistral": dict(sliding_window=None),
     "rwkv6": dict(rescale_every=2),
 }
-APART = ("granite", "jamba", "kimi_linear", "nemotron_h", "rwkv6", "rwkv7")
+APART = ("granite", "jamba", "kimi_linear", "nemotron_h", "rwkv6", "rwkv6qwen2", "rwkv7")
 FAMILIES = [name for name in ARCHITECTURES if name not in APART]
 
 
@@ -55,7 +55,7 @@ def made(family: str) -> Any:
     changes = CHANGES.get(family, {})
     if family_of(family).linear:
         model = linear_model(family, **changes)
-        if family not in ("rwkv6", "rwkv7"):
+        if family not in ("rwkv6", "rwkv6qwen2", "rwkv7"):
             model.config._experts_implementation = "eager"  # the others want sizes that are multiples
         return model
     return plain_model(family, torch.float32, **changes)

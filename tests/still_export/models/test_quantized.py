@@ -262,11 +262,11 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
         open_source(tmp_path / "model", attach_untrained=True)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
     path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="3 bits in the format gptq, where 2, 4 and 8"):
+    with pytest.raises(UnsupportedError, match="3 bits, where 2, 4 and 8 are read"):
         open_source(tmp_path / "model", attach_untrained=True)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
     path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="4 bits in the format marlin"):
+    with pytest.raises(UnsupportedError, match="are in the format marlin, where gptq and gptq_v2 are read"):
         open_source(tmp_path / "model", attach_untrained=True)
     shape = (8, 40)
     nothing = torch.zeros
@@ -340,13 +340,44 @@ def test_groups_of_gptq(inputs: int, groups: int, g_idx: str, act_order: bool, r
             {"quant_method": "awq", "bits": 4, "version": "gemv"},
             "gemv",
         ),
+        (
+            {
+                "weight_packed": torch.zeros(4, 16).int(),
+                "scale_packed": torch.ones(1, 32),
+                "meta": torch.zeros(4, 8, dtype=torch.int16),
+            },
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            "meta, scale_packed",
+        ),
+        (
+            {
+                "qweight": torch.zeros(2, 8, dtype=torch.int64),
+                "qzeros": torch.zeros(1, 1, dtype=torch.int64),
+                "scales": torch.ones(1, 8),
+            },
+            {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
+            "qweight in int64",
+        ),
     ],
-    ids=["bitsandbytes", "compressed-tensors", "awq"],
+    ids=["bitsandbytes", "compressed-tensors", "awq", "sparse marlin", "gptq of int64"],
 )
 def test_sound_forms_that_are_not_read(parts: dict[str, Tensor], config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{said}.* is not supported. Use another form") as caught:
         dequantizing({f"a.{name}": part for name, part in parts.items()}, config, "here")
     assert "damaged" not in str(caught.value) and "fetch" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "are sparse"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R4": {}}}}, "were rotated"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "qqq"}, "are in the format qqq"),
+    ],
+)
+def test_what_no_tensor_shows_is_read_of_the_configuration(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"weights {said}.* is not supported"):
+        dequantizing({"a.weight.compressed": torch.zeros(8, 4), "a.weight.bitmask": torch.zeros(8, 1)}, config, "here")
 
 
 @pytest.mark.parametrize(("high", "wide"), [(1, 24), (24, 1), (16, 24), (96, 96)])

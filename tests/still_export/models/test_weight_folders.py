@@ -17,6 +17,8 @@ from still_export.folders.adapter_config import lora_scale, read_adapter_config
 from still_export.folders.weights import weight_files
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.generation import read_generation
+from still_export.models.read.weights import value_of
+from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import plain_model
 from tests.still_export.training import byte_tokenizer
 
@@ -106,6 +108,29 @@ def test_files_that_contradict_each_other(base: tuple[Path, Tensors], tmp_path: 
         load_model(tmp_path, attach_untrained=True)
 
 
+WRAPPED: dict[str, Callable[[str], str]] = {
+    "the base without its prefix": lambda name: name.removeprefix("model.").removeprefix("backbone."),
+    "a model inside of one": lambda name: f"model.{name}",
+    "a compiled one": lambda name: f"_orig_mod.{name}",
+    "one of several processes": lambda name: f"module.{name}",
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2", "mamba2", "granitemoehybrid"])
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_names_of_a_wrapped_model_are_the_models(family: str, wrapper: str, tmp_path: Path) -> None:
+    """transformers reads the first two."""
+    model = plain_model(family, torch.float32) if family == "llama" else linear_model(family)
+    model.save_pretrained(tmp_path)
+    attach = family == "llama"
+    right = open_source(tmp_path, attach_untrained=attach).weights
+    named = {WRAPPED[wrapper](name): tensor for name, tensor in load_file(tmp_path / SINGLE).items()}
+    save_file(named, tmp_path / SINGLE, {"format": "pt"})
+    found = open_source(tmp_path, attach_untrained=attach).weights
+    assert found.keys() == right.keys()
+    assert all(torch.equal(value_of(found[name]), value_of(right[name])) for name in right)
+
+
 def test_one_file_of_any_name_is_the_models(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "maps.safetensors")
     assert weight_files(tmp_path) == [tmp_path / "maps.safetensors"]
@@ -134,6 +159,7 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_pro
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"use_qalora": True}, "use_qalora"),
         ({"of_next_year": 0.5}, "of_next_year"),
+        ({"of_next_year": 0}, "of_next_year"),
         ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16"),
         ({"init_lora_weights": "loftq"}, "loftq"),
         ({"init_lora_weights": "corda"}, "corda"),
@@ -161,6 +187,8 @@ def test_an_adapter_of_what_is_understood(tmp_path: Path) -> None:
     assert lora_scale(adapter, "model.layers.0.self_attn.q_proj", 2) == 16
     assert lora_scale(adapter, "model.layers.0.self_attn.v_proj", 4) == 4
     assert lora_scale({**adapter, "use_rslora": True}, "model.layers.0.self_attn.v_proj", 4) == 8
+    path.write_text(json.dumps({name: value for name, value in LORA.items() if name != "lora_alpha"}))
+    assert lora_scale(read_adapter_config(path), "model.layers.0.self_attn.q_proj", 4) == 2  # PEFT's own lora_alpha
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from still_export.proof.server import Reference, ServerProof
+from still_export.proof.server import Reference, ServerProof, logprobs_of, read_reference
 from still_export.proof.server_client import Answer
+from tests.still_export.linear_models import linear_model
 from tests.still_export.training import byte_tokenizer
 
 LENGTHS = (5, 40, 65)
@@ -125,3 +127,19 @@ def test_log_probabilities_are_held_to_the_file(reference: Reference) -> None:
     proof._prompts = lambda way: [ids]  # type: ignore[method-assign]
     alone = proof.run()[0]
     assert not alone.passed and "token 2 is 0.2 off" in alone.wrong[0]
+
+
+def test_a_folder_with_code_of_its_own_is_read_here_and_nobody_is_asked(tmp_path: Path) -> None:
+    """In 16 bits, whose run in PyTorch says how much is rounding; transformers has no class of the family."""
+    model = linear_model(
+        "rwkv7qwen2", vocab_size=257, torch_dtype="bfloat16", auto_map={"AutoConfig": "configuration_own.Config"}
+    )
+    model.tensors = {name: tensor.bfloat16() for name, tensor in model.tensors.items()}
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    found, notes = read_reference(tmp_path)
+    assert notes == ["transformers does not read this file: the reference was read by this project's own reader"]
+    assert found.own is not None and next(found.model.parameters()).dtype == torch.float32
+    ids = [5, 6, 7, 8]
+    rounded, right = found.own(ids), logprobs_of(found.model, ids)
+    assert 0 < abs(rounded - right).max() < 0.5

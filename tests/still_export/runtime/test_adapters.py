@@ -194,7 +194,7 @@ def test_run_and_verify_with_an_adapter(
     assert answers() != answers("--adapter", first)
     with pytest.raises(SystemExit, match="2"):
         main(["run", str(package.path), "--prompt-ids", "3", "--adapter", str(tmp_path)])
-    assert "has no adapter_config.json" in capsys.readouterr().err
+    assert "has no weights" in capsys.readouterr().err
     arguments = [str(package.path), "--lengths", "1,9", "--decode-steps", "3", "-o", str(tmp_path / "proof"), "--quiet"]
     with pytest.raises(SystemExit, match="0"):
         main(["verify", *arguments, "--adapter", str(first)])
