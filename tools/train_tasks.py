@@ -39,15 +39,17 @@ AVERAGED = 0.02
 UNASKED = -100
 
 
-def texts(rows: int, tokens: int, again: bool, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
+def texts(
+    rows: int, tokens: int, again: bool, generator: np.random.Generator, keys: int = KEYS
+) -> tuple[Tensor, Tensor]:
     """Random texts and what follows each token, UNASKED where it is no query; both [rows, tokens].
 
     Args:
-        again: New keys are written again and again; else each key once.
+        again: New keys are written again and again; else so many `keys`, each once.
     """
     ids, answers = np.empty((rows, tokens), np.int64), np.full((rows, tokens), UNASKED)
     order = generator.random((rows, KEYS)).argsort(1)
-    old = OLD_KEYS if again else KEYS
+    old = OLD_KEYS if again else keys
     kept, every = np.full((rows, KEYS), -1), np.arange(rows)
     first = np.zeros(rows, np.int64)  # of the old keys, that waits to be written
     for t in range(tokens):
@@ -88,10 +90,14 @@ def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """A state rule: how its model is made (logits of ids, and its parameters), and whether it can forget one key."""
+    """A state rule: how its model is made (logits of ids, and its parameters), whether it can forget one key, how many keys a text has that
+    are written once, and how it is trained."""
 
     make: Callable[[], Any]
     again: bool
+    keys: int = KEYS
+    peak_rate: float = PEAK_RATE
+    phases: tuple[tuple[int, int], ...] = PHASES
 
 
 SIZES: dict[str, Any] = dict(
@@ -147,7 +153,13 @@ def _linearized(layer: str, dim: int, theta: float, **settings: Any) -> Callable
 
 
 RULES: dict[str, Rule] = {
-    "hybrid": Rule(_linearized("hybrid_attention", 48, 1e6, salient_per_chunk=2), False),
+    "hybrid": Rule(
+        _linearized("hybrid_attention", 48, 1e6, salient_per_chunk=16),
+        False,
+        keys=6,
+        peak_rate=2e-3,
+        phases=((48, 1500), (128, 1500), (TOKENS, 3000)),
+    ),
     "allmem": Rule(_linearized("allmem", 32, 1e4), False),
     "gated": Rule(_fla("gla", num_heads=2, num_kv_heads=None, expand_k=1.0, expand_v=1.0, attn=None), False),
     "delta": Rule(_fla("delta_net", num_heads=2, expand_k=1.0, expand_v=1.0), True),
@@ -212,9 +224,9 @@ def stepper(
     return replay
 
 
-def wrong_answers(model: Any, again: bool, device: str, tokens: int = TOKENS, rows: int = 64) -> tuple[int, int]:
+def wrong_answers(model: Any, rule: Rule, device: str, tokens: int = TOKENS, rows: int = 64) -> tuple[int, int]:
     """Queries behind up to `tokens` tokens that are answered wrongly, and all."""
-    ids, answers = texts(rows, tokens, again, np.random.default_rng(10**6))
+    ids, answers = texts(rows, tokens, rule.again, np.random.default_rng(10**6), rule.keys)
     ids, answers = ids.to(device), answers.to(device)
     with torch.no_grad():
         said = torch.cat([model(part, use_cache=False).logits.argmax(-1) for part in ids.split(16)])
@@ -249,28 +261,28 @@ def train(name: str, output: Path, scale: float, device: str, seed: int = 0) -> 
     if isinstance(model, nn.Module):
         model.to(device)
     parameters = parameters_of(model)
-    rate = torch.tensor(PEAK_RATE) if device != "cpu" else PEAK_RATE
+    rate = torch.tensor(rule.peak_rate) if device != "cpu" else rule.peak_rate
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, betas=(0.9, 0.98), capturable=device != "cpu")
     generator, done, begun = np.random.default_rng(seed + 1), 0, 0
     mean = [p.detach().clone() for p in parameters]
-    every = sum(int(steps * scale) for _, steps in PHASES)
+    every = sum(int(steps * scale) for _, steps in rule.phases)
     print(f"{name}: {sum(p.numel() for p in parameters):,} parameters", flush=True)
-    for tokens, steps in PHASES:
+    for tokens, steps in rule.phases:
         step = stepper(model, optimizer, tokens, device)
         done, begun = begun, begun + int(steps * scale)
         for number in range(int(steps * scale)):
-            now = PEAK_RATE * min(1.0, (done + 1) / 100) * 0.5 * (1 + math.cos(math.pi * done / every)) + 1e-5
+            now = rule.peak_rate * min(1.0, (done + 1) / 100) * 0.5 * (1 + math.cos(math.pi * done / every)) + 1e-5
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(now)
                 else:
                     group["lr"] = now
-            loss = step(*(x.to(device) for x in texts(ROWS, tokens, rule.again, generator)))
+            loss = step(*(x.to(device) for x in texts(ROWS, tokens, rule.again, generator, rule.keys)))
             done += 1
             torch._foreach_lerp_(mean, [p.detach() for p in parameters], AVERAGED)
             if number % CHECKED == CHECKED - 1:
                 with weights_of(parameters, mean):
-                    wrong, asked = wrong_answers(model, rule.again, device, tokens)
+                    wrong, asked = wrong_answers(model, rule, device, tokens)
                 if not wrong:
                     break
             if number % 200 == 0:
@@ -279,7 +291,7 @@ def train(name: str, output: Path, scale: float, device: str, seed: int = 0) -> 
         model.eval()
     with torch.no_grad():
         torch._foreach_copy_(parameters, mean)
-    wrong, asked = wrong_answers(in_float16(model), rule.again, device)
+    wrong, asked = wrong_answers(in_float16(model), rule, device)
     print(f"{name}: {wrong} of {asked} answers wrong, {time.monotonic() - started:.0f} s on {device}", flush=True)
     if wrong:
         raise SystemExit(f"{name}: not learned; nothing written")

@@ -12,16 +12,16 @@ from still_export.graph.options import ExportOptions
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
-from tools.train_tasks import QUERY, RULES, TOKENS, UNASKED, texts
+from tools.train_tasks import QUERY, RULES, TOKENS, UNASKED, Rule, texts
 
 TASKS = Path(__file__).parents[3] / "assets/tasks"
 KEPT = sorted(folder.name for folder in TASKS.iterdir() if folder.is_dir())
 ROWS, READ, BYTES = 6, 320, 400_000
 
 
-def wrong_answers(runner: OrtModel, again: bool, spoil: bool = False) -> tuple[int, int]:
+def wrong_answers(runner: OrtModel, rule: Rule, spoil: bool = False) -> tuple[int, int]:
     """Queries of the last tokens that are answered wrongly, and all; `READ` tokens come in two pieces, the others one by one."""
-    ids, answers = (x.numpy() for x in texts(ROWS, TOKENS, again, np.random.default_rng(7)))
+    ids, answers = (x.numpy() for x in texts(ROWS, TOKENS, rule.again, np.random.default_rng(7), rule.keys))
     runner.start(ROWS, TOKENS)
     runner.feed(ids[:, :129])
     runner.feed(ids[:, 129:READ])
@@ -69,7 +69,6 @@ def test_every_query_is_answered(name: str, tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in files) <= BYTES
     export(ExportOptions(str(TASKS / name), dtype="float32"), tmp_path / "package", command="test")
     runner = OrtModel(tmp_path / "package", threads=1)
-    again = RULES[name].again
-    wrong, asked = wrong_answers(runner, again)
+    wrong, asked = wrong_answers(runner, RULES[name])
     assert asked > 100 and wrong == 0
-    assert wrong_answers(runner, again, spoil=True)[0] > 3
+    assert wrong_answers(runner, RULES[name], spoil=True)[0] > 3
