@@ -6,13 +6,17 @@ check that passed a hash of all these and of the files that check; an equal one 
 
     python -m pytest --write-compiled tests/still_kernels    record what passed
     python -m pytest --compile tests/still_kernels           compile everything, as `tools/test.sh --all` does
+
+tests/still_kernels/interpreted.py has the same of what kernels compute in Triton's interpreter, and follows the same two options.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,8 +58,43 @@ def given(function: Any, signature: dict[str, str], values: dict[str, Any]) -> s
     if isinstance(function, CudaFunction):
         source = hashlib.sha256(function.source.read_bytes()).hexdigest() + str(nvrtc()[1])
     else:
-        source = function.cache_key
+        source = hash_of_function(function)
     return f"{source} {signature} {values}"
+
+
+_hashes: dict[int, tuple[str, Any]] = {}
+"""By id of functions, which are kept, so that no id is given again."""
+
+
+def hash_of_function(function: Any) -> str:
+    """Triton's hash of a function with all that it calls.
+
+    Triton 3.7 leaves the constants of a callee out if nobody hashed the callee before: what a hash is followed from what the process had
+    compiled. Here callees come first.
+    """
+    from triton.runtime.jit import DependenciesFinder
+
+    class Callees(DependenciesFinder):
+        def _update_hash(self, callee: Any) -> None:
+            hash_of_function(getattr(callee, "__func__", callee))
+
+    if id(function) not in _hashes:
+        _hashes[id(function)] = "", function  # it may call itself
+        nonlocals = inspect.getclosurevars(function.fn).nonlocals
+        Callees(function._fn_name, function.__globals__, nonlocals, function.src).visit(function.parse())
+        function.hash = None
+        _hashes[id(function)] = function.cache_key, function
+    return _hashes[id(function)][0]
+
+
+@cache
+def sources(*places: str) -> list[str]:
+    """A line for each file in folders of this project: what else a check follows from."""
+    files = (
+        path for place in places for path in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
+    )
+    found = sorted(path for path in files if path.is_file() and "__pycache__" not in path.parts)
+    return [f"{path.relative_to(ROOT).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in found]
 
 
 @cache
@@ -86,8 +125,21 @@ def hash_of(lines: list[str], test: Path) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Of what checks compiled code."""
-    parser.addoption("--compile", action="store_true", help=f"compile also what passed by {FILE.name}")
+    parser.addoption("--compile", action="store_true", help=f"compile and interpret also what passed by {FILE.name}")
     parser.addoption("--write-compiled", action="store_true", help=f"record in {FILE.name} what passed")
+
+
+@dataclass
+class Interpreted:
+    """What `run_cases` of tests/still_kernels/interpreted.py is to do in this process, and what it has done since the last report."""
+
+    anew: bool = False
+    writes: bool = False
+    equal: int = 0
+    ran: int = 0
+
+
+INTERPRETED = Interpreted()
 
 
 class Compiled:
@@ -96,6 +148,8 @@ class Compiled:
     def __init__(self, config: pytest.Config) -> None:
         self.writes = config.getoption("write_compiled") and not hasattr(config, "workerinput")
         self.equal, self.anew = 0, dict[str, str]()
+        self.interpreted = [0, 0]
+        INTERPRETED.anew, INTERPRETED.writes = config.getoption("compile"), config.getoption("write_compiled")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
@@ -103,12 +157,17 @@ class Compiled:
         report = yield
         if call.when == "call":
             report.compiled = getattr(item, "compiled", None)
+        report.interpreted = (INTERPRETED.equal, INTERPRETED.ran)
+        INTERPRETED.equal = INTERPRETED.ran = 0
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Of any process."""
         now, equal = getattr(report, "compiled", None) or ("", True)
         self.equal += bool(now and equal)
+        self.interpreted = [
+            a + b for a, b in zip(self.interpreted, getattr(report, "interpreted", (0, 0)), strict=True)
+        ]
         if not equal and report.passed:
             self.anew[report.nodeid] = now
 
@@ -116,6 +175,9 @@ class Compiled:
         """How many compiled nothing; record what passed."""
         if self.equal or self.anew:
             terminalreporter.line(f"checks of kernels: {self.equal} got what passed before, {len(self.anew)} compiled")
+        if any(self.interpreted):
+            equal, ran = self.interpreted
+            terminalreporter.line(f"runs in the interpreter: {equal} of kernels that ran before, {ran} ran")
         if self.writes:
             every = {name: each for name, each in recorded().items() if (ROOT / name.partition("::")[0]).exists()}
             text = json.dumps(dict(sorted({**every, **self.anew}.items())), indent=0)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from still_kernels.registry import kernels_of
 from tests import compiled
+from tests.still_kernels import interpreted
 
 KERNELS = kernels_of("GreedyToken")
 
@@ -53,6 +54,37 @@ def test_a_line_of_a_kernel_or_of_what_it_calls_is_an_input(tmp_path: Path) -> N
         exec(compile(text, str(path), "exec"), names)
         found.add(compiled.given(names["kernel"], {}, {}))
     assert len(found) == 3
+
+
+def test_a_hash_does_not_follow_from_what_was_hashed_before(tmp_path: Path) -> None:
+    """Triton's own of a kernel does, whose callee has a constant: it tells whether the callee's was asked for."""
+    text = "import triton\nimport triton.language as tl\n\nN = tl.constexpr(2)\n\n\n@triton.jit\ndef twice(x):\n    return x * N\n\n\n"
+    text += "@triton.jit\ndef kernel(p_x):\n    twice(1)\n"
+    path = tmp_path / "kernels.py"
+    path.write_text(text)
+
+    def functions() -> dict[str, Any]:
+        names: dict[str, Any] = {"__name__": "kernels"}
+        exec(compile(text, str(path), "exec"), names)
+        return names
+
+    first, second = functions(), functions()
+    assert second["twice"].cache_key and first["kernel"].cache_key and second["kernel"].cache_key
+    assert compiled.hash_of_function(first["kernel"]) == compiled.hash_of_function(second["kernel"])
+
+
+def test_a_run_is_of_its_code_and_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreted, "ROOT", tmp_path)
+
+    def hash_of(text: str, names: tuple[str, ...] = ("a case",), file: str = "a.py") -> str:
+        (tmp_path / "a.py").write_text(text)
+        interpreted.code_of.cache_clear()
+        return interpreted.hash_of([file], names)
+
+    right = hash_of('"""A kernel."""\nN = 2\n"""Of something."""\n')
+    assert hash_of('"""Another sentence."""\n\nN = 2  # why\n') == right
+    assert len({right, hash_of("N = 3"), hash_of("N = 2", ("a case", "another"))}) == 3
+    assert hash_of("N = 2", file="gone.py") == ""
 
 
 def test_the_compiler_and_the_check_are_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

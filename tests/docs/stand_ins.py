@@ -16,7 +16,9 @@ from tests.docs.pages import ROOT
 from tests.still_export.training import byte_tokenizer, make_base, make_text
 
 CONTEXT = 1200
-"""Tokens of the models' context: enough for the shortest length that the commands measure."""
+"""Tokens of the models' context: enough for the shortest length that the commands of the guide measure."""
+SHORT_CONTEXT = 300
+"""Where no command names a length, as in README: rows of training are as long as the context."""
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 
@@ -34,10 +36,10 @@ device: cpu
 """
 
 
-def make_stand_ins(folder: Path) -> None:
+def make_stand_ins(folder: Path, context: int = CONTEXT) -> None:
     """Write them: MODEL, BASE, TASK, texts, a recipe of a few steps, and links to the folders of a clone that commands name."""
     sizes = dict(hidden_size=96, intermediate_size=64, head_dim=16)  # blocks of 32 divide them
-    make_base(folder / "BASE", max_position_embeddings=CONTEXT, num_hidden_layers=2, **sizes)
+    make_base(folder / "BASE", max_position_embeddings=context, num_hidden_layers=2, **sizes)
     make_text(folder / "corpus.txt", words=13_000)
     make_text(folder / "held_out.txt", seed=1)
     make_text(folder / "letter.txt", words=60)

@@ -24,7 +24,7 @@ import typer.main
 from still_export.cli import main as cli
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
-from tests.docs.stand_ins import make_decoder, make_stand_ins
+from tests.docs.stand_ins import CONTEXT, SHORT_CONTEXT, make_decoder, make_stand_ins
 
 CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
@@ -169,7 +169,7 @@ def run_here(command: str) -> None:
 
 def run_session(pages: list[Path], folder: Path, slow: bool) -> None:
     """Run the commands of `pages` in `folder`, one after the other."""
-    make_stand_ins(folder)
+    make_stand_ins(folder, SHORT_CONTEXT if pages == SESSIONS["README"] else CONTEXT)
     if slow:
         make_decoder(folder)
     for page in pages:

@@ -32,15 +32,14 @@ CASES: list[tuple[Layer, list[Split]]] = [
 
 @pytest.mark.parametrize("layer, splits", CASES, ids=str)
 def test_kernels_equal_the_formulas(library: str, layer: Layer, splits: list[Split]) -> None:
-    for in_place in (True, False):
-        body.check(layer, in_place, splits, library=library, threads=2)
+    body.check(layer, [True, False], splits, library=library, threads=2)
 
 
 @pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
 def test_instruction_sets(library: str, monkeypatch: pytest.MonkeyPatch, instructions: str) -> None:
     monkeypatch.setenv("STILL_CPU", instructions)
     try:
-        body.check(Layer(6, 2, 24), True, LONG, library=library)
+        body.check(Layer(6, 2, 24), [True], LONG, library=library)
         body.check_half(Layer(6, 2, 24), LONG, library=library)
     except Exception as error:
         if "cannot run it" not in str(error):

@@ -30,7 +30,7 @@ class RoutedModel(OwnModel):
         self.gaps: list[Tensor] = []
         return super().__call__(ids, use_cache)
 
-    def told_ids(self) -> list[Tensor]:
+    def told_ids(self, tokens: int) -> list[Tensor]:
         """`told` as a router's choices [B, T, k], -1 where nothing is told."""
         return []
 
@@ -166,12 +166,12 @@ class NatsModel(RoutedModel):
                 state = start = torch.where(taken > 0, start, state)
         return torch.stack(outputs, 1).to(rows[0].dtype), state
 
-    def told_ids(self) -> list[Tensor]:
+    def told_ids(self, tokens: int) -> list[Tensor]:
         """At the last tokens of chunks."""
         found = []
         for went in self.told or []:
             routes = went.shape[-1]
-            ids = torch.full((len(went), 200, routes), -1)
+            ids = torch.full((len(went), tokens, routes), -1)
             ids[:, 63::64] = torch.arange(routes) + torch.where(went, 0, routes)
             found.append(ids)
         return found
@@ -281,7 +281,7 @@ class RoutingModel(LlamaLike):
         scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[3] ** 0.5
         return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
-    def told_ids(self) -> list[Tensor]:
+    def told_ids(self, tokens: int) -> list[Tensor]:
         """Numbered head after head."""
         return [went + torch.arange(went.shape[-1]) * self.config["num_clusters"] for went in self.told or []]
 

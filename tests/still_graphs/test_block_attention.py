@@ -86,21 +86,27 @@ class Runner:
         return torch.from_numpy(binding.get_outputs()[0].numpy().copy())
 
 
-def check(layer: Layer, in_place: bool, splits: Sequence[Split] = SPLITS, **options: Any) -> None:
-    """Both nodes, in float32: choices, outputs and the sums of keys after each call."""
-    select = Runner(SELECT_BLOCKS, layer, torch.float32, layer.attributes, in_place, **options)
+def check(layer: Layer, places: Sequence[bool], splits: Sequence[Split] = SPLITS, **options: Any) -> None:
+    """Both nodes, in float32, with states in place or apart: choices, outputs and the sums of keys after each call."""
     size = {"block_size": layer.choice["block_size"]}
-    attend = Runner(BLOCK_ATTENTION, layer, torch.float32, size, in_place, **options)
+    pairs = [
+        (
+            Runner(SELECT_BLOCKS, layer, torch.float32, layer.attributes, in_place, **options),
+            Runner(BLOCK_ATTENTION, layer, torch.float32, size, in_place, **options),
+        )
+        for in_place in places
+    ]
     sums = torch.zeros(2, layer.kv_heads, -(-layer.rows // layer.choice["mean_stride"]), layer.dim)
     for call in calls(layer, splits):
-        same(select(call.feeds), call.blocks, call.gaps)
         f = call.feeds
         given = Inputs(f["query"], f["key"], f["new_tokens"], f["past_length"], **layer.attributes)
         _, sums = naive_select_blocks(given, sums)
-        found = torch.from_numpy(select.state["key_sum"].numpy())
-        assert (found - sums).abs().max() <= 2e-6 * sums.abs().max()
-        output = attend({**call.feeds, "blocks": call.blocks})
-        assert (output - call.output).abs().max() <= 5e-6 * call.output.abs().max().clamp_min(1e-6)
+        for select, attend in pairs:
+            same(select(call.feeds), call.blocks, call.gaps)
+            found = torch.from_numpy(select.state["key_sum"].numpy())
+            assert (found - sums).abs().max() <= 2e-6 * sums.abs().max()
+            output = attend({**call.feeds, "blocks": call.blocks})
+            assert (output - call.output).abs().max() <= 5e-6 * call.output.abs().max().clamp_min(1e-6)
 
 
 def check_half(layer: Layer, splits: Sequence[Split] = SPLITS, **options: Any) -> None:
@@ -117,7 +123,7 @@ def check_half(layer: Layer, splits: Sequence[Split] = SPLITS, **options: Any) -
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_bodies_equal_the_formulas(layer: Layer, in_place: bool) -> None:
-    check(layer, in_place)
+    check(layer, [in_place])
 
 
 def test_half_precision() -> None:

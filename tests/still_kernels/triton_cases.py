@@ -596,8 +596,10 @@ if __name__ == "__main__":
         dtype = "float32"
     if dtype == "garbage":
         run_garbage()
+        print("{}")
     elif dtype == "unused":
         for case_name in names:
             run_unused(case_name, torch.bfloat16)
+        print("{}")
     else:
         print(json.dumps({name: run_case(name, "cpu", getattr(torch, dtype)) for name in names or CASES}))

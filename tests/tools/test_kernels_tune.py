@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,84 +15,47 @@ from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.plan.tiles import tile_table
 from still_kernels.registry import op_names
 from still_kernels.tile import changed
+from tests.still_kernels.interpreted import run_cases
 from tools.kernels import tune
 from tools.kernels.ops.hybrid_attention import misfit
 from tools.kernels.registry import work_of
 
-SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "chunk_size": 32, "salient_per_chunk": 3}
-MAIN = "import sys; from tools.kernels import tune; sys.exit(tune.main(sys.argv[1:]))"
-
-
-def small(op: str) -> list[str]:
-    """A call of a small layer."""
-    known = work_of(op).sizes
-    sizes = [word for name, size in SIZES.items() if name in known for word in ("--set", f"{name}={size}")]
-    return [op, *sizes, "--context", "70", "--dtype", "float32"]
-
-
-def interpreted(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code with kernels in the interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+interpreted = functools.partial(run_cases, Path(__file__).with_name("tune_cases.py"), ())
 
 
 @pytest.mark.slow
-def test_settings_are_checked_timed_and_written(tmp_path: Path) -> None:
-    given = ["--kernels", "score,select", "--seconds", "4", "-o", str(tmp_path / "tune.json")]
-    done = interpreted(MAIN, *small("HybridAttention"), *given)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "tune.json").read_text())
-    assert set(report["kernels"]) == {"score", "select"}
-    for trials in report["kernels"].values():
+def test_settings_are_checked_timed_and_written() -> None:
+    done = interpreted("written")
+    assert done["code"] == 0
+    kernels = done["report"]["kernels"]
+    assert set(kernels) == {"score", "select"}
+    for trials in kernels.values():
         assert trials[0]["setting"] == {} and trials[0]["time_s"] > 0 and trials[0]["error"] == 0
-    score = {json.dumps(t["setting"]): t for t in report["kernels"]["score"]}
+    score = {json.dumps(t["setting"]): t for t in kernels["score"]}
     assert score['{"BM": 64}']["time_s"] is None
     assert score['{"BM": 64}']["note"] in ("blocks divide the chunk of 32", "no time left")
-    assert "(current)" in done.stdout
+    assert "(current)" in done["shown"]
 
 
 @pytest.mark.slow
-def test_softmax_attention_is_tuned_by_the_same(tmp_path: Path) -> None:
-    given = ["--kernels", "attend,decode", "--seconds", "3", "-o", str(tmp_path / "tune.json")]
-    done = interpreted(MAIN, *small("Attention"), *given)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "tune.json").read_text())["kernels"]
+def test_softmax_attention_is_tuned_by_the_same() -> None:
+    done = interpreted("softmax")
+    assert done["code"] == 0
+    found = done["report"]["kernels"]
     assert all(trials[0]["time_s"] > 0 and trials[0]["error"] == 0 for trials in found.values())
     attend = {json.dumps(t["setting"]): t["note"] for t in found["attend"]}
     assert attend['{"BN": 64}'] in ("BN of attend divides its BM", "no time left")
 
 
 @pytest.mark.slow
-def test_a_wrong_result_gets_no_time(tmp_path: Path) -> None:
-    code = """
-import sys
-from tools.kernels import tune
-right = tune.Workload.run
-def wrong(self, table):
-    made, results = right(self, table)
-    if table.kernels()["select"].num_warps == 2:
-        results["output"][0, -1, 0, 0] += 1e6
-    return made, results
-tune.Workload.run = wrong
-tune.work_of("HybridAttention").moves["select"] = [{"num_warps": 2}]
-sys.exit(tune.main(sys.argv[1:]))
-"""
-    done = interpreted(code, *small("HybridAttention"), "--kernels", "select", "--seconds", "60")
-    assert done.returncode == 1, done.stderr
-    assert "num_warps=2: WRONG RESULT" in done.stdout
+def test_a_wrong_result_gets_no_time() -> None:
+    done = interpreted("wrong")
+    assert done["code"] == 1
+    assert "num_warps=2: WRONG RESULT" in done["shown"]
 
 
 def test_workspace_starts_as_nan() -> None:
-    code = """
-from tools.kernels import tune
-from still_kernels import launcher
-import torch
-with tune._recording():
-    assert launcher.allocate(torch.zeros(1), (3,), torch.float32).isnan().all()
-assert not hasattr(launcher.Launcher, "made") and launcher.Launcher.__name__ == "Launcher"
-"""
-    assert interpreted(code).returncode == 0
+    assert interpreted("workspace") == {"nan": True, "after": ["Launcher", False]}
 
 
 def test_every_move_is_a_setting_of_some_table() -> None:

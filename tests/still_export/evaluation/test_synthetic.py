@@ -21,7 +21,7 @@ from tests.still_export.evaluation.test_evaluate import Uniform, chat_tokenizer
 from tests.still_export.training import byte_tokenizer
 
 LENGTH = 6000
-TEXT = "".join(f"{DEFAULT_HAYSTACK[:300]} {chr(97 + i % 26) * 3}{chr(97 + i // 26) * 2} " for i in range(500))
+TEXT = "".join(f"{DEFAULT_HAYSTACK[:60]} {chr(97 + i % 26) * 3}{chr(97 + i // 26) * 2} " for i in range(500))
 """With 500 words more."""
 
 

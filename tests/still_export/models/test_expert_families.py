@@ -24,7 +24,7 @@ from still_export.models.read.checkpoint import open_tensors
 from still_export.models.read.roles import weight_roles
 from still_export.models.read.weights import Deferred, value_of
 from tests.still_export.expert_models import SPARSE, expert_model
-from tests.still_export.models.test_linear_families import LOGITS, far, ids, pieces
+from tests.still_export.models.test_linear_families import LOGITS, PIECES, far, ids, pieces
 from tests.still_export.tiny import padded
 
 
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
     theirs, ours = pair
     expected = theirs(ids(), use_cache=False).logits
     assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
-    assert far(pieces(ours, ids(), [70, 1, 129])[0], expected) <= LOGITS
+    assert far(pieces(ours, ids(), PIECES)[0], expected) <= LOGITS
     assert far(pieces(ours, ids()[:, :9], [1] * 9)[0], expected[:, :9]) <= 2 * LOGITS
     rows, mask = padded([ids()[0, :17], ids()[1, :9]])
     rows[mask == 0] = 50

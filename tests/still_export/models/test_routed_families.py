@@ -11,7 +11,7 @@ import torch
 from still_export.models.load import load_model
 from still_export.systems.nats_l.family import NATS
 from tests.still_export.linear_models import linear_model
-from tests.still_export.models.test_linear_families import LOGITS, calm_seed, far, ids, pieces
+from tests.still_export.models.test_linear_families import LOGITS, PIECES, calm_seed, far, ids, pieces
 
 CLEAR = 1e-5
 """A choice of a smaller lead may be made otherwise."""
@@ -86,7 +86,7 @@ def test_faults_are_seen(family: str, fault: str, tmp_path: Path) -> None:
     clusters that follow positions."""
     theirs = linear_model(family, seed=calm_seed(family))
     theirs.save_pretrained(tmp_path)
-    theirs, found = theirs.double(), pieces(load_model(tmp_path), ids(), [70, 1, 129])[0]
+    theirs, found = theirs.double(), pieces(load_model(tmp_path), ids(), PIECES)[0]
     assert far(found, theirs(ids()).logits) <= LOGITS
     theirs.fault = fault
     assert far(found, theirs(ids()).logits) > 1e2 * LOGITS

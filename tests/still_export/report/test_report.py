@@ -353,9 +353,17 @@ MEASURE = """() => {
 
 @needs_libraries
 @pytest.mark.slow
-@pytest.mark.parametrize("width", WIDTHS)
-def test_in_a_browser(width: str, tmp_path: Path) -> None:
-    """Every page, light and dark: drawn without a complaint or a request, nothing wider than the screen, legible text and axes."""
+@pytest.mark.parametrize(
+    "width, scheme",
+    [
+        ("phone", "dark"),
+        ("wide", "light"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("phone", "light"), ("wide", "dark"))),
+    ],
+)
+def test_in_a_browser(width: str, scheme: str, tmp_path: Path) -> None:
+    """Every page: drawn without a complaint or a request, nothing wider than the screen, legible text and axes. No colour follows from a
+    width."""
     playwright = pytest.importorskip("playwright.sync_api")
     browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser_path is None:
@@ -366,23 +374,22 @@ def test_in_a_browser(width: str, tmp_path: Path) -> None:
             report = make()
             path = tmp_path / f"{make.__name__}.html"
             write_report(report, path)
-            for scheme in ("light", "dark"):
-                tab = browser.new_page(viewport={"width": WIDTHS[width], "height": 900}, color_scheme=scheme)
-                said: list[str] = []
-                asked: list[str] = []
-                tab.on("console", lambda message, said=said: said.append(message.text))
-                tab.on("pageerror", lambda error, said=said: said.append(str(error)))
-                tab.on("request", lambda request, asked=asked: asked.append(request.url))
-                tab.goto(path.as_uri())
-                tab.wait_for_selector("body[data-drawn]", timeout=30_000)
-                seen = tab.evaluate(MEASURE)
-                tab.screenshot(path=tmp_path / f"{make.__name__}-{width}-{scheme}.png", full_page=True)
-                tab.close()
-                where = f"{make.__name__}, {width}, {scheme}"
-                charts = sum(len(part.plots) for part in report.parts if isinstance(part, Plots))
-                assert not said and asked == [path.as_uri()], where
-                assert seen["width"] == WIDTHS[width] and not seen["outside"], where
-                assert seen["charts"] == charts and seen["titles"] >= 2 * charts, where
-                assert (seen["page"] > 0.5) == (scheme == "light"), where
-                assert seen["contrast"] >= LEAST_CONTRAST, where
+            tab = browser.new_page(viewport={"width": WIDTHS[width], "height": 900}, color_scheme=scheme)
+            said: list[str] = []
+            asked: list[str] = []
+            tab.on("console", lambda message, said=said: said.append(message.text))
+            tab.on("pageerror", lambda error, said=said: said.append(str(error)))
+            tab.on("request", lambda request, asked=asked: asked.append(request.url))
+            tab.goto(path.as_uri())
+            tab.wait_for_selector("body[data-drawn]", timeout=30_000)
+            seen = tab.evaluate(MEASURE)
+            tab.screenshot(path=tmp_path / f"{make.__name__}-{width}-{scheme}.png", full_page=True)
+            tab.close()
+            where = f"{make.__name__}, {width}, {scheme}"
+            charts = sum(len(part.plots) for part in report.parts if isinstance(part, Plots))
+            assert not said and asked == [path.as_uri()], where
+            assert seen["width"] == WIDTHS[width] and not seen["outside"], where
+            assert seen["charts"] == charts and seen["titles"] >= 2 * charts, where
+            assert (seen["page"] > 0.5) == (scheme == "light"), where
+            assert seen["contrast"] >= LEAST_CONTRAST, where
         browser.close()
