@@ -39,6 +39,9 @@ REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0
 """Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
 
+FIT_TOKENS = 32
+"""Tokens by a hidden state's channels that fresh layers are fitted to at most: regressions have as many coefficients an output."""
+
 
 @dataclass
 class Linearization:
@@ -204,7 +207,10 @@ class LinearizationRun:
         self.log(f"stage 1, attention transfer: {_count(objective):,} parameters in {len(objective.attentions)} layers")
         batches = self.batches(recipe.retrieval)
         objective.to(self.accelerator.device)
-        objective.fit(batches.batch(0).ids[:1].to(self.accelerator.device))
+        if self.start is None or self.start.new_layers(self.still, self.layers):  # what an adapter trained stays
+            ids = batches.batch(0).ids
+            rows = math.ceil(FIT_TOKENS * self.geometry.hidden_size / ids.shape[1])
+            objective.fit(ids[:rows].to(self.accelerator.device))
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
         report = trainer.train(
             objective,
