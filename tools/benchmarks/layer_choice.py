@@ -66,7 +66,7 @@ def learned_gates(run: LinearizationRun, model: Any, attentions: list[Any]) -> l
         optimizer.step()
         if step % 10 == 9:
             print(
-                f"gates, step {step + 1}: loss {float(loss):.3f}, softmax {float(gates.sigmoid().mean()):.2f}",
+                f"gates, step {step + 1}: loss {loss.item():.3f}, softmax {gates.sigmoid().mean().item():.2f}",
                 flush=True,
             )
     for hook in hooks:
