@@ -46,7 +46,7 @@ class TransferObjective(nn.Module):
 
     @torch.no_grad()
     def fit(self, ids: Tensor) -> None:
-        """Let layers whose outputs have a scale of their own take it from the teacher's on ids [B, T]."""
+        """Let layers that can be fitted start near the teacher's outputs on ids [B, T]."""
 
         def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
             hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]

@@ -39,6 +39,9 @@ REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0
 """Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
 
+FIT_TOKENS = 32
+"""Tokens by a hidden state's channels that fresh layers are fitted to at most: regressions have as many coefficients an output."""
+
 
 @dataclass
 class Linearization:
@@ -203,8 +206,7 @@ class LinearizationRun:
         recipe, objective = self.recipe, self.transfer_objective()
         self.log(f"stage 1, attention transfer: {_count(objective):,} parameters in {len(objective.attentions)} layers")
         batches = self.batches(recipe.retrieval)
-        objective.to(self.accelerator.device)
-        objective.fit(batches.batch(0).ids[:1].to(self.accelerator.device))
+        self.fit(objective, batches)
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
         report = trainer.train(
             objective,
@@ -215,6 +217,20 @@ class LinearizationRun:
         )
         self._keep("transfer", objective)
         return report
+
+    def fit(self, objective: TransferObjective, batches: Batches) -> None:
+        """Let fresh layers start near the teacher's outputs on the longest rows; what an adapter trained, or the recipe sets, stays."""
+        recipe = self.recipe
+        if recipe.lora_in_transfer:
+            fresh = self.start is None or bool(self.start.new_layers(self.still, self.layers))
+        else:
+            fresh = self.start is None and recipe.learn_window_factors and self.still.window_factors is None
+        if not fresh:
+            return
+        lengths = range(len(recipe.row_lengths or (recipe.row_tokens,)))
+        ids = max((batches.batch(step).ids for step in lengths), key=lambda ids: ids.shape[1])
+        rows = math.ceil(FIT_TOKENS * self.geometry.hidden_size / ids.shape[1])
+        objective.to(self.accelerator.device).fit(ids[:rows].to(self.accelerator.device))
 
     def student(self, maps: Path | None) -> tuple[Any, list[Trainable]]:
         """The model with LoRA after stage 1, and its linearized layers.
@@ -273,11 +289,14 @@ class LinearizationRun:
                 model.load_state_dict(load_file(maps), strict=False)
             return None, model.to(self.accelerator.device), attentions
         objective = self.finetune_objective(maps)
+        batches = self.batches(recipe.retrieval)
+        if maps is None and self.start is None:
+            self.fit(TransferObjective(objective.model, objective.attentions), batches)
         self.log(f"stage 2, LoRA: {_count(objective):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
         report = trainer.train(
             objective,
-            self.batches(recipe.retrieval),
+            batches,
             recipe.finetune_steps,
             lambda name: recipe.transfer_rate if name.endswith(adapter.FACTORS) else recipe.finetune_rate,
             self.validate,

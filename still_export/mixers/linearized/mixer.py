@@ -9,13 +9,8 @@ from torch import nn
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.layers import head_size
-from still_export.mixers.linearized.module import (
-    LinearizedAttention,
-    LinearizedGatedDeltaNet,
-    LinearizedGLA,
-    TrainableGatedDeltaNet,
-    TrainableGLA,
-)
+from still_export.mixers.linearized.fitted import TrainableGatedDeltaNet, TrainableGLA
+from still_export.mixers.linearized.module import LinearizedAttention, LinearizedGatedDeltaNet, LinearizedGLA
 from still_export.mixers.linearized.paged import PagedLinearized
 from still_export.mixers.trainable import Trainable
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION

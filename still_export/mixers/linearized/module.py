@@ -22,7 +22,6 @@ from still_export.mixers.gated_linear_attention.mixer import LOGIT_NORMALIZER
 from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.projections import ProjectedAttention, unit_length
 from still_export.mixers.roles import GATE, NORM
-from still_export.mixers.trainable import TrainableModule, softmax_attention
 from still_kernels.linear_attention.meaning import Inputs
 
 SHORTEST, LONGEST = 16.0, 4096.0
@@ -174,9 +173,7 @@ class LinearizedGLA(LinearizedAttention):
             start = torch.randn(parameter.shape, generator=random) * parameter.shape[1] ** -0.5
             return start.to(parameter.dtype)
         if name == "gk_proj.1.bias":  # channels that RoPE turns fast are of the near past
-            half = memories(self.head_dim // 2)
-            bias = -torch.expm1(LOGIT_NORMALIZER / torch.cat((half, half))).log()
-            return bias.repeat(self.num_heads).to(parameter.dtype)
+            return gate_bias(self.head_dim, torch.ones(self.num_heads)).flatten().to(parameter.dtype)
         return super().initial(name)
 
     @classmethod
@@ -206,7 +203,7 @@ class LinearizedGatedDeltaNet(LinearizedAttention):
 
     def initial(self, name: str) -> Tensor:
         if name == "dt_bias":
-            return torch.expm1(1 / memories(self.num_heads)).log().to(self.get_parameter(name).dtype)
+            return step_bias(memories(self.num_heads)).to(self.get_parameter(name).dtype)
         return super().initial(name)
 
     @classmethod
@@ -225,23 +222,12 @@ def memories(count: int) -> Tensor:
     return torch.logspace(math.log10(SHORTEST), math.log10(LONGEST), count)
 
 
-class Fitted(TrainableModule, LinearizedAttention):
-    """The form that trains; before a transfer its scales are fitted to the teacher's outputs."""
-
-    @torch.no_grad()
-    def fit(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
-        """Set `output_scale` so that the outputs of each channel are as large as the base's."""
-        query, key, value = self.heads(hidden)
-        query, key = self.turned(query, key, position_embeddings)
-        target = softmax_attention(query, key, value)
-        rows = self.mixed(hidden, *self._beside(hidden), position_embeddings, None)
-        size, wanted = (x.float().square().mean((0, 1)).sqrt() for x in (rows, target))
-        self.output_scale.copy_(wanted / size.clamp_min(NORM_EPSILON))
+def step_bias(tokens: Tensor) -> Tensor:
+    """`dt_bias` of Gated DeltaNet's heads that keep 1/e after so many tokens, with A_log 0."""
+    return torch.expm1(1 / tokens).log()
 
 
-class TrainableGLA(Fitted, LinearizedGLA):
-    """LinearizedGLA as teacher and student."""
-
-
-class TrainableGatedDeltaNet(Fitted, LinearizedGatedDeltaNet):
-    """LinearizedGatedDeltaNet as teacher and student."""
+def gate_bias(dim: int, factors: Tensor) -> Tensor:
+    """Bias of GLA's decays [H, D] of channels whose memories are fresh ones times `factors` [H]."""
+    half = memories(dim // 2).to(factors)
+    return -torch.expm1(LOGIT_NORMALIZER / (factors[:, None] * torch.cat((half, half)))).log()

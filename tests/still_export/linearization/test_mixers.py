@@ -155,8 +155,8 @@ def test_softmax_mode_is_the_base_model(mixer: str) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["gla", "gdn"])
-def test_fresh_memories_and_fitted_scales(mixer: str) -> None:
-    """Fresh decays are 16 to 4,096 tokens long; a fit makes outputs as large as the base's, channel by channel."""
+def test_fresh_memories_and_a_fitted_start(mixer: str) -> None:
+    """Fresh decays are 16 to 4,096 tokens long; a fit comes closer to the base's outputs than outputs of 0 would, on other tokens too."""
     model = attach_untrained(plain_model("llama"), StillConfig(layer_types=(LINEARIZERS[mixer].layer,) * 3))
     first = model.model.layers[0].self_attn
     hidden = torch.zeros(1, 1, 24, dtype=torch.float64)
@@ -164,16 +164,12 @@ def test_fresh_memories_and_fitted_scales(mixer: str) -> None:
     _, _, decay, _ = first.rule_inputs(heads, heads, *first._beside(hidden), lambda *heads: heads)
     lengths = (-1 / decay.detach()).flatten()
     assert lengths.min() == pytest.approx(16, rel=1e-3) and lengths.max() == pytest.approx(4096, rel=1e-3)
-    students, ids = make_students(model), random_ids(1, 64)
-    objective = TransferObjective(model, students)
-    before = objective(ids, torch.ones_like(ids))[0].item()
+    objective = TransferObjective(model, make_students(model))
+    ids, others = random_ids(4, 200), random_ids(1, 200, seed=5)
+    before = [objective(x, torch.ones_like(x))[0].item() for x in (ids, others)]
     objective.fit(ids)
-    assert objective(ids, torch.ones_like(ids))[0].item() < before
-    seen: list[Tensor] = []
-    first.o_proj.register_forward_hook(lambda m, x, y: seen.append(x[0]))
-    objective(ids, torch.ones_like(ids))  # calls it with the teacher's heads and the student's
-    sizes = [x.square().mean((0, 1)) for x in seen]
-    torch.testing.assert_close(sizes[0], sizes[1], rtol=1e-4, atol=0)
+    after = [objective(x, torch.ones_like(x))[0].item() for x in (ids, others)]
+    assert max(after) < 1 and all(new < 0.9 * old for new, old in zip(after, before, strict=True))
 
 
 def recipe(mixer: str, base: Path, text: Path, **changes: Any) -> Recipe:
@@ -224,7 +220,8 @@ def test_stages_train_what_they_say(finished: tuple[str, Path, Linearization], b
         ["finetune"] if mixer == "liger-gla" else ["transfer", "finetune"]
     )
     if mixer != "liger-gla":
-        assert result.stages[0].losses[-1] < result.stages[0].losses[0]
+        held_out = [loss for _, loss in result.stages[0].validation]
+        assert held_out[-1] < held_out[0] < 1  # its first batch is what the start was fitted to
         first, second = (load_file(output / "training" / f"{s}.safetensors") for s in ("transfer", "finetune"))
         assert set(first) == set(second)
         assert all(not torch.equal(tensor, second[name]) for name, tensor in first.items())
