@@ -71,11 +71,11 @@ def last_outputs(linear: torch.dtype, calls: int, drop: bool = False) -> torch.T
 
 
 def test_sums_stay_right_at_length_with_the_rest_and_not_without() -> None:
-    """The rest is what does it: dropped after each call, 16,384 tokens are as far off as a sum in bfloat16."""
+    """The rest is what does it: dropped after each call, 11,264 tokens are as far off as a sum in bfloat16."""
     exact, kept, dropped = (
-        last_outputs(torch.float32, 1024),
-        last_outputs(torch.bfloat16, 1024),
-        last_outputs(torch.bfloat16, 1024, drop=True),
+        last_outputs(torch.float32, 704),
+        last_outputs(torch.bfloat16, 704),
+        last_outputs(torch.bfloat16, 704, drop=True),
     )
     off, without = ((found - exact).norm() / exact.norm() for found in (kept, dropped))
     assert float(off) < 2.0**-13 < 2.0**-3 < float(without)
