@@ -64,6 +64,12 @@ def still_family_config(family: Family, values: Mapping[str, Any], still: Layers
         raise ConfigError(
             f"config.json is no valid {family.name} configuration: {reason}. Fix the named value."
         ) from error
+    padding, size = getattr(config, "pad_token_id", None), config.vocab_size
+    if isinstance(padding, int) and not -size <= padding < size:
+        raise ConfigError(
+            f"pad_token_id={padding} in config.json is no token of the {size} that vocab_size says, so transformers makes no embedding. "
+            "Set it to null or to one of them."
+        )
     config.architectures = [family.still_model.__name__]
     return config
 

@@ -17,6 +17,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     used += [spec for module in model.modules() for spec in getattr(module, "specs", ())]
     states = state_table(config, model.dtype)
     eos = model.generation_config.eos_token_id
+    ends = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
     return {
         "ops": {op.name: op.version for op in used},
         "model": {
@@ -35,5 +36,5 @@ def describe_model(model: Any) -> dict[str, Any]:
         "capacity": {"capacity_tokens": states.capacity_tokens, "bounded": states.bounded},
         "states": [state.to_dict() for state in states],
         **({"feeding": feeding} if (feeding := getattr(config, "feeding", None)) else {}),
-        "eos_token_ids": [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos],
+        "eos_token_ids": [end for end in ends if end >= 0],  # a negative one stands for none
     }

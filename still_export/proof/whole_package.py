@@ -314,7 +314,9 @@ def _first(said: Any) -> Any:
 
 
 def _ids(said: Any) -> set[int]:
-    return set() if said is None else {int(x) for x in (said if isinstance(said, (list, tuple)) else [said])}
+    """Of those that are some: a negative one stands for none."""
+    found = () if said is None else said if isinstance(said, (list, tuple)) else (said,)
+    return {int(x) for x in found if int(x) >= 0}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -63,11 +63,14 @@ class Product(ABC):
             for node in nodes:
                 replace_nodes(self.model, [node], [self._result(node)])
             return
-        total = self._result(nodes[0])
+        first = next(
+            node for node in self.model.graph if node in nodes
+        )  # what reads one of them may come before others
+        total = self._result(first)
         widths = [weight.outputs for weight in self.weights]
         sizes = store(self.model.graph, ir.tensor(widths, dtype=ir.DataType.INT64, name=f"{total.name}.sizes"))
         split = ir.node("Split", [total, sizes], {"axis": -1}, num_outputs=len(nodes), name=f"{total.name}.split")
-        self.model.graph.insert_before(nodes[0], split)
+        self.model.graph.insert_before(first, split)
         replace_nodes(self.model, nodes, list(split.outputs))
 
     @abstractmethod

@@ -104,7 +104,7 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
     return {
         "model": {
             "type": "decoder",
-            **({} if bos is None else {"bos_token_id": bos}),
+            **({} if bos is None or bos < 0 else {"bos_token_id": bos}),
             "eos_token_id": eos,
             "pad_token_id": _padding(folder, given, eos),
             "vocab_size": model["vocab_size"],
@@ -127,7 +127,7 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
 
 def _padding(folder: Path, generation: dict[str, Any], eos: list[int]) -> int:
     """The token that genai takes for padding at the end of the prompts of a batch."""
-    if (given := generation.get("pad_token_id")) is not None:
+    if (given := generation.get("pad_token_id")) is not None and given >= 0:
         return int(given)
     token = _json(folder / "tokenizer_config.json").get("pad_token")
     if token is not None:

@@ -219,3 +219,14 @@ def test_a_package_in_half_precision(form: str, tmp_path: Path, capsys: pytest.C
     assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
     sizes = ("--lengths", "1,65", "--decode-steps", "4", "--quiet")
     assert call("verify", tmp_path / "package", *sizes) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_thin_products_in_int4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one input, in another order than the names of their weights: the shares of the first layer's values are asked before decays."""
+    wide = dict(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, intermediate_size=96)
+    ranks = {f"lora_rank_{name}": 16 for name in ("decay", "iclr", "value_residual_mix", "gate")}
+    linear_model("rwkv7qwen2", **wide, **ranks).save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--quantize", "int4", "--quiet") == 0
+    sizes = ("--lengths", "1,65", "--decode-steps", "4", "--quiet")
+    assert call("verify", tmp_path / "package", *sizes) == 0, capsys.readouterr().out

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.folders.adapter_config import lora_scale, read_adapter_config
 from still_export.folders.weights import weight_files
+from still_export.models.description import describe_model
 from still_export.models.load import load_model, load_tokenizer, open_source
 from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import value_of
@@ -212,3 +213,23 @@ def test_settings_that_are_wrong() -> None:
     for wrong in ({"max_new_tokens": -1}, {"early_stopping": "perhaps"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             read_generation(wrong)
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_negative_ids_stand_for_none(place: str, tmp_path: Path) -> None:
+    """As in the first Llama's config.json."""
+    linear_model("lfm2").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    path = tmp_path / place
+    said = json.loads(path.read_text()) if path.is_file() else {}
+    for ends, known in ((-1, []), ([5, -1], [5])):
+        path.write_text(json.dumps({**said, "eos_token_id": ends, "pad_token_id": -1, "bos_token_id": -1}))
+        assert describe_model(load_model(tmp_path))["eos_token_ids"] == known
+
+
+def test_padding_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    plain_model("llama", torch.float32).save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "pad_token_id": said["vocab_size"]}))
+    with pytest.raises(ConfigError, match=r"pad_token_id=\d+ in config.json is no token of the"):
+        load_model(tmp_path, attach_untrained=True)
