@@ -4,7 +4,7 @@ of arrays; the multiples are in `constants`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,9 +55,18 @@ class Bounds:
         coarse: Times PyTorch's own errors that the runtime's are by its kind.
         dtype: Of the package.
         sharp: Layers read the runtime's own input, and PyTorch follows its choices: no error but one layer's rounding.
+        fixed: Outputs that are states of fixed size.
     """
 
-    def __init__(self, cases: Sequence[Case], coarse: float = 1.0, dtype: str = "float16", sharp: bool = False) -> None:
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        coarse: float = 1.0,
+        dtype: str = "float16",
+        sharp: bool = False,
+        fixed: Collection[str] = (),
+    ) -> None:
+        self.fixed = fixed
         self.coarse, self.row, self.half = coarse, SHARP_ROW if sharp else ROW[dtype], dtype == "float16"
         self.sharp = sharp
         self.median = SHARP_MEDIAN if sharp else MEDIAN
@@ -127,9 +136,15 @@ class Bounds:
         """What the mean error of an output of a case may be; infinite where whole runs are judged, whose choices may turn."""
         if not self.sharp:
             return math.inf
-        rows = sum(int((~np.isnan(call[output][0])).sum()) for call in case.own if output in call)
+        rows = sum(self._draws(output, call[output][0]) for call in case.own if output in call)
         times = SHARP_MEAN + SHARP_FEW / max(rows, 1)
         return max(times * self.coarse * case.own_mean[output], self._sums(output))
+
+    def _draws(self, output: str, errors: np.ndarray) -> int:
+        """Of [B, ..], how many draws of rounding they are: rows; of a state of fixed size heads of sequences, whose rows err together."""
+        if output not in self.fixed:
+            return int((~np.isnan(errors)).sum())
+        return int((~np.isnan(errors)).reshape(*errors.shape[: min(2, errors.ndim - 1)], -1).any(-1).sum())
 
     def row_bounds(self, case: Case, number: int, output: str) -> np.ndarray:
         """What rows of a call's output may err, [2, ...] as `row_errors`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,20 @@ class LayerwiseModel:
         self.source, self.prepare, self.device = source, prepare, torch.device(device)
         self.config = source.config
         self.asked, self.dtype = dtype, dtype or next(iter(source.weights.values())).dtype
+        self.draw = 0
         self.table = state_table(self.config, self.dtype)
         self.all_logits = bool(manifest["model"]["all_logits"])
+
+    @property
+    def rounds(self) -> bool:
+        """Whether linear layers round what they compute in a wider type."""
+        return self.dtype == torch.float16 and self.device.type == "cpu"
+
+    def drawn(self, number: int) -> LayerwiseModel:
+        """The same model, whose linear layers round up or down by chance, where they round: another draw of what rounding does."""
+        other = copy(self)
+        other.draw = number
+        return other
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
         """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
@@ -145,7 +158,7 @@ class Passage:
     """
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
-        self._layers, self._linear = layers, _Linear()
+        self._layers, self._linear = layers, _Linear(layers.draw)
         every = np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls])
         tokens = np.unique(every.clip(0))  # -1, where an embedding is given, needs any row
         with torch.no_grad():
@@ -378,11 +391,15 @@ class _Linear:
     """Linear layers over tokens, padding left out; of half precision on a CPU in float32, their results rounded. A weight is widened once
     until `forget`.
 
+    Args:
+        draw: Seed of rounding up or down by chance, as near as the number lies; 0: to nearest.
+
     Attributes:
         real: Which tokens [B, T] of the call are no padding; None: all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draw: int = 0) -> None:
+        self._random = torch.Generator().manual_seed(draw) if draw else None
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self.real: Tensor | None = None
 
@@ -402,7 +419,12 @@ class _Linear:
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype != torch.float16 or x.device.type != "cpu":
             return _linear(x, weight, bias)
-        return _linear(x.float(), self._widened(weight), self._widened(bias)).to(x.dtype)
+        found = _linear(x.float(), self._widened(weight), self._widened(bias))
+        if self._random is not None:
+            # Of a number m 2^e, m from a half to 1, float16's last place is 2^(e - 11); below its least normal number 2^-24.
+            place = (found.frexp().exponent - 11).clamp_min(-24)
+            found += torch.ldexp(torch.rand(found.shape, generator=self._random) - 0.5, place)
+        return found.to(x.dtype)
 
     def _widened(self, weight: Any) -> Any:
         if weight is None:

@@ -16,6 +16,7 @@ from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question
 from still_export.proof.cases import Case, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.chains import HIDDEN, Call, Chain, nothing
 from still_export.proof.codes import as_numbers
+from still_export.proof.constants import LAYER_DRAWS
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import LENGTHS, Draft, Prompts
 from still_export.proof.shelf import Shelf
@@ -94,15 +95,21 @@ class TorchCases:
             inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
             calls = [replace(call, inputs=given) for call, given in zip(draft.chain.calls, inputs, strict=True)]
             drafts.append(replace(draft, chain=replace(draft.chain, calls=calls), further=()))
-        return dict(zip(answers, self._answered(drafts)[0], strict=True))
+        draws = LAYER_DRAWS if self.own.rounds else 0
+        return dict(zip(answers, self._answered(drafts, draws=draws)[0], strict=True))
 
-    def _answered(self, drafts: Sequence[Draft], meanings: _Meanings | None = None) -> tuple[list[Case], list[bool]]:
-        """The cases, and of each whether it follows keys of which the reference cannot say whose they are."""
+    def _answered(
+        self, drafts: Sequence[Draft], meanings: _Meanings | None = None, draws: int = 0
+    ) -> tuple[list[Case], list[bool]]:
+        """The cases, and of each whether it follows keys of which the reference cannot say whose they are. `draws` runs more of PyTorch's
+        own, in which linear layers round by chance, say what rounding does."""
         reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]
         follow_of: list[list[dict[int, np.ndarray]]] = [[{}, *({} for _ in d.further)] for d in drafts]
         # Both go on layer by layer, side by side: what a layer said is measured, and forgotten where nobody is asked for it.
-        own = _Asked(self.own, list(map(_own_chains, drafts, follow_of)), self.ties)
+        models = [self.own, *(self.own.drawn(number + 1) for number in range(draws))]
+        runs = [_Asked(model, list(map(_own_chains, drafts, follow_of)), self.ties) for model in models]
+        own = runs[0]
         shelves = [Shelf() for _ in cases]
         count = self.reference.layers
         for layer in [*range(count), None]:
@@ -119,15 +126,16 @@ class TorchCases:
                 case.went |= {~key: x[..., -1, :] > 0 for key, x in scores[0].items() if key < 0}
                 for told, found in zip(follow, scores, strict=True):  # the own run's errors are of rounding alone
                     told |= {key: _places(x[..., -1, :] > 0) for key, x in found.items()}
-            for each in zip(drafts, cases, right, exact, own.answers(layer), strict=True):
-                self._measure(layer, *each)
+            for done, run in enumerate(runs):
+                for each in zip(drafts, cases, right, exact, run.answers(layer), strict=True):
+                    self._measure(layer, *each, done)
             for case, shelf in zip(cases, shelves, strict=True):
                 shelf.take([*case.feeds, *case.expected], f".{layer}")
         for shelf in shelves:
             shelf.put_back()
-        for run, name in ((own, "overflow"), (reference, "right_overflow")):
-            left = iter(run.passage.overflows)
-            for case, chains_of in zip(cases, run.asked, strict=True):
+        for of, name in ((own, "overflow"), (reference, "right_overflow")):
+            left = iter(of.passage.overflows)
+            for case, chains_of in zip(cases, of.asked, strict=True):
                 layers = [layer for layer in [next(left) for _ in chains_of] if layer is not None]
                 if layers:
                     setattr(case, name, Overflow(min(layers)))
@@ -142,17 +150,24 @@ class TorchCases:
         return replace(draft, chain=replace(draft.chain, follow=seen | dict(told.kept)))
 
     def _measure(
-        self, layer: int | None, draft: Draft, case: Case, right: list[_Answered], scores: Scores, own: list[_Answered]
+        self,
+        layer: int | None,
+        draft: Draft,
+        case: Case,
+        right: list[_Answered],
+        scores: Scores,
+        own: list[_Answered],
+        done: int,
     ) -> None:
         """Tell the case the errors of PyTorch's own run on its calls, in a layer or in the logits, and on a draft's `further`, the last of
-        both. It carries its state as the target does, and follows the reference's choices."""
+        both. It carries its state as the target does, and follows the reference's choices. So many runs were `done` before it."""
         asked, further = own[: len(own) - len(draft.further)], own[len(own) - len(draft.further) :]
-        if scores:
+        if scores and not done:
             counts = np.sum([feed["new_tokens"] for feed in draft.feeds], axis=0)
             beside = self.ties.scores([look for answer in asked for look in answer.looks])
             case.leads |= self.ties.leads(scores, beside, counts)
         pairs = _pairs(case, asked[0].outputs, layer)
-        if layer is None:
+        if layer is None and not done:
             agree = np.concatenate([same_best(*pair) for pair in pairs])
             case.own_top1 = int(agree.sum()), agree.size
             own_logits, right_logits = ([each[side]["logits"] for each in pairs] for side in (1, 0))
@@ -160,12 +175,14 @@ class TorchCases:
         case.own = case.own or [{} for _ in range(len(pairs) + len(further))]
         for name in pairs[0][0]:
             rows, sums = zip(*(errors_of(a[name], b[name]) for a, b in pairs), strict=True)
-            case.own_mean[name] = sum(sums) / max(sum(a[name].size for a, _ in pairs), 1)
+            mean = sum(sums) / max(sum(a[name].size for a, _ in pairs), 1)
+            case.own_mean[name] = mean if not done else (done * case.own_mean[name] + mean) / (done + 1)
             for held, errors in zip(case.own, rows, strict=False):
-                held[name] = errors.astype(np.float32)
+                held[name] = _usual(held.get(name), errors.astype(np.float32), done)
         for held, chain, a, b in zip(case.own[len(pairs) :], draft.further, right[1:], further, strict=True):
             expected, actual = _pair(chain.start, a.outputs[0], b.outputs[0], layer)
-            held.update({n: row_errors(x, actual[n]).astype(np.float32) for n, x in expected.items()})
+            errors_by_name = {n: row_errors(x, actual[n]).astype(np.float32) for n, x in expected.items()}
+            held.update({n: _usual(held.get(n), errors, done) for n, errors in errors_by_name.items()})
 
 
 class _Asked:
@@ -304,6 +321,13 @@ def _case(draft: Draft, answers: list[Arrays]) -> Case:
 def _own_chains(draft: Draft, follow: Sequence[dict[int, np.ndarray]]) -> list[Chain]:
     """What the own run is asked: the reference's chains, in which tokens go where the reference's did, as `follow` will say."""
     return [replace(chain, follow=told) for chain, told in zip((draft.chain, *draft.further), follow, strict=True)]
+
+
+def _usual(held: np.ndarray | None, errors: np.ndarray, done: int) -> np.ndarray:
+    """The root of the mean square of so many draws of errors that are `done`, and of one more."""
+    if held is None or not done:
+        return errors
+    return np.asarray(np.sqrt((done * np.square(held) + np.square(errors)) / (done + 1)))
 
 
 def _places(went: np.ndarray) -> np.ndarray:

@@ -300,8 +300,9 @@ class Verifier:
         summed = [s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums]
         coarse = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
         self.summed = dict.fromkeys(summed if coarse else (), UNIT)
-        fixed = [s.present for s in table if not s.growth and s.dtype == "float32"]
-        self.summed_by_layer = dict.fromkeys(fixed, LAYER_UNIT) | self.summed
+        self.fixed = {s.present for s in table if not s.growth}
+        wide = [s.present for s in table if not s.growth and s.dtype == "float32"]
+        self.summed_by_layer = dict.fromkeys(wide, LAYER_UNIT) | self.summed
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
         """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,
@@ -474,7 +475,7 @@ class Verifier:
         taken for its input are others."""
         if not sharp:
             return [], [self.open_layers] if self.sharp else []
-        bounds = Bounds([each.case for each in sharp], self.target.coarse, self.dtype, sharp=True)
+        bounds = Bounds([each.case for each in sharp], self.target.coarse, self.dtype, sharp=True, fixed=self.fixed)
         reports = [each.report(output, bounds) for each in sharp for output in each.errors[0]]
         far = [o for each in sharp for o in each.errors[0] if HIDDEN in o and each.distance(o) > 2 * (1 - ALIKE)]
         return ([], [BY_LAYER]) if far and whole else (reports, [])
