@@ -87,12 +87,15 @@ def hash_of_function(function: Any) -> str:
     return _hashes[id(function)][0]
 
 
+COMPILES_HYBRID = tuple(f"kernels/still_kernels/{part}" for part in ("*.py", "common", "plan", "hybrid_attention"))
+"""What compiles and launches the kernels of still::HybridAttention, and these."""
+
+
 @cache
 def sources(*places: str) -> list[str]:
-    """A line for each file in folders of this project: what else a check follows from."""
-    files = (
-        path for place in places for path in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
-    )
+    """A line for each file of this project that a pattern names, or that is in such a folder: what else a check follows from."""
+    roots = [path for place in places for path in ROOT.glob(place)]
+    files = {path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))}
     found = sorted(path for path in files if path.is_file() and "__pycache__" not in path.parts)
     return [f"{path.relative_to(ROOT).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in found]
 

@@ -87,6 +87,18 @@ def test_a_run_is_of_its_code_and_its_names(tmp_path: Path, monkeypatch: pytest.
     assert hash_of("N = 2", file="gone.py") == ""
 
 
+def test_files_beside_are_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "ROOT", tmp_path)
+    monkeypatch.setattr(compiled, "sources", compiled.sources.__wrapped__)
+    (tmp_path / "a").mkdir()
+    for name, text in (("a/one.py", "1"), ("a/two.cpp", "2"), ("three.py", "3"), ("four.md", "4")):
+        (tmp_path / name).write_text(text)
+    before = compiled.sources("a", "*.py")
+    assert [line.split()[0] for line in before] == ["a/one.py", "a/two.cpp", "three.py"]
+    (tmp_path / "a/two.cpp").write_text("3")
+    assert compiled.sources("a", "*.py") != before
+
+
 def test_the_compiler_and_the_check_are_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test = tmp_path / "test_code.py"
     test.write_text("assert True")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from still_export.targets.trt.plugins import PluginBuildError, pack_archive
-from tests.compiled import Before, inputs, sources
+from tests.compiled import COMPILES_HYBRID, Before, inputs, sources
 from tests.plugins.core_abi import Core, CoreError, Recorder, shapes_of
 from tests.plugins.test_core import ABSENT, HYBRID, absent_mask
 
@@ -24,7 +24,7 @@ def test_the_core_loads_what_was_compiled(
     variant = variants.Variant(dtype="float16", head_dim=64, feature_rows=64, count_dtype="int32")
     compiled = [line for arch in (87, 90) for line in inputs("HybridAttention", variant, arch)]
     if compiled_before(
-        compiled + sources("kernels/still_kernels", "plugins", "tests/plugins", "still_export/targets/trt/plugins.py")
+        compiled + sources(*COMPILES_HYBRID, "plugins", "tests/plugins", "still_export/targets/trt/plugins.py")
     ):
         return
     index = aot.write_archive(tmp_path / "aot", [87, 90], "HybridAttention", [variant])
