@@ -39,8 +39,9 @@ REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0
 """Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
 
-FIT_TOKENS = 32
-"""Tokens by a hidden state's channels that fresh layers are fitted to at most: regressions have as many coefficients an output."""
+FIT_TOKENS, MOST_FIT_TOKENS = 32, 1 << 15
+"""Tokens by a hidden state's channels that fresh layers are fitted to, whose regressions have a coefficient a channel; and in all at most,
+for memory."""
 
 
 @dataclass
@@ -227,10 +228,14 @@ class LinearizationRun:
             fresh = self.start is None and recipe.learn_window_factors and self.still.window_factors is None
         if not fresh:
             return
-        lengths = range(len(recipe.row_lengths or (recipe.row_tokens,)))
-        ids = max((batches.batch(step).ids for step in lengths), key=lambda ids: ids.shape[1])
-        rows = math.ceil(FIT_TOKENS * self.geometry.hidden_size / ids.shape[1])
-        objective.to(self.accelerator.device).fit(ids[:rows].to(self.accelerator.device))
+        length, rows = max(recipe.row_lengths or (recipe.row_tokens,)), list[Tensor]()
+        wanted = math.ceil(min(FIT_TOKENS * self.geometry.hidden_size, MOST_FIT_TOKENS) / length)
+        step = 0
+        while len(rows) < wanted:
+            ids = batches.batch(step).ids
+            rows += ids if ids.shape[1] == length else ()
+            step += 1
+        objective.to(self.accelerator.device).fit(torch.stack(rows[:wanted]).to(self.accelerator.device))
 
     def student(self, maps: Path | None) -> tuple[Any, list[Trainable]]:
         """The model with LoRA after stage 1, and its linearized layers.

@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("base")
     parser.add_argument("--text", action="append", required=True)
     parser.add_argument("--counts", type=numbers, default=[2, 4])
+    parser.add_argument("--layers", type=numbers, default=[], help="train with these softmax alone, without a ranking")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
@@ -97,14 +98,17 @@ def main() -> None:
     model = run.load_base().to(run.accelerator.device)
     attentions: list[Any] = make_students(model)
     stick = Yardstick(run.corpus, run.tokenizer, run.context)
-    needs = needs_of(run, model, attentions)
-    gates = learned_gates(run, model, attentions)
+    found: dict[str, Any] = {"models": []}
+    ranks = {"asked": options.layers}
+    if not options.layers:
+        needs, gates = needs_of(run, model, attentions), learned_gates(run, model, attentions)
+        found |= {"needs": asdict(needs), "gates": gates}
+        ranks = {"needs": needs.ranked(), "gates": sorted(range(run.layers), key=lambda layer: -gates[layer])}
     set_modes(attentions, range(run.layers))
     base = stick.measured(model)
-    by_gates = sorted(range(run.layers), key=lambda layer: -gates[layer])
-    found: dict[str, Any] = {"base": asdict(base), "needs": asdict(needs), "gates": gates, "models": []}
-    for count in options.counts:
-        for name, ranked in (("needs", needs.ranked()), ("gates", by_gates)):
+    found["base"] = asdict(base)
+    for count in (len(options.layers),) if options.layers else options.counts:
+        for name, ranked in ranks.items():
             layers = sorted(ranked[:count])
             types = tuple(FULL if layer in layers else recipe.layer for layer in range(run.layers))
             trial = begin(f"{name}-{count}", {"layer_types": types})

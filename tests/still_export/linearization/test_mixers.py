@@ -180,6 +180,7 @@ def recipe(mixer: str, base: Path, text: Path, **changes: Any) -> Recipe:
         sequence_length=64,
         batch_size=4,
         transfer_steps=0 if mixer == "liger-gla" else 6,
+        transfer_rate=1e-3,
         finetune_steps=4,
         validate_every=2,
         validation_rows=2,
