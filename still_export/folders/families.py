@@ -47,6 +47,7 @@ LINEAR = (
         "minicpm_sala",
         "mamba3",
         *IN_LLAMA,
+        "hypenet",
     ),
 )
 """Families whose layers are linear, but those of systems; they are exported as they are."""
@@ -75,7 +76,6 @@ NOT_COVERED = {
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "lara_mini": "transformers has it from 5.24 on: pip install 'transformers>=5.24'",
-    "hypenet": "its layers, Lightning attention beside softmax without positions, have no family here yet",
     **dict.fromkeys(("rwkv079qwen3", "rwkv07aqwen3", "rwkv_hybrid"), _HXA),
     **dict.fromkeys(("plamo2", "plamo3"), "PLaMo's layers have no family here yet"),
     "zamba2": "its softmax blocks are shared between layers",
