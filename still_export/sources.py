@@ -103,6 +103,7 @@ def look(source: str | Path) -> Found:
 
     Raises:
         ModelNotFoundError, CheckpointError: As of `local`.
+        CheckpointError, UnsupportedModelError: As of `whole_config`.
     """
     path = local(source)
     if path is None:
@@ -112,7 +113,9 @@ def look(source: str | Path) -> Found:
     if "format_version" in _object(path / MANIFEST):
         return Found(path, "package")
     if (path / "config.json").is_file():
-        config = _object(path / "config.json")
+        from still_export.folders.families import whole_config
+
+        config = whole_config(path, _object(path / "config.json"))
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
         model_type = recognised(config)

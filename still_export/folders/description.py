@@ -13,7 +13,7 @@ from still_export.errors import CheckpointError, StillExportError
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.adapter_description import files_beside, lora_of
 from still_export.folders.codes import Codes
-from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, IMAGES, TEXT_OF, demand_softmax_folder
+from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, IMAGES, TEXT_OF, whole_config
 from still_export.folders.files import check_tokenizer_files, read_json
 from still_export.folders.weights import METHODS, Head, heads_of, weight_files
 from still_export.folders.words import layers_of, template_of
@@ -41,8 +41,7 @@ def describe_folder(folder: Path) -> dict[str, str]:
 
 
 def _described(folder: Path) -> dict[str, str]:
-    whole = read_json(folder / "config.json")
-    demand_softmax_folder(folder)
+    whole = whole_config(folder, read_json(folder / "config.json"))
     model_type, config = language_config(whole)
     files = weight_files(folder)
     heads = heads_of(files)

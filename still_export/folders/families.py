@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from still_export.errors import UnsupportedModelError
+from still_export.errors import CheckpointError, UnsupportedModelError
+from still_export.folders.files import read_json
+
+IN_LLAMA = ("mambainllama_mamba", "mambainllama_mamba2")
+"""Mamba-in-Llama with Mamba, and with Mamba-2, by model_type."""
 
 LINEAR = (
     *(
@@ -31,7 +37,18 @@ LINEAR = (
         "gla",
     ),
     *("rwkv5", "rwkv6", "rwkv7", "rwkv6qwen2", "rwkv7qwen2", "rwkv7qwen3"),
-    *("hgrn2", "hgrn", "retnet", "delta_net", "gated_deltanet", "transnormer", "minicpm_sala", "mamba3"),
+    *(
+        "hgrn2",
+        "hgrn",
+        "retnet",
+        "delta_net",
+        "gated_deltanet",
+        "transnormer",
+        "minicpm_sala",
+        "mamba3",
+        *IN_LLAMA,
+        "hypenet",
+    ),
 )
 """Families whose layers are linear, but those of systems; they are exported as they are."""
 TEXT_OF = {
@@ -46,7 +63,6 @@ _SHARED = "its Mamba layers have a family of their own, which has no mixer here 
 _SPARSE = "its softmax layers select keys"
 _CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
 _UNBOUNDED = "RWKV-4 weights tokens by exponentials of keys without a bound, which no op here does"
-_IN_LLAMA = "Mamba-in-Llama's layers have no family here yet"
 _HXA = "its RWKV-7 in a Qwen mixes keys with the first layer's, or channels of the token before, which no family here does yet"
 _ZEBRA = "Zebra-Llama's layers of Mamba-2 and latent attention have no family here yet"
 NOT_COVERED = {
@@ -60,8 +76,6 @@ NOT_COVERED = {
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
     "recurrent_gemma": "RG-LRU has no mixer here yet",
     "lara_mini": "transformers has it from 5.24 on: pip install 'transformers>=5.24'",
-    "hypenet": "its layers, Lightning attention beside softmax without positions, have no family here yet",
-    **dict.fromkeys(("mambainllama_mamba", "mambainllama_mamba2"), _IN_LLAMA),
     **dict.fromkeys(("rwkv079qwen3", "rwkv07aqwen3", "rwkv_hybrid"), _HXA),
     **dict.fromkeys(("plamo2", "plamo3"), "PLaMo's layers have no family here yet"),
     "zamba2": "its softmax blocks are shared between layers",
@@ -72,18 +86,46 @@ NOT_COVERED = {
 """Linear families that are refused, and why."""
 NEWER = ("lara_mini",)
 """Those of them that are read where transformers is new enough, which its classes say."""
-_BESIDE = {"mamba_config.json": _IN_LLAMA, "hybrid_config.json": _ZEBRA}
+_MAMBA, _HYBRID = "mamba_config.json", "hybrid_config.json"
 """Files beside a config.json that names the softmax model which was linearized."""
+_BASES = ("llama", "mistral", *IN_LLAMA)
+_SAME = ("rms_norm_eps", "intermediate_size", "hidden_act", "vocab_size")
+"""Fields that mamba_config.json repeats."""
 
 
-def demand_softmax_folder(folder: Path) -> None:
-    """Raise UnsupportedModelError where others linearized the model that config.json names, and say so in another file."""
-    for name, why in _BESIDE.items():
-        if (folder / name).is_file():
-            raise UnsupportedModelError(
-                f"{folder} was linearized: it has {name}, and {why}. Take the base model, and linearize it here: "
-                "still-export linearize BASE -o STILL"
+def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json of a folder says, with what another file says of layers that others linearized.
+
+    Raises:
+        CheckpointError: The other file is damaged, or contradicts config.json.
+        UnsupportedModelError: No family has such layers.
+    """
+    if (folder / _HYBRID).is_file():
+        raise UnsupportedModelError(
+            f"{folder} was linearized: it has {_HYBRID}, and {_ZEBRA}. Take the base model, and linearize it here: "
+            "still-export linearize BASE -o STILL"
+        )
+    kind, beside = config.get("model_type"), folder / _MAMBA
+    said = read_json(beside) if beside.is_file() else {}
+    if said and kind not in _BASES:
+        raise UnsupportedModelError(f"{beside} is beside a {kind} model; covered: {', '.join(_BASES)}.")
+    for name in _SAME:
+        if None not in (own := config.get(name), other := said.get(name)) and own != other:
+            raise CheckpointError(
+                f"{name} is {own} in config.json of {folder} and {other} in {_MAMBA}. Fix one of them."
             )
+    whole = {**config, **{name: value for name, value in said.items() if value is not None}}
+    if not said and kind not in IN_LLAMA:
+        return whole
+    softmax, count = whole.get("attn_layers") or [], whole.get("num_hidden_layers")
+    if not isinstance(softmax, list) or not isinstance(count, int) or not set(softmax) <= set(range(count)):
+        raise CheckpointError(f"attn_layers={softmax} of {folder} names none of {count} layers. Fetch the model again.")
+    second = "ngroups" in (whole.get("ssm_cfg") or {}) if said else kind == IN_LLAMA[1]
+    return {
+        **whole,
+        "model_type": IN_LLAMA[second],
+        "layer_types": ["full_attention" if layer in softmax else "linear_attention" for layer in range(count)],
+    }
 
 
 AHEAD, IMAGES = "layers that guess tokens ahead", "images"

@@ -13,7 +13,7 @@ from pathlib import Path
 from still_export.discovery import recognised, systems
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from still_export.folders.adapter_config import read_adapter_config
-from still_export.folders.families import LINEAR, NEWER, NOT_COVERED, TEXT_OF, demand_softmax_folder
+from still_export.folders.families import LINEAR, NEWER, NOT_COVERED, TEXT_OF, whole_config
 from still_export.folders.files import read_json
 from still_export.folders.weights import PICKLE_SUFFIXES, refuse_pickle, weight_files
 from still_export.sources import SOFTMAX, local
@@ -76,8 +76,7 @@ def check_model(source: str | Path, revision: str | None = None, here: bool = Tr
     check_folder(path)
     if not here:
         return
-    demand_softmax_folder(path)
-    check_family(recognised(read_json(path / "config.json")))
+    check_family(recognised(whole_config(path, read_json(path / "config.json"))))
     weight_files(path)
 
 

@@ -125,6 +125,11 @@ def unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPSILON)
 
 
+def repeated(x: Tensor, groups: int, heads: int) -> Tensor:
+    """[B, T, groups * D] with every group as often as `heads` share it, [B, T, heads * D]."""
+    return x.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, dim=2).flatten(2)
+
+
 def wants_gradients(x: Tensor) -> bool:
     """Whether operations on `x` are to be differentiated."""
     return torch.is_grad_enabled() and x.requires_grad

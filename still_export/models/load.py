@@ -20,7 +20,7 @@ from still_export.errors import (
     unknown,
 )
 from still_export.folders.adapter_config import read_adapter_config
-from still_export.folders.families import AHEAD, demand_softmax_folder
+from still_export.folders.families import AHEAD, whole_config
 from still_export.folders.files import Generation, Optimizer, check_tokenizer_files, read_checked
 from still_export.folders.model import check_file, resolve_source
 from still_export.folders.weights import weight_files
@@ -327,8 +327,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         check_file(path)
         model_type, values, blocks = read_gguf(path, dtype or torch.float32)
         return _Checkpoint(model_type, language_model(values), dict(blocks))
-    config = read_config(path)
-    demand_softmax_folder(path)
+    config = whole_config(path, read_config(path))
     quantized = config.pop("quantization_config", None)
     sight, config = config, language_model(config)
     quantized = config.pop("quantization_config", quantized)

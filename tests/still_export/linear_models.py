@@ -12,6 +12,9 @@ from still_export.models.families.experts import FLOAT32
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
+from tests.still_export.hype_models import HypeModel
+from tests.still_export.in_llama_models import SIZES as IN_LLAMA
+from tests.still_export.in_llama_models import InLlamaModel
 from tests.still_export.own_models import OWN as TOKENWISE
 from tests.still_export.radlads_models import SIZES as RADLADS
 from tests.still_export.radlads_models import RadladsModel
@@ -192,6 +195,10 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
 
     if family in RADLADS:
         return RadladsModel(family, drawn, **changes)
+    if family in IN_LLAMA:
+        return InLlamaModel(family, drawn, **changes)
+    if family == "hypenet":
+        return HypeModel(family, drawn, **changes)
     if family in OWN:
         return OWN[family](family, drawn, **changes)
     if family in FLA_SIZES:

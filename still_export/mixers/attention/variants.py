@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from still_export.mixers.attention.gated_heads import GatedHeads
 from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.projections import rotate, rotated
-from still_export.mixers.roles import PROJECTION
+from still_export.mixers.roles import GATE, PROJECTION
 
 
 class GatedAttention(SoftmaxAttention):
@@ -92,6 +92,27 @@ class Lfm3Attention(GatedHeads, SoftmaxAttention):
     """LFM3: a gate for each head."""
 
 
+class HypeAttention(SoftmaxAttention):
+    """HypeNet: queries of another scale, which grows with their place where the model says so, and a gate of the output."""
+
+    weight_roles: ClassVar[dict[str, str]] = {**SoftmaxAttention.weight_roles, "o_gate.weight": GATE}
+
+    def __init__(self, base: Any, head_dim: int) -> None:
+        super().__init__(base, head_dim)
+        self.factor: float = base.factor
+        self.o_gate: nn.Module | None = getattr(base, "o_gate", None)
+
+    def turned(self, query: Tensor, key: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor]:
+        *turn, scale = position_embeddings if len(position_embeddings) > 2 else (*position_embeddings, None)
+        query, key = super().turned(query, key, tuple(turn))
+        query = query if scale is None else query * scale[:, :, None].to(query.dtype)
+        return (query if self.factor == 1.0 else self.factor * query), key
+
+    def project_out(self, output: Tensor, hidden: Tensor) -> Tensor:
+        flat = output.flatten(2)
+        return self.o_proj(flat if self.o_gate is None else flat * self.o_gate(hidden).sigmoid())
+
+
 _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Qwen3_5Attention": GatedAttention,
     "Qwen3_5MoeAttention": GatedAttention,
@@ -104,6 +125,7 @@ _VARIANTS: dict[str, type[SoftmaxAttention]] = {
     "Lfm2Attention": Lfm2Attention,
     "Lfm2MoeAttention": Lfm2Attention,
     "Lfm3Attention": Lfm3Attention,
+    "HypeAttention": HypeAttention,
 }
 """By the class of transformers that each takes the place of; others are plain."""
 

@@ -13,6 +13,7 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand_silu
 from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.projections import repeated
 from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_kernels.causal_conv.meaning import Inputs as ConvInputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
@@ -46,23 +47,34 @@ class Mamba(FixedStateModule):
         for name in self.norms:
             getattr(self, name)._buffers.clear()  # ones that Falcon-Mamba's norms do not read
 
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the convolution reads and the gate, [B, T, channels] each."""
+        mixed, gate = self.in_proj(hidden).chunk(2, dim=-1)
+        return mixed, gate
+
+    def parts(self, mixed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x and the step before its softplus [B, T, channels], B [B, T, groups, D] and C [B, T, groups, 1, D], of the convolution's
+        output `mixed` or of what the layer reads."""
+        parts = self.x_proj(mixed).split(self.sizes, dim=-1)
+        if self.norms:
+            parts = [getattr(self, name)(part) for name, part in zip(self.norms, parts, strict=True)]
+        step, key, query = parts
+        return mixed, self.dt_proj(step), key[:, :, None], query[:, :, None, None]
+
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
-        mixed, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        mixed, gate = self.project(hidden_states)
         taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
         mixed, columns = causal_conv(taps, states["conv_state"])
-        parts = self.x_proj(mixed).split(self.sizes, dim=-1)
-        if self.norms:
-            parts = [getattr(self, name)(part) for name, part in zip(self.norms, parts, strict=True)]
-        step, key, query = parts
+        mixed, step, key, query = self.parts(mixed, hidden_states)
         wide = torch.promote_types(mixed.dtype, torch.float32)
-        step, x = softplus(self.dt_proj(step)).to(wide), mixed.to(wide)
+        step, x = softplus(step).to(wide), mixed.to(wide)
         inputs = Inputs(
-            query[:, :, None, None],
-            key[:, :, None],
+            query,
+            key,
             (step * x).to(mixed.dtype)[..., None],
             -self.A_log.to(wide).exp() * step[..., None],
             new_tokens=new_tokens,
@@ -76,7 +88,38 @@ class Mamba(FixedStateModule):
         return self.out_proj(rows.to(hidden_states.dtype))
 
 
-MODULES: dict[str, type[Mamba]] = dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), Mamba)
+class SharedMamba(Mamba):
+    """Mamba-in-Llama: x, B and C, made of an attention's values, keys and queries, lie in groups of D channels; one of x and B serves some
+    of C. The step has its bias twice, as models were trained. x is repeated before the convolution, or behind it.
+    """
+
+    weight_roles: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            (f"{name}.weight" for name in ("in_proj_x", "in_proj_z", "B_proj", "C_proj", "out_proj")), PROJECTION
+        ),
+        **dict.fromkeys(("dt_proj_down.weight", "dt_proj.weight"), GATE),
+        **dict.fromkeys(("conv1d.weight", "A_log"), NORM),
+    }
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
+        super().__init__(base, ops)
+        self.heads, self.shared, self.repeat_first = base.heads, base.shared, base.repeat_first
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.in_proj_x(hidden)
+        return repeated(x, self.shared, self.heads) if self.repeat_first else x, self.in_proj_z(hidden)
+
+    def parts(self, mixed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = mixed if self.repeat_first else repeated(mixed, self.shared, self.heads)
+        step = self.dt_proj(self.dt_proj_down(hidden)) + self.dt_proj.bias
+        key = self.B_proj(hidden).unflatten(-1, (self.shared, -1))
+        return x, step, key, self.C_proj(hidden).unflatten(-1, (self.heads, 1, -1))
+
+
+MODULES: dict[str, type[Mamba]] = {
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), Mamba),
+    "InLlamaMamba": SharedMamba,
+}
 """By the class of transformers that each takes the place of."""
 
 
@@ -87,11 +130,14 @@ class MambaMixer(FixedStatesMixer):
     modules, what = MODULES, "Mamba"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        if hasattr(config, "mamba_expand"):  # Jamba
+        if hasattr(config, "mamba_inner"):  # Mamba-in-Llama
+            channels, dim, taps = config.mamba_inner, config.mamba_d_state, config.mamba_d_conv
+        elif hasattr(config, "mamba_expand"):  # Jamba
             channels, dim, taps = config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_d_conv
         else:
             channels, dim, taps = config.intermediate_size, config.state_size, config.conv_kernel
+        mixed = channels if getattr(config, "mamba_repeat_first", True) else config.mamba_shared
         return (
-            LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": channels, "P": taps - 1}),
+            LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": mixed, "P": taps - 1}),
             LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": channels, "D": dim, "V": 1}),
         )

@@ -14,6 +14,7 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, class_for, demand_silu
 from still_export.mixers.linear_attention.op import linear_attention
+from still_export.mixers.projections import repeated
 from still_export.mixers.roles import NORM, PROJECTION
 from still_kernels.causal_conv.meaning import Inputs as ConvInputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
@@ -55,6 +56,12 @@ class Mamba2(FixedStateModule):
         """Gate, x, B and C, and the step, side by side, [B, T, channels]."""
         return self.in_proj(hidden)
 
+    def parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, channels], B [B, T, groups, D] and C [B, T, groups, 1, D] of what leaves the convolution."""
+        keys = self.groups * self.dim
+        channels, key, query = mixed.split((self.heads * self.size, keys, keys), dim=-1)
+        return channels, key.unflatten(-1, (self.groups, self.dim)), query.unflatten(-1, (self.groups, 1, self.dim))
+
     def normed(self, rows: Tensor, gate: Tensor) -> Tensor:
         """What is projected, of the recurrence's outputs and silu of the gate, in groups that the norm takes together [B, T, groups, C],
         both in at least float32."""
@@ -67,11 +74,11 @@ class Mamba2(FixedStateModule):
     ) -> Tensor:
         """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
-        inner, keys = self.heads * self.size, self.groups * self.dim
-        gate, mixed, step = self.project(hidden_states).split((inner, inner + 2 * keys, self.heads), dim=-1)
+        widths = (self.heads * self.size, self.conv1d.weight.shape[0], self.heads)
+        gate, mixed, step = self.project(hidden_states).split(widths, dim=-1)
         taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
         mixed, columns = causal_conv(taps, states["conv_state"])
-        channels, key, query = mixed.split((inner, keys, keys), dim=-1)
+        channels, key, query = self.parts(mixed)
         x = channels.unflatten(-1, (self.heads, self.size))
         step = softplus((step + self.dt_bias)[..., None])
         # Within its limits in every call, as transformers has it in a whole forward; its single steps leave them out.
@@ -80,8 +87,8 @@ class Mamba2(FixedStateModule):
         wide = torch.promote_types(x.dtype, torch.float32)
         step = step.to(wide)
         inputs = Inputs(
-            query.unflatten(-1, (self.groups, 1, self.dim)),
-            key.unflatten(-1, (self.groups, self.dim)),
+            query,
+            key,
             (step * x.to(wide)).to(x.dtype),
             -self.A_log[:, None].to(wide).exp() * step,
             new_tokens=new_tokens,
@@ -119,12 +126,39 @@ class FalconH1Mamba2(Mamba2):
         return super().normed(rows, torch.ones_like(gate)) * gate if self.gate_last else super().normed(rows, gate)
 
 
+class SharedMamba2(Mamba2):
+    """Mamba-in-Llama: heads of as many channels as keys have; x and B, made of an attention's values and keys, serve some heads each. They
+    are repeated for every head before the convolution, or behind it.
+    """
+
+    def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
+        super().__init__(base, ops, config)
+        self.shared, self.repeat_first = base.shared, base.repeat_first
+
+    def project(self, hidden: Tensor) -> Tensor:
+        projected = super().project(hidden)
+        if not self.repeat_first:
+            return projected
+        inner, own = self.heads * self.dim, self.shared * self.dim
+        gate, x, key, rest = projected.split((inner, own, own, inner + self.heads), dim=-1)
+        return torch.cat((gate, *(repeated(part, self.shared, self.heads) for part in (x, key)), rest), dim=-1)
+
+    def parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.repeat_first:
+            return super().parts(mixed)
+        own = self.shared * self.dim
+        x, key, query = mixed.split((own, own, self.heads * self.dim), dim=-1)
+        heads = query.unflatten(-1, (self.heads, 1, self.dim))
+        return repeated(x, self.shared, self.heads), key.unflatten(-1, (self.shared, self.dim)), heads
+
+
 MODULES: dict[str, type[Mamba2]] = {
     "GraniteMoeHybridMambaLayer": Mamba2,
     "BambaMixer": Mamba2,
     "Mamba2Mixer": Mamba2,
     "NemotronHMamba2Mixer": Mamba2,
     "FalconH1Mixer": FalconH1Mamba2,
+    "InLlamaMamba2": SharedMamba2,
 }
 """By the class of transformers that each takes the place of."""
 

@@ -57,8 +57,10 @@ from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask
 from still_export.models.families import lara
 from still_export.models.families.fla_families import FLA_FAMILIES
+from still_export.models.families.hypenet import HYPENET
 from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
 from still_export.models.families.mamba3 import MAMBA3
+from still_export.models.families.mamba_in_llama import MAMBA_IN_LLAMA
 from still_export.models.families.minicpm_sala import SALA
 from still_export.models.families.radlads import RADLADS
 from still_export.models.families.rwkv6 import RWKV5, RWKV6
@@ -304,6 +306,8 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         RWKV6,
         RWKV7,
         *RADLADS,
+        *MAMBA_IN_LLAMA,
+        HYPENET,
         MAMBA3,
         *lara.families(),
     ),

@@ -20,7 +20,8 @@ from still_export.models.families.stack import Stack, StackConfig, StackForCausa
 LINEAR, SPARSE = "linear_attention", "indexed_attention"
 """Of transformers' names, which alone it lets a configuration have."""
 _TYPES = {"minicpm4": SPARSE, **dict.fromkeys(("lightning", "lightning_attn", "lightning-attn"), LINEAR)}
-_SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0}
+SCALES = {"1/sqrt(d)": -0.5, "1/d": -1.0}
+"""Powers of the channels of a head that the output of Lightning layers is scaled by, by their published names."""
 
 
 @strict
@@ -73,7 +74,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
     covered = {
         "hidden_act": ("silu",),
         "sparse_config.use_nope": (False,),
-        "lightning_scale": tuple(_SCALES),
+        "lightning_scale": tuple(SCALES),
         "lightning_head_dim": (dim,),
     }
     demand_covered("a minicpm_sala", given, covered)
@@ -99,7 +100,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": dim,
         "lightning_heads": lightning,
         "lightning_kv_heads": shared,
-        "lightning_scale": dim ** _SCALES[config["lightning_scale"]],
+        "lightning_scale": dim ** SCALES[config["lightning_scale"]],
         "lightning_rope": bool(config.get("lightning_use_rope", True)),
         "attention_rope": bool(config["attn_use_rope"]),
         "output_norm": bool(config["use_output_norm"]),
@@ -186,13 +187,17 @@ class SalaBlock(nn.Module):
         return hidden + self.scale * self.mlp(self.post_attention_layernorm(hidden))
 
 
-class SalaConfigMixin(LinearConfigMixin):
-    """Sizes of its Lightning layers, and how its sparse ones choose."""
+class LightningConfigMixin(LinearConfigMixin):
+    """Sizes of Lightning layers."""
 
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
         """H, D, V and the output's scale of layer `index`."""
         config: Any = self
         return config.lightning_heads, config.head_dim, config.head_dim, config.lightning_scale
+
+
+class SalaConfigMixin(LightningConfigMixin):
+    """How its sparse layers choose."""
 
     def block_choice(self) -> dict[str, int]:
         """Attributes of SelectBlocks."""

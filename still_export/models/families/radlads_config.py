@@ -14,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.layers import FULL
 from still_export.models.families.rwkv6 import turned
-from still_export.models.families.stack import StackConfig, demand_covered, kept
+from still_export.models.families.stack import StackConfig, demand_covered, kept, rope_of
 from still_export.models.read.weights import Weight
 
 LINEAR = "linear_attention"
@@ -115,7 +115,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "gate": _GATES[config.get("gate_rank_type", 2 if seven else 1)],
         "ranks": ranks,
         "use_rope": rope,
-        "rope_parameters": _rope(config) if rope else None,
+        "rope_parameters": rope_of(config) if rope else None,
         "qk_norm": newer,
         "attention_bias": bias,
         "output_bias": bias if newer else bool(config.get("attention_output_bias", False)),
@@ -158,13 +158,6 @@ def _is_softmax(config: Mapping[str, Any], layer: int, layers: int) -> bool:
 def _rank(width: int, power: float, factor: float) -> int:
     """A multiple of 32 near factor * width ** power, where config.json says no rank."""
     return 32 * max(1, round(width**power * factor / 32))
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    if "type" in scaling:
-        scaling["rope_type"] = scaling.pop("type")
-    return {"rope_type": "default", "rope_theta": float(config.get("rope_theta", 1e4)), **scaling}
 
 
 def unused(name: str, config: Mapping[str, Any]) -> str:

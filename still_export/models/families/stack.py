@@ -35,6 +35,14 @@ def demand_covered(model: str, config: Mapping[str, Any], covered: Mapping[str, 
             )
 
 
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_parameters of a config.json that says them so, or as rope_theta and rope_scaling."""
+    scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if "type" in scaling:
+        scaling["rope_type"] = scaling.pop("type")
+    return {"rope_type": "default", "rope_theta": float(config.get("rope_theta", 1e4)), **scaling}
+
+
 @strict
 class StackConfig(PreTrainedConfig):
     """What the configurations of such models have in common, under transformers' names."""

@@ -18,6 +18,7 @@ from still_export.folders.description import describe_folder
 from still_export.folders.families import LINEAR, NOT_COVERED
 from still_export.folders.model import is_known
 from still_export.models import load
+from still_export.sources import look
 
 QWEN = {
     "model_type": "qwen3_5",
@@ -141,15 +142,13 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         describe_folder(folder)
 
 
-@pytest.mark.parametrize("name", ["mamba_config.json", "hybrid_config.json"])
-def test_what_others_linearized_is_refused(name: str, tmp_path: Path) -> None:
-    """Their config.json names the base, whose tensors the folder has not."""
+def test_what_others_linearized_is_refused(tmp_path: Path) -> None:
+    """Its config.json names the base, whose tensors the folder has not."""
     folder = write(tmp_path, {"model_type": "llama"}, {})
-    (folder / name).write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=f"{name}, and .* have no family here yet"):
-        describe_folder(folder)
-    with pytest.raises(UnsupportedModelError, match=name):
-        load.open_source(folder)
+    (folder / "hybrid_config.json").write_text("{}")
+    for read in (describe_folder, load.open_source, look):
+        with pytest.raises(UnsupportedModelError, match=r"hybrid_config\.json, and .* have no family here yet"):
+            read(folder)
 
 
 def test_names_of_families_are_those_of_the_models() -> None:

@@ -18,7 +18,7 @@ from still_export.mixers.cache import StillCache
 from still_export.models.load import load_model, open_source
 from still_export.package.folder import open_package
 from tests.still_export.linear_models import linear_model
-from tests.still_export.models.test_linear_families import LOGITS, STATES, far, ids, pieces
+from tests.still_export.models.test_linear_families import LOGITS, PIECES, STATES, far, ids, pieces
 from tests.still_export.proof.plants import with_weights
 from tests.still_export.radlads_models import FORMS, RadladsModel
 from tests.still_export.tiny import padded
@@ -50,7 +50,7 @@ def test_logits_and_states_are_those_of_the_formulas(form: str, tmp_path: Path) 
     model_of(form).save_pretrained(tmp_path)
     ours, (_, expected, seen) = load_model(tmp_path), calm(form)
     assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
-    for sizes in ([70, 1, 129], [1, 2, 3, 2, 1, 191]):
+    for sizes in (PIECES, [1, 2, 3, 2, 1, 127]):
         logits, cache = pieces(ours, ids(), sizes)
         assert far(logits, expected) <= LOGITS, sizes
         for index, states in enumerate(cache.states()):
