@@ -43,7 +43,7 @@ def tokenizer_of(folder: Path) -> Any:
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    if getattr(model, "dropout", None):
+    if model is not None and getattr(model, "dropout", None):
         model.dropout = None  # merges that training left out at random
     return tokenizer
 
