@@ -36,6 +36,9 @@ FITTED = 0.75
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Ridges by the mean eigenvalue of the inputs' second moments; none at all is tried too."""
 SMALLEST = 1e-12
+LEAST_SCALE = 0.1
+"""Of a channel's scale by that which makes its output as large as the base's, where its gate is found. Without it gates of channels that
+explain nothing grew to thousands, times scales near 0, and the first training step tore the two apart."""
 
 Setting = tuple[Sequence[float], Callable[[Tensor], None]]
 """Values that are tried, and what gives each head [H] its own."""
@@ -88,15 +91,16 @@ class Fitted(TrainableModule, LinearizedAttention):
         those of the inputs times the outputs' mean square, so that all channels share one matrix.
         """
         scale = best_scale(rows[:count], target[:count])
-        scaled, mean = rows * scale, inputs[:count].mean(0)
+        size = (target[:count].square().mean(0) / rows[:count].square().mean(0).clamp_min(SMALLEST)).sqrt()
+        floored = torch.where(scale < 0, -1.0, 1.0) * torch.maximum(scale.abs(), LEAST_SCALE * size)
+        plain, scaled, mean = rows * scale, rows * floored, inputs[:count].mean(0)
         centered = inputs - mean
         ridge = Ridge(centered[:count])
-        weighted = (scaled * (target - scaled))[:count].flatten(1)
-        size = scaled[:count].square().mean(0).flatten().clamp_min(SMALLEST)
-        products = centered[:count].T @ weighted / size
+        weighted = (scaled * (target - plain))[:count].flatten(1)
+        products = centered[:count].T @ weighted / scaled[:count].square().mean(0).flatten().clamp_min(SMALLEST)
         none = torch.zeros_like(products)
-        gated, weight = scaled, none
-        least = (target - scaled)[count:].square().sum((0, 2))
+        gated, weight = plain, none
+        least = (target - plain)[count:].square().sum((0, 2))
         for share in RIDGES:
             tried = ridge.solve(products, share)
             gate = silu(OPEN_GATE + centered @ tried).view_as(rows)

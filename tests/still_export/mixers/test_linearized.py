@@ -100,6 +100,18 @@ def test_gates_of_a_teacher_that_opens_and_closes_them(mixer: str) -> None:
 
 
 @torch.no_grad()
+def test_a_small_step_keeps_a_start_that_explains_little() -> None:
+    """Outputs that only a gate of both signs explains, and noise: gates of scales near 0 are bounded."""
+    student, (hidden, positions) = layer_of("gdn"), inputs()
+    noise = torch.randn(2, TOKENS, 6, 10, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    target = 0.1 * noise + heads_of(student, hidden, positions) * hidden[..., 1:2, None]
+    student.fit_to(target, hidden, positions)
+    before = error(student, target, hidden, positions)
+    student.output_scale += 0.01
+    assert error(student, target, hidden, positions) < before + 0.1
+
+
+@torch.no_grad()
 def test_values_that_another_projection_mixes() -> None:
     """What no scale or gate can be, LoRA of the last projection is, as far as its rank goes; other targets leave it alone."""
     layer, (hidden, positions) = layer_of("gdn", lora=True), inputs()
