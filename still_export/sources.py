@@ -28,6 +28,8 @@ from still_export.package.files import MANIFEST
 SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
 """Families with softmax layers, by model_type; linearize takes them."""
 
+_BESIDE = {"mamba_config.json": "mambainllama", "hybrid_config.json": "zebra_llama"}
+"""Files beside the config.json of a softmax model that others linearized, and what it became."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MOST_HEADER = 100 << 20
 _MAPS = ("feature_map_", "window_factors")
@@ -103,7 +105,6 @@ def look(source: str | Path) -> Found:
 
     Raises:
         ModelNotFoundError, CheckpointError: As of `local`.
-        CheckpointError, UnsupportedModelError: As of `whole_config`.
     """
     path = local(source)
     if path is None:
@@ -113,12 +114,10 @@ def look(source: str | Path) -> Found:
     if "format_version" in _object(path / MANIFEST):
         return Found(path, "package")
     if (path / "config.json").is_file():
-        from still_export.folders.families import whole_config
-
-        config = whole_config(path, _object(path / "config.json"))
+        config = _object(path / "config.json")
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
-        model_type = recognised(config)
+        model_type = next((kind for name, kind in _BESIDE.items() if (path / name).is_file()), recognised(config))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)
     if (path / "adapter_config.json").is_file():

@@ -16,9 +16,9 @@ from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.folders.adapter_description import describe_adapter
 from still_export.folders.description import describe_folder
 from still_export.folders.families import LINEAR, NOT_COVERED
-from still_export.folders.model import is_known
+from still_export.folders.model import check_model, is_known
 from still_export.models import load
-from still_export.sources import look
+from still_export.sources import demand_model
 
 QWEN = {
     "model_type": "qwen3_5",
@@ -146,9 +146,11 @@ def test_what_others_linearized_is_refused(tmp_path: Path) -> None:
     """Its config.json names the base, whose tensors the folder has not."""
     folder = write(tmp_path, {"model_type": "llama"}, {})
     (folder / "hybrid_config.json").write_text("{}")
-    for read in (describe_folder, load.open_source, look):
+    for read in (describe_folder, load.open_source, check_model):
         with pytest.raises(UnsupportedModelError, match=r"hybrid_config\.json, and .* have no family here yet"):
             read(folder)
+    with pytest.raises(UnsupportedModelError, match="is a zebra_llama model, and linearize takes softmax models"):
+        demand_model(str(folder), "linearize")
 
 
 def test_names_of_families_are_those_of_the_models() -> None:

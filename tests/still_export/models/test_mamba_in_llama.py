@@ -110,10 +110,8 @@ def test_what_is_said_of_a_folder(one: bool, tmp_path: Path) -> None:
     check_model(tmp_path)
     said = describe_folder(tmp_path)
     assert said["model"].startswith("mambainllama_mamba2, 3 layers (2 linear, 1 full)")
-    assert demand_model(str(tmp_path), "export").model_type == "mambainllama_mamba2"
-    with pytest.raises(
-        UnsupportedModelError, match="is a mambainllama_mamba2 model, and linearize takes softmax models"
-    ):
+    assert demand_model(str(tmp_path), "export").model_type.startswith("mambainllama")
+    with pytest.raises(UnsupportedModelError, match=r"is a mambainllama\w* model, and linearize takes softmax models"):
         demand_model(str(tmp_path), "linearize")
 
 
