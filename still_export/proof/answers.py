@@ -66,12 +66,19 @@ class Told:
     seen: Sequence[np.ndarray] = ()
     kept: Mapping[int, np.ndarray] = field(default_factory=dict)
 
-    def is_like(self, other: Told | None) -> bool:
-        """Whether both are the same choices."""
+    def is_like(self, other: Told | None, near: float = 0.0) -> bool:
+        """Whether both are the same choices; of numbers that stand for some, those that differ by at most `near` of the largest."""
         if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
             return False
         pairs = [*zip(self.seen, other.seen, strict=True), *((x, other.kept[layer]) for layer, x in self.kept.items())]
-        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
+        return all(_alike(a, b, near) for a, b in pairs)
+
+
+def _alike(a: np.ndarray, b: np.ndarray, near: float) -> bool:
+    if a.dtype.kind != "f" or a.shape != b.shape or not a.size:
+        return np.array_equal(a, b)
+    most = float(np.abs(a).max(initial=0, where=np.isfinite(a)))
+    return np.allclose(a, b, rtol=0, atol=near * most, equal_nan=True)
 
 
 Progress = Callable[[str, int, int], None]

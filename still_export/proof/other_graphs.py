@@ -10,7 +10,7 @@ from pathlib import Path
 from still_export.package.files import MODEL, PORTABLE
 from still_export.package.folder import Package
 from still_export.package.refusals import RunError
-from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, Told, silent
+from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, silent
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.sessions import Target
 from still_export.proof.verdict import Check, Verdict
@@ -18,6 +18,8 @@ from still_export.proof.verify import Verifier
 
 STEPS = 4
 """Single tokens behind the prompts."""
+NEAR = 1e-3
+"""Of the largest number of what two targets selected in a layer that the same tokens' numbers may be apart; others' are further."""
 SHOWN = 4
 """Further outputs that a verdict names."""
 
@@ -86,9 +88,9 @@ class DrawnOnce:
         return self.source.by_layer(answers)
 
     def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
-        """As of CaseSource; where no router chose otherwise than that of the first target, its answers."""
+        """As of CaseSource; where the target may have chosen as the first one did, its answers."""
         self.again = bool(self._drawn) and all(
-            Told(told.seen).is_like(Told(self._told[number].seen)) for number, told in follow.items()
+            told.is_like(self._told[number], NEAR) for number, told in follow.items()
         )
         if not self.again:
             self._drawn, self._told = self.source.draw(numbers, follow), follow
@@ -106,11 +108,12 @@ def _compare(what: str, package: Package, target: Target, cases: DrawnOnce, prog
         progress(f"{what}: {phase}", done, total)
 
     with tempfile.TemporaryDirectory() as folder:
+        verifier = Verifier(package, cases, target, STEPS)
         try:
-            report = Verifier(package, cases, target, STEPS).run(Path(folder), say)
+            report = verifier.run(Path(folder), say)
             if cases.again and (not report.passed or report.selections.near_ties):  # what it chose may be another token
                 cases.forget()
-                report = Verifier(package, cases, target, STEPS).run(Path(folder), say)
+                report = verifier.run(Path(folder), say)
         except RunError as error:
             return Check(name, False, str(error), target.graph)
     wrong = [each.told() for each in report.mismatches]

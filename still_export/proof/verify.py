@@ -289,6 +289,7 @@ class Verifier:
     def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS) -> None:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
+        self.asked: Answers | None = None  # what a first run was told holds in a second
         self.ties = ties_of(package.manifest)
         table = StateTable.of(package.manifest)
         self.by_token = {s.present: s.growth["axis"] for s in table if s.growth and _by_token(s.growth)}
@@ -315,12 +316,15 @@ class Verifier:
         folder.mkdir(parents=True, exist_ok=True)
         questions = [self.cases.begin(number) for number in range(self.cases.count)]
         progress(self._cost(questions), 0, 1)
-        with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
-            answers = self.ask(session, questions, progress)
-        runner = weakref.ref(session.model)
-        del session  # what it holds is more than opening it costs
-        if runner() is not None:  # of a runtime whose objects hold each other
-            gc.collect()
+        if self.asked is None:
+            with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
+                self.asked = self.ask(session, questions, progress)
+            runner = weakref.ref(session.model)
+            del session  # what it holds is more than opening it costs
+            if runner() is not None:  # of a runtime whose objects hold each other
+                gc.collect()
+        asked = self.asked
+        answers = Answers(asked.cases, asked.guessed, [*asked.checks], asked.heads)
         give_back()
         self.cases.progress = progress
         drawn = self.cases.draw(range(self.cases.count), answers.told if self.cases.follows else EMPTY)
