@@ -131,7 +131,7 @@ BAD: list[tuple[str, dict[str, Any], type[StillExportError], str]] = [
     ("mamba2", {"ssm_cfg": {"ngroups": 3, "d_state": 6}}, ConfigError, "d_inner=24, d_xb=12, .* ngroups=3"),
     ("mamba", {"d_xb": 13}, ConfigError, "d_xb=13"),
     ("mamba", {"ssm_cfg": {"d_state": 3, "proj_z_bias": True}}, UnsupportedModelError, "proj_z_bias=True"),
-    ("mamba", {"attn_layers": [3]}, CheckpointError, r"attn_layers=\[3\] .* none of 3 layers"),
+    ("mamba", {"attn_layers": [3]}, CheckpointError, r"softmax layers \[3\] .* none of its 3"),
     ("mamba", {"n_layer": 2}, UnsupportedModelError, "n_layer=2"),
     (
         "mamba",
@@ -159,7 +159,7 @@ def test_what_is_not_read_is_refused_by_name(
         (
             {"model_type": "gemma2"},
             UnsupportedModelError,
-            "mamba_config.json is beside a gemma2 model; covered: llama, mistral",
+            "it has mamba_config.json, beside a gemma2 model; covered: llama, mistral",
         ),
         (
             {"model_type": "mistral", "sliding_window": 64},
