@@ -145,8 +145,8 @@ class InLlamaModel(OwnModel):
         turn = turns(torch.arange(h.shape[1]), dim, self.config["rope_theta"])
         q, k, v = ((h @ w[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
         q, k = turned(q, turn), turned(k, turn)
-        heads = (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))
-        out = scaled_dot_product_attention(*(y.transpose(1, 2) for y in heads), is_causal=True)
+        q, k, v = (y.transpose(1, 2) for y in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
 
     def _spread(self, y: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class InLlamaModel(OwnModel):
         count = taps.shape[2]
         before = pad(y, (0, 0, count - 1, 0))
         seen.conv[i] = before[:, -(count - 1) :].transpose(1, 2)
-        sums = sum(before[:, n : n + y.shape[1]] * taps[:, 0, n] for n in range(count))
+        sums = torch.stack([before[:, n : n + y.shape[1]] * taps[:, 0, n] for n in range(count)]).sum(0)
         return silu(sums + own.get("conv1d.bias", 0.0))
 
     def _mamba(self, h: Tensor, own: dict[str, Tensor], i: int, seen: States) -> Tensor:
@@ -287,8 +287,8 @@ class ZebraModel(InLlamaModel):
         )
         turned_q, shared = self._turned(turned_q), self._turned(shared[:, :, None])
         q, k = torch.cat((plain, turned_q), -1), torch.cat((k, shared.expand(-1, -1, k.shape[2], -1)), -1)
-        heads = (y.transpose(1, 2) for y in (q, k, v))
-        return scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2) @ own["out_proj"].T
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ own["out_proj"].T
 
     def _turned(self, x: Tensor) -> Tensor:
         """Neighbours turned together, by YaRN's frequencies where the file says so; the first of all pairs lie before the second."""
@@ -302,8 +302,8 @@ class ZebraModel(InLlamaModel):
                 return dim * math.log(tokens) / (2 * math.log(b["rope_theta"]))
 
             low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), dim - 1)
-            high = high if high > low else low + 0.001
-            shares = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(dim // 2)]
+            wide = high - low if high > low else 0.001
+            shares = [min(max((i - low) / wide, 0.0), 1.0) for i in range(dim // 2)]
             rates = [r * (1 - share) + r / scaling["factor"] * share for r, share in zip(rates, shares, strict=True)]
             longer = 0.1 * math.log(scaling["factor"]) + 1
         angles = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(rates, dtype=torch.float64)
