@@ -119,6 +119,8 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     elif beside or kind in IN_LLAMA:
         second = "ngroups" in (whole.get("ssm_cfg") or {}) if beside else kind == IN_LLAMA[1]
         whole["model_type"] = IN_LLAMA[second]
+        if not beside:
+            whole.setdefault("d_inner", whole.get("hidden_size"))  # as Qwerky's code has it
         softmax = whole.get("attn_layers")
     else:
         return whole

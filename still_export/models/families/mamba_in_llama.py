@@ -105,7 +105,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     demand_covered(model, config, covered)
     dim = int(ssm.get("d_state") or (128 if second else 16))
-    inner, shared = int(config.get("d_inner") or width * ssm.get("expand", 2)), int(config["d_xb"])
+    keys, size = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or width // heads)
+    inner, shared = int(config.get("d_inner") or width * ssm.get("expand", 2)), int(config.get("d_xb") or keys * size)
     groups = ssm.get("ngroups", 1) if second else inner // dim
     if shared % dim or inner % shared or inner != groups * dim:
         raise ConfigError(
@@ -121,8 +122,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or width // heads),
+        "num_key_value_heads": keys,
+        "head_dim": size,
         "mamba_inner": inner,
         "mamba_shared": shared,
         "mamba_d_state": dim,

@@ -183,6 +183,15 @@ def test_bases_that_are_not_read_are_refused(
 
 
 @torch.no_grad()
+def test_sizes_that_one_file_leaves_out_are_those_of_the_attention(tmp_path: Path) -> None:
+    """transformers writes no values that are the configuration's defaults."""
+    model = model_of("mamba", one=True)
+    model.config = {name: value for name, value in model.config.items() if name not in ("d_inner", "d_xb", "d_model")}
+    model.save_pretrained(tmp_path)
+    assert far(load_model(tmp_path)(ids()).logits, calm("mamba")[1]) <= LOGITS
+
+
+@torch.no_grad()
 def test_a_mistral_and_scaled_positions_are_read(tmp_path: Path) -> None:
     """Llama 3.1's table changes the angles of the softmax layers."""
     model = model_of("mamba")
