@@ -11,6 +11,8 @@ from still_export.folders.files import read_json
 
 IN_LLAMA = ("mambainllama_mamba", "mambainllama_mamba2")
 """Mamba-in-Llama with Mamba, and with Mamba-2, by model_type."""
+ZEBRA = "zebra_llama"
+"""Zebra-Llama; its config.json has the base's model_type."""
 
 LINEAR = (
     *(
@@ -47,6 +49,7 @@ LINEAR = (
         "minicpm_sala",
         "mamba3",
         *IN_LLAMA,
+        ZEBRA,
         "hypenet",
     ),
 )
@@ -64,7 +67,6 @@ _SPARSE = "its softmax layers select keys"
 _CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
 _UNBOUNDED = "RWKV-4 weights tokens by exponentials of keys without a bound, which no op here does"
 _HXA = "its RWKV-7 in a Qwen mixes keys with the first layer's, or channels of the token before, which no family here does yet"
-_ZEBRA = "Zebra-Llama's layers of Mamba-2 and latent attention have no family here yet"
 NOT_COVERED = {
     **dict.fromkeys(("zamba", "samba"), _SHARED),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text", "deepseek_v32", "nsa"), _SPARSE),
@@ -86,11 +88,10 @@ NOT_COVERED = {
 """Linear families that are refused, and why."""
 NEWER = ("lara_mini",)
 """Those of them that are read where transformers is new enough, which its classes say."""
-_MAMBA, _HYBRID = "mamba_config.json", "hybrid_config.json"
-"""Files beside a config.json that names the softmax model which was linearized."""
-_BASES = ("llama", "mistral", *IN_LLAMA)
-_SAME = ("rms_norm_eps", "intermediate_size", "hidden_act", "vocab_size")
-"""Fields that mamba_config.json repeats."""
+_BESIDE = {"mamba_config.json": ("llama", "mistral", *IN_LLAMA), "hybrid_config.json": ("llama",)}
+"""Files beside the config.json of a softmax model that others linearized, and the model_types of such models."""
+_SAME = ("hidden_size", "num_attention_heads", "rms_norm_eps", "intermediate_size", "hidden_act", "vocab_size")
+"""Fields that they repeat."""
 
 
 def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,34 +99,36 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: The other file is damaged, or contradicts config.json.
-        UnsupportedModelError: No family has such layers.
+        UnsupportedModelError: It is beside a model of another family.
     """
-    if (folder / _HYBRID).is_file():
+    kind, beside = config.get("model_type"), next((name for name in _BESIDE if (folder / name).is_file()), "")
+    said = read_json(folder / beside) if beside else {}
+    if beside and kind not in _BESIDE[beside]:
         raise UnsupportedModelError(
-            f"{folder} was linearized: it has {_HYBRID}, and {_ZEBRA}. Take the base model, and linearize it here: "
-            "still-export linearize BASE -o STILL"
+            f"{folder} was linearized: it has {beside}, beside a {kind} model; covered: {', '.join(_BESIDE[beside])}."
         )
-    kind, beside = config.get("model_type"), folder / _MAMBA
-    said = read_json(beside) if beside.is_file() else {}
-    if said and kind not in _BASES:
-        raise UnsupportedModelError(f"{beside} is beside a {kind} model; covered: {', '.join(_BASES)}.")
     for name in _SAME:
         if None not in (own := config.get(name), other := said.get(name)) and own != other:
             raise CheckpointError(
-                f"{name} is {own} in config.json of {folder} and {other} in {_MAMBA}. Fix one of them."
+                f"{name} is {own} in config.json of {folder} and {other} in {beside}. Fix one of them."
             )
     whole = {**config, **{name: value for name, value in said.items() if value is not None}}
-    if not said and kind not in IN_LLAMA:
+    if beside == "hybrid_config.json":  # positions of latents are not the base's
+        whole |= {"model_type": ZEBRA, "rope_scaling": said.get("rope_scaling"), "rope_parameters": None}
+        softmax = whole.get("mla_layers")
+    elif beside or kind in IN_LLAMA:
+        second = "ngroups" in (whole.get("ssm_cfg") or {}) if beside else kind == IN_LLAMA[1]
+        whole["model_type"] = IN_LLAMA[second]
+        if not beside:
+            whole.setdefault("d_inner", whole.get("hidden_size"))  # as Qwerky's code has it
+        softmax = whole.get("attn_layers")
+    else:
         return whole
-    softmax, count = whole.get("attn_layers") or [], whole.get("num_hidden_layers")
+    softmax, count = softmax or [], whole.get("num_hidden_layers")
     if not isinstance(softmax, list) or not isinstance(count, int) or not set(softmax) <= set(range(count)):
-        raise CheckpointError(f"attn_layers={softmax} of {folder} names none of {count} layers. Fetch the model again.")
-    second = "ngroups" in (whole.get("ssm_cfg") or {}) if said else kind == IN_LLAMA[1]
-    return {
-        **whole,
-        "model_type": IN_LLAMA[second],
-        "layer_types": ["full_attention" if layer in softmax else "linear_attention" for layer in range(count)],
-    }
+        raise CheckpointError(f"softmax layers {softmax} of {folder} are none of its {count}. Fetch the model again.")
+    whole["layer_types"] = ["full_attention" if layer in softmax else "linear_attention" for layer in range(count)]
+    return whole
 
 
 AHEAD, IMAGES = "layers that guess tokens ahead", "images"

@@ -103,7 +103,8 @@ class HypeModel(OwnModel):
             k, v = (y.repeat_interleave(heads // keys, 2) for y in (k, v))
             if softmax:
                 q = q * self._query_scale(places).to(q.dtype)
-                out = scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+                q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+                out = scaled_dot_product_attention(q, k, v, is_causal=True)
                 out = out.transpose(1, 2).flatten(2)
                 gate = own.get("o_gate.weight")
             else:

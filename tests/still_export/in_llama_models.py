@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,10 @@ class InLlamaModel(OwnModel):
     def layer_shapes(self, i: int) -> Shapes:
         width, inner = self.config["hidden_size"], self.beside["d_inner"]
         if i in self.beside["attn_layers"]:
-            heads, keys = (self.config[f"num_{n}_heads"] * self.config["head_dim"] for n in ("attention", "key_value"))
-            own: Shapes = {
-                f"self_attn.{n}_proj.weight": (size, width) for n, size in (("q", heads), ("k", keys), ("v", keys))
-            }
-            return {**own, "self_attn.o_proj.weight": (width, heads), **mlp_shapes(self.config)}
+            return {**self.softmax_shapes(), **mlp_shapes(self.config)}
         _, shared, dim, taps, rank, first = self.sized()
         steps = inner // dim if self.second else inner
-        own = {"out_proj.weight": (width, inner), "D": (steps,)}
+        own: Shapes = {"out_proj.weight": (width, inner), "D": (steps,)}
         mixed = (inner if first else shared) if not self.second else 3 * inner if first else inner + 2 * shared
         own["conv1d.weight"] = (mixed, 1, taps)
         if self.beside["ssm_cfg"].get("conv_bias", True):
@@ -122,25 +119,35 @@ class InLlamaModel(OwnModel):
         return {**{f"mamba.{n}": shape for n, shape in own.items()}, **mlp_shapes(self.config)}
 
     def logits(self, ids: Tensor, seen: States) -> Tensor:
-        c, x = self.config, self.embedded(ids)
-        turn, groups = (
-            turns(torch.arange(ids.shape[1]), c["head_dim"], c["rope_theta"]),
-            c["num_attention_heads"] // c["num_key_value_heads"],
-        )
-        for i in range(c["num_hidden_layers"]):
+        x = self.embedded(ids)
+        for i in range(self.config["num_hidden_layers"]):
             w = self.layer(i)
             h = rms(x, w["input_layernorm.weight"])
             if i in self.beside["attn_layers"]:
-                q, k, v = ((h @ w[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, c["head_dim"])) for n in "qkv")
-                q, k = turned(q, turn), turned(k, turn)
-                heads = (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))
-                out = scaled_dot_product_attention(*(y.transpose(1, 2) for y in heads), is_causal=True)
-                x = x + out.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
+                x = x + self.softmax(h, w)
             else:
                 own = {n.removeprefix("mamba."): t for n, t in w.items() if n.startswith("mamba.")}
                 x = x + (self._mamba2 if self.second else self._mamba)(h, own, i, seen)
             x = x + mlp(x, w)
         return self.read_out(x)
+
+    def softmax_shapes(self) -> Shapes:
+        width = self.config["hidden_size"]
+        heads, keys = (self.config[f"num_{n}_heads"] * self.config["head_dim"] for n in ("attention", "key_value"))
+        own: Shapes = {
+            f"self_attn.{n}_proj.weight": (size, width) for n, size in (("q", heads), ("k", keys), ("v", keys))
+        }
+        return {**own, "self_attn.o_proj.weight": (width, heads)}
+
+    def softmax(self, h: Tensor, w: dict[str, Tensor]) -> Tensor:
+        """What a softmax layer's attention adds."""
+        dim, groups = self.config["head_dim"], self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        turn = turns(torch.arange(h.shape[1]), dim, self.config["rope_theta"])
+        q, k, v = ((h @ w[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
+        q, k = turned(q, turn), turned(k, turn)
+        q, k, v = (y.transpose(1, 2) for y in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(2) @ w["self_attn.o_proj.weight"].T
 
     def _spread(self, y: Tensor) -> Tensor:
         """Groups of as many channels as a state has, repeated one after the other until all channels have one."""
@@ -152,7 +159,7 @@ class InLlamaModel(OwnModel):
         count = taps.shape[2]
         before = pad(y, (0, 0, count - 1, 0))
         seen.conv[i] = before[:, -(count - 1) :].transpose(1, 2)
-        sums = sum(before[:, n : n + y.shape[1]] * taps[:, 0, n] for n in range(count))
+        sums = torch.stack([before[:, n : n + y.shape[1]] * taps[:, 0, n] for n in range(count)]).sum(0)
         return silu(sums + own.get("conv1d.bias", 0.0))
 
     def _mamba(self, h: Tensor, own: dict[str, Tensor], i: int, seen: States) -> Tensor:
@@ -190,6 +197,119 @@ class InLlamaModel(OwnModel):
         y = (torch.stack(outputs, 1) + own["D"][:, None] * x) * silu(z).unflatten(-1, (heads, dim))
         y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         return (y.flatten(2) * own["norm.weight"]) @ own["out_proj.weight"].T
+
+
+ZEBRA: dict[str, Any] = dict(
+    hidden_size=24,
+    intermediate_size=44,
+    hidden_act="silu",
+    n_layer=3,
+    mla_layers=[1],
+    rms_norm_eps=1e-6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    kv_lora_rank=8,
+    q_lora_rank=16,
+    use_lora_layer_norm=False,
+    use_full_kv_head=False,
+    qk_rope_head_dim=8,
+    v_head_dim=6,
+    qk_nope_head_dim=5,
+    qkv_rank_divisor=8,
+    max_position_embeddings=4096,
+    rope_theta=1000.0,
+    rope_scaling={"factor": 32.0, "original_max_position_embeddings": 64, "rope_type": "yarn"},
+    attention_bias=False,
+    attention_dropout=0.0,
+    rope_type="yarn",
+    d_model=24,
+    ssm_cfg={"expand": 1, "ngroups": 4, "d_state": 6, "repeat_kv_before_conv": False},
+    d_inner=24,
+    d_xb=12,
+)
+"""Of hybrid_config.json."""
+ZEBRA_FORMS: dict[str, dict[str, Any]] = {
+    "published": {},
+    "norms": dict(use_lora_layer_norm=True, num_key_value_heads=4, use_full_kv_head=True, rope_scaling=None),
+    "plain queries": dict(q_lora_rank=None, ssm_cfg={"ngroups": 4, "d_state": 6, "repeat_kv_before_conv": True}),
+}
+"""What is changed of it."""
+
+
+class ZebraModel(InLlamaModel):
+    """Zebra-Llama: the same with attention to latents."""
+
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        self.second, self.one = True, False
+        table = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        own = {"rope_scaling": {**table, "original_max_position_embeddings": 64}}  # the base's, which nothing reads
+        self.beside = {**ZEBRA, **changes}
+        self.sizes = {**LLAMA, **own}  # type: ignore[misc]
+        self.beside["attn_layers"] = self.beside.pop("mla_layers")
+        OwnModel.__init__(self, "llama", draw)
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        OwnModel.save_pretrained(self, folder)
+        said = {"mla_layers" if name == "attn_layers" else name: value for name, value in self.beside.items()}
+        (Path(folder) / "hybrid_config.json").write_text(json.dumps(said, indent=4))
+
+    def softmax_shapes(self) -> Shapes:
+        b = self.beside
+        width, rank, heads = b["hidden_size"], b["q_lora_rank"], b["num_attention_heads"]
+        query = heads * (b["qk_nope_head_dim"] + b["qk_rope_head_dim"])
+        own: Shapes = {"kv_a_proj_with_mqa.weight": (b["kv_lora_rank"] + b["qk_rope_head_dim"], width)}
+        own["kv_b_proj.weight"] = (
+            b["num_key_value_heads"] * (b["qk_nope_head_dim"] + b["v_head_dim"]),
+            b["kv_lora_rank"],
+        )
+        own["out_proj.weight"] = (width, heads * b["v_head_dim"])
+        own |= {"q_proj.weight": (query, width)} if rank is None else {}
+        own |= {} if rank is None else {"q_a_proj.weight": (rank, width), "q_b_proj.weight": (query, rank)}
+        if b["use_lora_layer_norm"]:
+            own |= {"q_a_layernorm.weight": (rank,), "kv_a_layernorm.weight": (b["kv_lora_rank"],)}
+        return {f"mla.{n}": shape for n, shape in own.items()}
+
+    def softmax(self, h: Tensor, w: dict[str, Tensor]) -> Tensor:
+        b = self.beside
+        own = {n.removeprefix("mla.").removesuffix(".weight"): t for n, t in w.items() if n.startswith("mla.")}
+        if "q_proj" in own:
+            q = h @ own["q_proj"].T
+        else:
+            q = h @ own["q_a_proj"].T
+            q = (rms(q, own["q_a_layernorm"]) if "q_a_layernorm" in own else q) @ own["q_b_proj"].T
+        latent, shared = (h @ own["kv_a_proj_with_mqa"].T).split((b["kv_lora_rank"], b["qk_rope_head_dim"]), -1)
+        latent = rms(latent, own["kv_a_layernorm"]) if "kv_a_layernorm" in own else latent
+        groups = b["num_attention_heads"] // b["num_key_value_heads"]
+        both = (latent @ own["kv_b_proj"].T).unflatten(-1, (b["num_key_value_heads"], -1)).repeat_interleave(groups, 2)
+        k, v = both.split((b["qk_nope_head_dim"], b["v_head_dim"]), -1)
+        plain, turned_q = q.unflatten(-1, (b["num_attention_heads"], -1)).split(
+            (b["qk_nope_head_dim"], b["qk_rope_head_dim"]), -1
+        )
+        turned_q, shared = self._turned(turned_q), self._turned(shared[:, :, None])
+        q, k = torch.cat((plain, turned_q), -1), torch.cat((k, shared.expand(-1, -1, k.shape[2], -1)), -1)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ own["out_proj"].T
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """Neighbours turned together, by YaRN's frequencies where the file says so; the first of all pairs lie before the second."""
+        b, dim = self.beside, x.shape[-1]
+        rates = [b["rope_theta"] ** (-2 * i / dim) for i in range(dim // 2)]
+        longer = 1.0
+        if scaling := b["rope_scaling"]:
+
+            def place(turns: float) -> float:
+                tokens = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
+                return dim * math.log(tokens) / (2 * math.log(b["rope_theta"]))
+
+            low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), dim - 1)
+            wide = high - low if high > low else 0.001
+            shares = [min(max((i - low) / wide, 0.0), 1.0) for i in range(dim // 2)]
+            rates = [r * (1 - share) + r / scaling["factor"] * share for r, share in zip(rates, shares, strict=True)]
+            longer = 0.1 * math.log(scaling["factor"]) + 1
+        angles = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(rates, dtype=torch.float64)
+        cos, sin = ((longer * y)[:, None].to(x.dtype) for y in (angles.cos(), angles.sin()))
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
 
 
 def joined(tensors: dict[str, Tensor], second: bool) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
 from tests.still_export.hype_models import HypeModel
 from tests.still_export.in_llama_models import SIZES as IN_LLAMA
-from tests.still_export.in_llama_models import InLlamaModel
+from tests.still_export.in_llama_models import InLlamaModel, ZebraModel
 from tests.still_export.own_models import OWN as TOKENWISE
 from tests.still_export.radlads_models import SIZES as RADLADS
 from tests.still_export.radlads_models import RadladsModel
@@ -197,6 +197,8 @@ def linear_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
         return RadladsModel(family, drawn, **changes)
     if family in IN_LLAMA:
         return InLlamaModel(family, drawn, **changes)
+    if family == "zebra_llama":
+        return ZebraModel(family, drawn, **changes)
     if family == "hypenet":
         return HypeModel(family, drawn, **changes)
     if family in OWN:

@@ -74,10 +74,8 @@ class LatentAttention(SoftmaxAttention):
         return values
 
 
-class BailingLatentAttention(LatentAttention):
-    """Ling's: rotated pairs of neighbours, and a gate for each head."""
-
-    weight_roles: ClassVar[dict[str, str]] = {**LatentAttention.weight_roles, "g_proj.weight": GATE}
+class RotatedLatentAttention(LatentAttention):
+    """With rotated pairs of neighbours."""
 
     def turn(
         self, own: Tensor, shared: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
@@ -87,6 +85,12 @@ class BailingLatentAttention(LatentAttention):
         own, shared = rotated(own, shared[:, :, None], position_embeddings)
         return own, shared[:, :, 0]
 
+
+class BailingLatentAttention(RotatedLatentAttention):
+    """Ling's: a gate for each head, too."""
+
+    weight_roles: ClassVar[dict[str, str]] = {**LatentAttention.weight_roles, "g_proj.weight": GATE}
+
     def gated(self, values: Tensor, hidden: Tensor) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return values * self.g_proj(hidden).to(wide).sigmoid().to(hidden.dtype)[..., None]
@@ -95,6 +99,7 @@ class BailingLatentAttention(LatentAttention):
 MODULES: dict[str, type[LatentAttention]] = {
     "KimiLinearAttention": LatentAttention,
     "BailingHybridAttention": BailingLatentAttention,
+    "ZebraAttention": RotatedLatentAttention,
 }
 """By the class that each takes the place of."""
 

@@ -69,6 +69,7 @@ from still_export.models.families.softmax_families import Family, make_family
 from still_export.models.families.stack import Stack, StackForCausalLM
 from still_export.models.families.support import SLIDING
 from still_export.models.families.transnormer import TRANSNORMER
+from still_export.models.families.zebra_llama import ZEBRA_LLAMA
 
 _GATED_DELTA = {
     "linear_attention": Place("gated_delta_net", ("linear_attn",)),
@@ -307,6 +308,7 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
         RWKV7,
         *RADLADS,
         *MAMBA_IN_LLAMA,
+        ZEBRA_LLAMA,
         HYPENET,
         MAMBA3,
         *lara.families(),

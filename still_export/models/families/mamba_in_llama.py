@@ -77,7 +77,11 @@ class InLlamaConfig(StackConfig):
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of an InLlamaConfig from the fields of config.json and mamba_config.json; errors as of `language_model`."""
     kind, width, ssm = str(config["model_type"]), int(config["hidden_size"]), dict(config.get("ssm_cfg") or {})
-    second, heads, layers = kind.endswith("2"), int(config["num_attention_heads"]), int(config["num_hidden_layers"])
+    second, heads, layers = (
+        not kind.endswith("mamba"),
+        int(config["num_attention_heads"]),
+        int(config["num_hidden_layers"]),
+    )
     kinds = list(config["layer_types"])
     model = f"a {kind}"
     unread = sorted(set(ssm) - {*_READ, *_TRAINING, *_COVERED})
@@ -101,11 +105,12 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     demand_covered(model, config, covered)
     dim = int(ssm.get("d_state") or (128 if second else 16))
-    inner, shared = int(config.get("d_inner") or width * ssm.get("expand", 2)), int(config["d_xb"])
+    keys, size = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or width // heads)
+    inner, shared = int(config.get("d_inner") or width * ssm.get("expand", 2)), int(config.get("d_xb") or keys * size)
     groups = ssm.get("ngroups", 1) if second else inner // dim
     if shared % dim or inner % shared or inner != groups * dim:
         raise ConfigError(
-            f"mamba_config.json gives d_inner={inner}, d_xb={shared}, and in ssm_cfg d_state={dim}"
+            f"the configuration gives d_inner={inner}, d_xb={shared}, and in ssm_cfg d_state={dim}"
             f"{f', ngroups={groups}' if second else ''}: d_inner must be a multiple of d_xb, and d_xb of d_state"
             f"{', and d_inner ngroups times d_state' if second else ''}. Fix the named values."
         )
@@ -117,8 +122,8 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or width // heads),
+        "num_key_value_heads": keys,
+        "head_dim": size,
         "mamba_inner": inner,
         "mamba_shared": shared,
         "mamba_d_state": dim,
@@ -140,7 +145,7 @@ def moved(tensors: dict[str, Weight], config: Mapping[str, Any]) -> dict[str, We
             f"self_attn.{n}_proj.weight": size for n, size in (("q", heads), ("k", keys), ("v", keys))
         }
     }
-    if not config["model_type"].endswith("2"):
+    if config["model_type"].endswith("mamba"):
         sizes = {
             "in_proj_z": inner,
             "in_proj_x": shared,
@@ -214,7 +219,10 @@ class InLlamaMamba2(InLlamaWeights):
 
 
 class InLlamaBlock(nn.Module):
-    """A Llama's layer with Mamba in the place of its attention, or with its attention."""
+    """A Llama's layer with Mamba in the place of its attention, or with its `attention` as `place`."""
+
+    attention: type[nn.Module] = LlamaAttention
+    place = "self_attn"
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -222,7 +230,7 @@ class InLlamaBlock(nn.Module):
         if self.linear:
             self.mamba: nn.Module = (InLlamaMamba2 if config.second else InLlamaMamba)(config, index)
         else:
-            self.self_attn: nn.Module = LlamaAttention(config, index)
+            self.add_module(self.place, self.attention(config, index))
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = (
             LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
@@ -231,7 +239,10 @@ class InLlamaBlock(nn.Module):
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
         """[B, T, channels] to the same; `cache` is a StillCache or None."""
         normed = self.input_layernorm(hidden)
-        mixed = self.mamba(normed, cache) if self.linear else self.self_attn(normed, past_key_values=cache, **kwargs)[0]
+        if self.linear:
+            mixed = self.mamba(normed, cache)
+        else:
+            mixed, _ = getattr(self, self.place)(normed, past_key_values=cache, **kwargs)
         hidden = hidden + mixed
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -242,7 +253,7 @@ class InLlamaConfigMixin(LinearConfigMixin):
     @property
     def second(self) -> bool:
         """Its linear layers are Mamba-2."""
-        return self.model_type.endswith("2")  # type: ignore[attr-defined]
+        return not self.model_type.endswith("mamba")  # type: ignore[attr-defined]
 
     @property
     def mamba_n_heads(self) -> int:
@@ -263,9 +274,11 @@ class InLlamaConfigMixin(LinearConfigMixin):
 class InLlamaModelMixin(LinearModelMixin):
     """Its stack; layers differ in the names of what is replaced."""
 
+    block: type[nn.Module] = InLlamaBlock
+
     def stack(self, config: Any) -> Stack:
         norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, InLlamaBlock, norm, LlamaRotaryEmbedding(config) if FULL in config.layer_types else None)
+        return Stack(config, self.block, norm, LlamaRotaryEmbedding(config) if FULL in config.layer_types else None)
 
 
 MAMBA_IN_LLAMA = tuple(
