@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ import torch
 
 from still_export.graph.options import ExportOptions
 from still_export.models.load import load_model
+from still_export.package.files import MODEL, PORTABLE
+from still_export.proof.reference import open_runner
+from still_export.runtime.base import Runner
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
 from tools.train_tasks import QUERY, RULES, TOKENS, UNASKED, Rule, texts
@@ -19,7 +23,7 @@ KEPT = sorted(folder.name for folder in TASKS.iterdir() if folder.is_dir())
 ROWS, READ, BYTES = 6, 320, 400_000
 
 
-def wrong_answers(runner: OrtModel, rule: Rule, spoil: bool = False) -> tuple[int, int]:
+def wrong_answers(runner: Runner, rule: Rule, spoil: bool = False) -> tuple[int, int]:
     """Queries of the last tokens that are answered wrongly, and all; `READ` tokens come in two pieces, the others one by one."""
     ids, answers = (x.numpy() for x in texts(ROWS, TOKENS, rule.again, np.random.default_rng(7), rule.keys))
     runner.start(ROWS, TOKENS)
@@ -60,6 +64,29 @@ def test_pytorch_answers_too() -> None:
         layer.self_attn.memory_gate.bias.data.zero_()
     said = model(ids, use_cache=False).logits.argmax(-1)
     assert int((said != answers)[asked].sum()) > 100
+
+
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float16": ("float16", {}),
+    "bodies": ("float32", {"bodies": True}),
+    "bodies in float16": ("float16", {"bodies": True}),
+    "the portable graph": ("float32", {"bodies": True, "graph": PORTABLE}),
+    "PyTorch": ("float32", {"runtime": "torch"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", KEPT)
+def test_every_target_answers_every_query(name: str, target: str, tmp_path: Path) -> None:
+    dtype, how = TARGETS[target]
+    package = export(ExportOptions(str(TASKS / name), dtype=dtype), tmp_path / "package", command="test")
+    if how.get("graph", MODEL) not in package.manifest["files"]:
+        pytest.skip(f"{name} is one graph, {MODEL}")
+    runner = open_runner(package.path, package.manifest, **{"runtime": "ort", "threads": 1, **how})
+    wrong, asked = wrong_answers(runner, RULES[name])
+    assert asked > 100 and wrong == 0
 
 
 @pytest.mark.slow
