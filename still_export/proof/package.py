@@ -115,16 +115,11 @@ def verify(
     if output is None:
         output = folder / "verify"
         output.mkdir(exist_ok=True)
-    from still_export.proof.package_programs import check_programs
-
-    with ThreadPoolExecutor(1) as pool:  # programs of their own, beside PyTorch
-        programs = pool.submit(check_programs, proof.package, options.provider)
-        try:
-            report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
-        except (RunError, CudaError) as error:
-            raise PackageError(str(error)) from error
-    report = report.including(held).including(programs.result())
-    report = report.including(_all_that_runs(proof, target, pairs, progress))
+    try:
+        report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
+    except (RunError, CudaError) as error:
+        raise PackageError(str(error)) from error
+    report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
     if options.quick:
         left_out = f"--quick: prompts of other lengths than {', '.join(map(str, QUICK))}, and steps behind the first {QUICK_STEPS}"
         report = report.including(Verdict([], [left_out]))
@@ -188,10 +183,13 @@ def _asked_type(package: Package, model: str | None) -> str:
 def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
     """What a user runs beside the graph and the runtime that were compared."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
+    from still_export.proof.package_programs import check_programs
     from still_export.proof.whole_package import check_files
 
     package, options, verdict = proof.package, proof.options, Verdict()
     manifest, device = package.manifest, options.reference_device or "cpu"
+    progress("running the package's programs", 0, 0)
+    verdict.add(check_programs(package, options.provider))
     if options.calls is not None:
         verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
         verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
