@@ -470,7 +470,14 @@ def test_the_verb_and_its_end(byte_package: Path, number: str) -> None:
     """What runs is finished, what waits is refused, the exit code is 0."""
     command = [sys.executable, "-m", "still_export.cli.main", "serve", byte_package, "--port", "0", "--rows", "1"]
     environment = {**os.environ, "STILL_API_KEY": "k"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    heard = getattr(signal, number)
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(heard, signal.SIG_DFL),
+    ) as process:  # under nohup tests hear no SIGHUP, and their children neither
         assert process.stderr is not None
         line = next(line for line in process.stderr if "tiny on http://127.0.0.1:" in line)
         assert "1 rows of 200 tokens" in line
@@ -485,7 +492,7 @@ def test_the_verb_and_its_end(byte_package: Path, number: str) -> None:
         running = client.completions.create(**asked)
         next(iter(running))
         waiting = client.completions.create(**asked)
-        process.send_signal(getattr(signal, number))
+        process.send_signal(heard)
         rest = list(running)
         assert rest[-1].choices[0].finish_reason in ("length", "stop")
         with pytest.raises(openai.APIError, match="the server is stopping"):
