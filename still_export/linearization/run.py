@@ -207,7 +207,11 @@ class LinearizationRun:
         recipe, objective = self.recipe, self.transfer_objective()
         self.log(f"stage 1, attention transfer: {_count(objective):,} parameters in {len(objective.attentions)} layers")
         batches = self.batches(recipe.retrieval)
-        self.fit(objective, batches)
+        objective.to(self.accelerator.device)
+        if self.start is None or self.start.new_layers(self.still, self.layers):  # what an adapter trained stays
+            ids = batches.batch(0).ids
+            rows = math.ceil(FIT_TOKENS * self.geometry.hidden_size / ids.shape[1])
+            objective.fit(ids[:rows].to(self.accelerator.device))
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
         report = trainer.train(
             objective,
@@ -220,13 +224,10 @@ class LinearizationRun:
         return report
 
     def fit(self, objective: TransferObjective, batches: Batches) -> None:
-        """Let fresh layers start near the teacher's outputs on the longest rows; what an adapter trained, or the recipe sets, stays."""
+        """Let fresh layers start near the teacher's outputs on the longest rows; what an adapter trained stays."""
         recipe = self.recipe
-        if recipe.lora_in_transfer:
-            fresh = self.start is None or bool(self.start.new_layers(self.still, self.layers))
-        else:
-            fresh = self.start is None and recipe.learn_window_factors and self.still.window_factors is None
-        if not fresh:
+        known = self.start is not None and not self.start.new_layers(self.still, self.layers)
+        if known or not recipe.lora_in_transfer:
             return
         length, rows = max(recipe.row_lengths or (recipe.row_tokens,)), list[Tensor]()
         wanted = math.ceil(min(FIT_TOKENS * self.geometry.hidden_size, MOST_FIT_TOKENS) / length)
@@ -235,6 +236,7 @@ class LinearizationRun:
             ids = batches.batch(step).ids
             rows += ids if ids.shape[1] == length else ()
             step += 1
+        self.log(f"start in closed form: {len(objective.attentions)} layers, {wanted} rows of {length:,} tokens")
         objective.to(self.accelerator.device).fit(torch.stack(rows[:wanted]).to(self.accelerator.device))
 
     def student(self, maps: Path | None) -> tuple[Any, list[Trainable]]:
@@ -294,14 +296,11 @@ class LinearizationRun:
                 model.load_state_dict(load_file(maps), strict=False)
             return None, model.to(self.accelerator.device), attentions
         objective = self.finetune_objective(maps)
-        batches = self.batches(recipe.retrieval)
-        if maps is None and self.start is None:
-            self.fit(TransferObjective(objective.model, objective.attentions), batches)
         self.log(f"stage 2, LoRA: {_count(objective):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
         report = trainer.train(
             objective,
-            batches,
+            self.batches(recipe.retrieval),
             recipe.finetune_steps,
             lambda name: recipe.transfer_rate if name.endswith(adapter.FACTORS) else recipe.finetune_rate,
             self.validate,

@@ -19,9 +19,6 @@ FACTOR_SPEED = 5.0
 """Logarithm of a window factor per unit of its trained exponent. Factors differ by orders of magnitude between heads, and AdamW
 moves a parameter by at most about its rate each step."""
 
-FACTORS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5)
-"""That a head may start with. Untrained heads of SmolLM2 at 2,048 tokens take 30 to 3,000, and err a tenth less than without any."""
-
 
 class TrainableAttention(StillAttention):
     """StillAttention as `Trainable` describes it; the teacher's projections have LoRA where it is on.
@@ -55,20 +52,6 @@ class TrainableAttention(StillAttention):
             if self.selection_queries is not None:
                 self._watch(query, key, self.selection_queries)
         return self.o_proj(output.flatten(2))
-
-    @torch.no_grad()
-    def fit(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
-        """Start a window factor that is learned where each head's output on hidden [B, T, channels] is closest to softmax attention."""
-        if self.window_factor_exponent is None:
-            return
-        query, key, value, gate = self.project(hidden, position_embeddings)
-        target = softmax_attention(query, key, value)
-        exponents = torch.tensor(FACTORS, device=hidden.device).log() / FACTOR_SPEED
-        errors = []
-        for exponent in exponents:
-            self.window_factor_exponent.fill_(exponent)
-            errors.append(relative_error(self._hybrid(query, key, value, gate), target))
-        self.window_factor_exponent.copy_(exponents[torch.stack(errors).argmin(0)])
 
     def _watch(self, query: Tensor, key: Tensor, positions: Tensor) -> None:
         """The selection's loss where gradients are, what it aims at where none are."""

@@ -171,20 +171,6 @@ def test_learned_factors_and_low_rank_gates(base: Path, text: Path, tmp_path: Pa
     assert [name for name in adapter if "g_proj.lora_B" in name]
 
 
-def test_what_sets_factors_is_kept_and_what_does_not_is_fitted(
-    base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fitted: list[int] = []
-    monkeypatch.setattr(TransferObjective, "fit", lambda objective, ids: fitted.append(ids.shape[1]))
-    still = {"transfer_steps": 1, "finetune_steps": 0, "learn_window_factors": True}
-    for number, changes in enumerate(({"window_factors": (2.0,)}, {"window_factor_scale": 2.0}, {})):
-        linearize(small_recipe(base, text, **still, **changes), tmp_path / str(number))
-    assert len(fitted) == 1
-    rows = {"row_lengths": (64, 192, 96), "sequence_length": 192, "batch_size": 2}
-    linearize(small_recipe(base, text, **{**still, **rows, "transfer_steps": 0, "finetune_steps": 1}), tmp_path / "2nd")
-    assert fitted[1] == 192
-
-
 def test_stage_2_trains_maps_where_asked(base: Path, text: Path, tmp_path: Path) -> None:
     """Maps and biases of gates move after stage 1 too, and the adapter holds what they became."""
     changes = {"low_rank_gates": True, "finetune_maps": True, "finetune_rate": 0.01}

@@ -1,4 +1,4 @@
-"""Where linear layers start: a teacher that is GLA or Gated DeltaNet is found again, part by part; window factors err least."""
+"""Where GLA and Gated DeltaNet start: a teacher that is such a layer is found again, part by part."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from still_export.linearization.objectives import TransferObjective, make_students
+from still_export.linearization.objectives import make_students
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention.modes import FACTOR_SPEED, FACTORS
 from still_export.mixers.layers import FULL
 from still_export.mixers.linearized.fitted import MEMORIES, STEPS, Ridge
 from still_export.mixers.linearized.module import gate_bias, step_bias
-from still_export.mixers.trainable import TRANSFER, attention_mode
 from still_export.models import attach_untrained
-from tests.still_export.tiny import plain_model, random_ids
+from tests.still_export.tiny import plain_model
 
 TOKENS = 900
 
@@ -137,28 +135,3 @@ def test_ridge_is_least_squares_with_a_penalty() -> None:
     penalty = 0.1 * (x.square().sum() / 7)
     expected = torch.linalg.solve(x.T @ x + penalty * torch.eye(7, dtype=torch.float64), x.T @ y)
     torch.testing.assert_close(found, expected)
-
-
-@torch.no_grad()
-def test_window_factors_of_each_head_err_least() -> None:
-    model = attach_untrained(plain_model("llama"), StillConfig(chunk_size=8, salient_per_chunk=1))
-    model.model.layers[1].self_attn.q_proj.weight[:30] *= 100  # three heads that look at single tokens
-    students: list[Any] = make_students(model, learn_window_factors=True)
-    ids = random_ids(2, 96)
-    TransferObjective(model, students).fit(ids)
-    found = [student.window_factor_exponent.clone() for student in students]
-
-    def errors() -> Tensor:
-        with attention_mode(students, TRANSFER):
-            model(ids, use_cache=False)
-        return torch.stack([student.difference for student in students])
-
-    fitted, uniform = errors(), []
-    for factor in FACTORS:
-        for student in students:
-            student.window_factor_exponent.fill_(torch.tensor(factor).log() / FACTOR_SPEED)
-        uniform.append(errors())
-    torch.testing.assert_close(fitted, torch.stack(uniform).amin(0), rtol=1e-5, atol=0)
-    assert len({float(exponent) for exponents in found for exponent in exponents}) > 1
-    plain: list[Any] = make_students(attach_untrained(plain_model("llama"), StillConfig(chunk_size=8)))
-    plain[0].fit(torch.zeros(1, 3, 24), None)  # has none to learn
