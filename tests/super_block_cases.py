@@ -10,7 +10,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from still_export.models.read.super_blocks import FORMS, SUPER, tile_numbers, tile_words
+from still_export.models.read.super_blocks import FORMS, tile_numbers, tile_words
+from still_kernels.matmul_nbits.spec import SUPER
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from onnx import TensorProto
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_kernels.gather_nbits.spec import GATHER_NBITS
-from still_kernels.matmul_nbits.body import HIGH_BITS, LOW_BITS, SUPER, TILE, WORDS, fields
+from still_kernels.matmul_nbits.body import HIGH_BITS, LOW_BITS, fields
+from still_kernels.matmul_nbits.spec import NUMBERS, SUPER, TILE, WORDS
 
 SCALES = 16
 """Scales of a block of 256 inputs, bytes: of Q4_K eight, and as many of what is subtracted."""
@@ -18,8 +19,8 @@ SCALES = 16
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
-    bits = next((a.i for a in node.attribute if a.name == "bits"), 6)
-    words, numbers = WORDS.get(bits, (0, 0))
+    bits = next((a.i for a in node.attribute), int(GATHER_NBITS.attribute("bits").default))
+    words, numbers = WORDS.get(bits, 0), NUMBERS.get(bits, 0)
     supers = dims["IS"] // max(numbers, 1)
     if not words or dims["O"] % TILE or (dims["IW"], dims["IS"]) != (supers * words, supers * numbers):
         raise UnsupportedError(

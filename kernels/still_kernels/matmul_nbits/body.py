@@ -10,13 +10,9 @@ from onnx import TensorProto
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Body, Scope
-from still_kernels.matmul_nbits.spec import MATMUL_NBITS
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS, NUMBERS, SUPER, TILE, WORDS
 
 WORD_BITS = 32
-SUPER, TILE = 256, 8
-"""Inputs whose scales share a number, where they are whole numbers; outputs that lie in one another then."""
-WORDS = {4: (36, 2), 6: (52, 1)}
-"""Words and numbers of SUPER inputs of an output, by bits."""
 LOW_BITS, HIGH_BITS = (0, 8, 16, 24, 4, 12, 20, 28), tuple(i % 4 * 8 + i // 4 * 2 for i in range(16))
 """Where the low four bits of the inputs lie in a word, and the high two."""
 ROUNDED = 4
@@ -97,7 +93,7 @@ def _form(node: onnx.NodeProto, dims: Mapping[str, int]) -> tuple[int, int, int]
     """Bits, block size and the code of 0 where there are no zero points."""
     bits, block, zero, super_block = _attributes(node).values()
     if super_block:
-        words, numbers = WORDS[bits] if (bits, block) in ((4, 32), (6, 16)) else (0, 0)
+        words, numbers = (WORDS[bits], NUMBERS[bits]) if (bits, block) in ((4, 32), (6, 16)) else (0, 0)
         supers = dims["I"] // SUPER
         fit = super_block == SUPER and dims["I"] % SUPER == 0 and dims["O"] % TILE == 0
         if not fit or not words or (dims["IW"], dims["IS"]) != (supers * words, supers * numbers):
@@ -136,7 +132,7 @@ def _super_blocks(b: Scope, bits: int, dims: Mapping[str, int]) -> str:
     held = b.reshape(b.cast("blocks", TensorProto.UINT32), tiles, supers, -1)  # words of TILE outputs
     whole = b.reshape(fields(b, part(held, 2, 0, 32), (0, 8, 16, 24), 8), tiles, supers, 16, TILE)
     numbers = b.reshape(b.cast("scales", FLOAT), tiles, supers, -1, TILE)
-    words = part(held, 2, 32, 8 * (36 if bits == 4 else 52))
+    words = part(held, 2, 32, TILE * WORDS[bits])
     if bits == 4:
         steps = b("Mul", part(whole, 2, 0, 8), part(numbers, 2, 0, 1))
         least = b("Mul", part(whole, 2, 8, 16), part(numbers, 2, 1, 2))

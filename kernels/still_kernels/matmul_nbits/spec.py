@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from still_graphs.spec import AttributeSpec, OpSpec, TensorSpec
 
+SUPER, TILE = 256, 8
+"""Inputs whose scales share a number, with super_block; outputs that lie in one another then."""
+WORDS, NUMBERS = {4: 36, 6: 52}, {4: 2, 6: 1}
+"""Words and numbers of SUPER inputs of an output, by bits."""
+
 MATMUL_NBITS = OpSpec(
     # Symbols: I inputs, O outputs; IW, IS, IZ words of codes, scales and words of zero points of an output.
     # The bytes of codes and zero points are those of com.microsoft::MatMulNBits, four in a word, the first one lowest: plugins of

@@ -12,8 +12,8 @@ from still_export.errors import UnsupportedError
 from still_export.graph.quantization.policy import DEFAULT_METHOD, DEQUANTIZED, HALF, Quantization
 from still_export.mixers.roles import EMBEDDING
 from still_export.models.read.blocks import BlockWeight
-from still_export.models.read.super_blocks import TILE
 from still_export.models.read.weights import Deferred, Pair, Weight, Weights
+from still_kernels.matmul_nbits.spec import TILE
 
 EXACT = "exact"
 """The method of blocks that are taken over from the source as they are."""

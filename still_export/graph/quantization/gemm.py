@@ -23,12 +23,12 @@ from still_export.graph.quantization.policy import NODES
 from still_export.graph.quantization.stored import StoredWeight, at_start, cast_value, replace_nodes, store_values
 from still_export.mixers.roles import FEED_FORWARD, GATE, PROJECTION
 from still_export.models.read.blocks import BlockWeight, unpack
-from still_export.models.read.super_blocks import NUMBERS, SUPER, WORDS, tile_numbers, tile_words
+from still_export.models.read.super_blocks import tile_numbers, tile_words
 from still_export.models.read.weights import LORA_A, LORA_B, TOGETHER, value_of
 from still_graphs.edits import CONTRIB, add_node, store, typed
 from still_graphs.spec import DOMAIN
 from still_kernels.dense_matmul.spec import DENSE_MATMUL
-from still_kernels.matmul_nbits.spec import MATMUL_NBITS
+from still_kernels.matmul_nbits.spec import MATMUL_NBITS, NUMBERS, SUPER, WORDS
 
 ADAPTED = (PROJECTION, FEED_FORWARD, GATE)
 """Roles of the weights that adapters are trained for."""

@@ -16,8 +16,9 @@ from still_export.gguf.types import BLOCK, BLOCKS, FORMS, bits_of
 from still_export.models.gguf.quants import checked_rows, dequantized, read_blocks
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.checkpoint import checked, in_range
-from still_export.models.read.super_blocks import SUPER, SuperBlocks
+from still_export.models.read.super_blocks import SuperBlocks
 from still_export.models.read.weights import Deferred, SourceBlocks
+from still_kernels.matmul_nbits.spec import SUPER
 
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 

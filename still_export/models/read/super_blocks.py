@@ -9,19 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from still_export.gguf.types import FORMS
+from still_kernels.matmul_nbits.spec import SUPER, TILE, WORDS
 
-SUPER = 256
-"""Inputs whose scales share a number."""
-TILE = 8
-"""Outputs that lie in one another."""
 SLAB_ROWS = 4096
 """Outputs that are laid anew at once: a head has more codes than an export should hold as bytes."""
 SLAB_BYTES = 1 << 20
 """Numbers that are made at once: they stay in a cache."""
 LOW, TWO = np.uint32(0x0F0F0F0F), np.uint32(0x03030303)
 """Of each of four bytes, the codes' low bits and two of their high ones."""
-WORDS, NUMBERS = {4: 36, 6: 52}, {4: 2, 6: 1}
-"""Of SUPER inputs of an output, by bits."""
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 """Where two bits each lie in a byte."""
 
