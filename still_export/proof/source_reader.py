@@ -128,9 +128,8 @@ def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Ver
     lost = [name for name in theirs.tensors if name not in used and not name.endswith(_NO_WEIGHTS)]
     tied = source.config.tie_word_embeddings
     lost = [name for name in lost if not (tied and name.endswith("lm_head.weight"))]
-    if (
-        not unknown and not source.others and not computes
-    ):  # else they may be parts of what this project computes of several
+    # Where tensors are computed of several, others may be parts of them; so many as the model says are left out.
+    if not unknown and not computes and len(lost) > sum(source.others.values()):
         wrong += [(name, f"{name} is in the file and no part of the model that was read") for name in lost]
     known = len(source.weights) - len(unknown) - len(fresh.intersection(source.weights))
     name = f"{known} tensors are what {theirs.read or theirs.by} reads"

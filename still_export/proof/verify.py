@@ -289,7 +289,7 @@ class Verifier:
     def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS) -> None:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
-        self.asked: Answers | None = None  # what a first run was told holds in a second
+        self.asked: tuple[list[Question], Answers] | None = None  # a second run asks nothing
         self.ties = ties_of(package.manifest)
         table = StateTable.of(package.manifest)
         self.by_token = {s.present: s.growth["axis"] for s in table if s.growth and _by_token(s.growth)}
@@ -314,16 +314,16 @@ class Verifier:
             progress: Told cases that the target answered, layers that PyTorch did, and cases that were compared.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        questions = [self.cases.begin(number) for number in range(self.cases.count)]
-        progress(self._cost(questions), 0, 1)
         if self.asked is None:
+            questions = [self.cases.begin(number) for number in range(self.cases.count)]
+            progress(self._cost(questions), 0, 1)
             with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
-                self.asked = self.ask(session, questions, progress)
+                self.asked = questions, self.ask(session, questions, progress)
             runner = weakref.ref(session.model)
             del session  # what it holds is more than opening it costs
             if runner() is not None:  # of a runtime whose objects hold each other
                 gc.collect()
-        asked = self.asked
+        questions, asked = self.asked
         answers = Answers(asked.cases, asked.guessed, [*asked.checks], asked.heads)
         give_back()
         self.cases.progress = progress

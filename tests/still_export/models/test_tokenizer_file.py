@@ -11,7 +11,10 @@ from transformers import AutoTokenizer
 
 from still_export.errors import CheckpointError
 from still_export.models.load import load_tokenizer
+from still_export.models.read import tokenizer_file
 from still_export.models.read.tokenizer_file import TEXTS, write_tokenizer
+from still_export.proof.verdict import Verdict
+from still_export.proof.whole_package import _own_tokenizer
 from tests.still_export.training import byte_tokenizer
 
 
@@ -55,3 +58,15 @@ def test_merges_are_left_out_in_training_alone(tmp_path: Path) -> None:
     write_tokenizer(tokenizer, tmp_path / "package", "model")
     assert not json.loads((tmp_path / "package/tokenizer.json").read_text())["model"].get("dropout")
     assert len(tokenizer("hellohellohello")["input_ids"]) == 6
+
+
+def test_the_proof_reads_a_folders_tokenizer_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class of the folder's own, and with merges that are left out; not by the function that the export reads it with."""
+    classes = ["tokenization_own.OwnTokenizer", "tokenization_own.OwnTokenizerFast"]
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": classes}}
+    folder, verdict = folder_with(tmp_path, own, model={"dropout": 0.9}), Verdict()
+    monkeypatch.setattr(tokenizer_file, "tokenizer_of", lambda _: pytest.fail("the export's reader"))
+    found, right = _own_tokenizer(folder, verdict), byte_tokenizer(["h e", "l l", "he ll"])
+    assert not verdict.not_asked
+    for text in (*TEXTS, "hello<end> he"):
+        assert found(text)["input_ids"] == right(text)["input_ids"]

@@ -181,3 +181,15 @@ def test_one_tokens_logits_by_layer_may_err_along_them(off: float, passes: bool)
     actual[0, 0] = exact[0, 0] + row * off * np.abs(own - exact).max()
     case = case_of(exact, own, LOGITS)
     assert (Bounds([case], sharp=True).judge(case, LOGITS, [row_errors(exact, actual)]).share <= 1) == passes
+
+
+@pytest.mark.parametrize(("times", "passes"), [(1.6, True), (2.4, False)])
+def test_heads_of_a_fixed_state_are_its_draws(times: float, passes: bool) -> None:
+    """All rows of six heads err alike, so their mean is one of six draws and not of 240; a state that grows has as many as rows."""
+    exact, own, _ = drawn((1, 6, 40, 16))
+    name, off = "present_recurrent_state.0", float(np.abs(own - exact).mean())
+    case = case_of(exact, own, name)
+    case.own_mean = {name: off}
+    held = times * off
+    assert (held <= Bounds([case], sharp=True, fixed={name}).mean(case, name)) == passes
+    assert held > Bounds([case], sharp=True).mean(case, name)

@@ -21,6 +21,7 @@ from still_export.proof.source_reader import check_source
 from still_export.proof.verdict import Verdict
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.gguf_files import write_gguf
+from tests.still_export.radlads_models import FORMS
 from tests.still_export.tiny import CHUNK, plain_model, still_model
 
 STILL = {"chunk_size": CHUNK, "salient_per_chunk": 3}
@@ -85,6 +86,17 @@ def test_a_folder_of_this_project_is_read_by_safetensors(tmp_path: Path) -> None
     still_model("llama", torch.float32).save_pretrained(tmp_path)
     verdict = asked(tmp_path, attach=False)
     assert verdict.passed and len(verdict.checks) == 1 and len(verdict.not_asked) == 1, verdict
+
+
+def test_no_more_is_left_out_than_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that does not read nine of its tensors a tenth one is seen."""
+    family, sizes = FORMS["three"]
+    linear_model(family, **sizes).save_pretrained(tmp_path)
+    assert asked(tmp_path, attach=False).passed
+    read = other_readers._read_safetensors
+    more = {"model.layers.1.self_attn.decay.weight": torch.ones(3, 5)}
+    monkeypatch.setattr(other_readers, "_read_safetensors", lambda path: read(path) | more)
+    assert "is in the file and no part of the model" in wrong(asked(tmp_path, attach=False))
 
 
 def test_weights_of_another_file_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
 from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
+from still_export.proof.answers import Told
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
 from still_export.proof.package import VerifyOptions, _torch_cases, verify
 from still_export.proof.package_programs import _check_copies, _run, check_programs
+from still_export.proof.sessions import Target
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verdict import Verdict
+from still_export.proof.verify import Verifier
 from still_export.proof.whole_package import check_files
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
@@ -302,6 +306,32 @@ def test_every_fault_of_bodies_is_seen(export_tiny: Exporter, tmp_path: Path, mo
                 onnx.save(graph, folder / name)
         wrong = [check for check in compared(open_package(folder)).checks if not check.passed]
         assert [check.where for check in wrong] == list(changes), wrong
+
+
+@pytest.mark.slow
+def test_a_second_comparison_asks_the_runtime_nothing(
+    export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
+    opened, right = list[Target](), Target.open
+    monkeypatch.setattr(Target, "open", lambda self, *more: opened.append(self) or right(self, *more))
+    cases = _torch_cases(package, None, (1, 33), STEPS, 0, {}, "cpu")
+    verifier = Verifier(package, cases, Target(package), STEPS)
+    first, second = (verifier.run(tmp_path / name) for name in ("first", "second"))
+    assert first.passed and len(opened) == 1
+    assert [vars(each) for each in first.outputs] == [vars(each) for each in second.outputs]
+    assert vars(first.selections) == vars(second.selections) and first.checks == second.checks
+
+
+def test_choices_are_alike_whose_numbers_are_near() -> None:
+    keys = np.random.default_rng(0).standard_normal((1, 2, 6, 8))
+    keys[0, 0, 5] = np.inf  # of no token
+    near, far = keys + 1e-5, keys.copy()
+    far[0, 1, 2] = far[0, 1, 3]
+    one = Told(kept={0: keys})
+    assert one.is_like(one) and one.is_like(Told(kept={0: near}), 1e-3)
+    assert not one.is_like(Told(kept={0: near})) and not one.is_like(Told(kept={0: far}), 1e-3)
+    assert not one.is_like(Told([np.zeros((1, 3, 2))], {0: keys}), 1e-3)
 
 
 @pytest.mark.slow
