@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,21 @@ from safetensors.torch import load_file, save_file
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.folders.description import describe_folder
 from still_export.folders.model import check_model
-from still_export.mixers.cache import StillCache
 from still_export.models.load import load_model, open_source
-from still_export.package.folder import open_package
 from tests.still_export.linear_models import linear_model
-from tests.still_export.models.test_linear_families import LOGITS, PIECES, STATES, far, ids, pieces
-from tests.still_export.proof.plants import with_weights
+from tests.still_export.models.formulas import calm, demand_formulas, demand_half, demand_package
+from tests.still_export.models.test_linear_families import LOGITS, far, ids
 from tests.still_export.radlads_models import FORMS, RadladsModel
-from tests.still_export.tiny import padded
-from tests.still_export.verbs import call
 
 
-@cache
-@torch.no_grad()
-def calm(form: str) -> tuple[int, torch.Tensor, Any]:
-    """Seed of the first model whose own float32 is near its float64, and the logits and states of the latter."""
+def right(form: str) -> tuple[int, torch.Tensor, Any]:
     family, changes = FORMS[form]
-    for seed in range(16):
-        found = linear_model(family, seed=seed, **changes)(ids()).logits
-        expected = linear_model(family, seed=seed, **changes).double()(ids())
-        if far(found, expected.logits) <= LOGITS / 3:
-            return seed, expected.logits, expected.past_key_values
-    raise AssertionError(f"{form}: its own float32 loses too much of 16 random models")
+    return calm(family, **changes)
 
 
 def model_of(form: str) -> RadladsModel:
     family, changes = FORMS[form]
-    model: RadladsModel = linear_model(family, seed=calm(form)[0], **changes)
+    model: RadladsModel = linear_model(family, seed=right(form)[0], **changes)
     return model
 
 
@@ -48,43 +35,13 @@ def model_of(form: str) -> RadladsModel:
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_and_states_are_those_of_the_formulas(form: str, tmp_path: Path) -> None:
     model_of(form).save_pretrained(tmp_path)
-    ours, (_, expected, seen) = load_model(tmp_path), calm(form)
-    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
-    for sizes in (PIECES, [1, 2, 3, 2, 1, 127]):
-        logits, cache = pieces(ours, ids(), sizes)
-        assert far(logits, expected) <= LOGITS, sizes
-        for index, states in enumerate(cache.states()):
-            if "recurrent_state" in states:
-                assert far(states["recurrent_state"], seen.get_recurrent_state(index)) <= STATES
-            if "conv_state" in states:
-                assert far(states["conv_state"], seen.get_conv_state(index)) <= STATES
-    tokens = ids()[:, :24]
-    expected = expected[:, :24]
-    assert far(pieces(ours, tokens, [1] * 24)[0], expected) <= LOGITS
-    rows, mask = padded([tokens[0, :17], tokens[1, :9]])
-    rows[mask == 0] = 50  # what stands in the padding enters nothing
-    left = StillCache.empty(ours.config)
-    ours(rows, attention_mask=mask, past_key_values=left)
-    logits = ours(torch.stack([tokens[0, 17:20], tokens[1, 9:12]]), past_key_values=left).logits
-    for row, place in enumerate((17, 9)):
-        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
-    ours.save_pretrained(tmp_path / "ours")
-    again = load_model(tmp_path / "ours")
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+    demand_formulas(tmp_path, *right(form)[1:])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", ["six", "seven", "three"])
 def test_half_precision_errs_as_the_formulas_do(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    theirs = model_of(form)
-    theirs.tensors = half = {name: x.to(dtype) for name, x in theirs.tensors.items()}
-    theirs.save_pretrained(tmp_path)
-    found = load_model(tmp_path, dtype=dtype)
-    expected = theirs.double()(ids()).logits
-    theirs.tensors = half
-    own = (theirs(ids()).logits.double() - expected).norm()
-    assert (found(ids(), use_cache=False).logits.double() - expected).norm() <= 1.5 * own
+    demand_half(model_of(form), dtype, tmp_path)
 
 
 @torch.no_grad()
@@ -104,7 +61,7 @@ def test_half_precision_errs_as_the_formulas_do(form: str, dtype: torch.dtype, t
 )
 def test_every_part_counts(form: str, part: str, value: Any, tmp_path: Path) -> None:
     """Where a tensor is zero, or config.json says otherwise, logits are others."""
-    model, expected = model_of(form), calm(form)[1]
+    model, expected = model_of(form), right(form)[1]
     model.tensors = {name: x * (0 if name.endswith(f"self_attn.{part}") else 1) for name, x in model.tensors.items()}
     if value is not None:
         model.config[part] = value
@@ -197,28 +154,17 @@ FEW = ("seven, the first", "three")
     ],
 )
 def test_a_folder_becomes_a_proven_package(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model_of(form).save_pretrained(tmp_path / "model")
-    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--quiet") == 0
-    sizes = ("--lengths", "1,130", "--decode-steps", "8", "--quiet")
-    assert call("verify", tmp_path / "package", *sizes) == 0, capsys.readouterr().out
-    if form != "three":
-        return
+    def forget(weight: Any) -> None:
+        weight[..., :8] = 0
 
-    def planted(weights: dict[str, Any]) -> None:
-        name = next(n for n in weights if n.endswith("layers.1.self_attn.a0"))
-        weights[name][..., :8] = 0
-
-    with_weights(open_package(tmp_path / "package"), tmp_path / "planted", planted)
-    assert call("verify", tmp_path / "planted", *sizes) == 1
+    plant = (("layers.1.self_attn.a0",), forget) if form == "three" else None
+    demand_package(model_of(form), tmp_path, capsys, plant=plant)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["six", "seven", "three"])
 def test_a_package_in_half_precision(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model_of(form).save_pretrained(tmp_path / "model")
-    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--dtype", "float16", "--quiet") == 0
-    sizes = ("--lengths", "1,65", "--decode-steps", "4", "--quiet")
-    assert call("verify", tmp_path / "package", *sizes) == 0, capsys.readouterr().out
+    demand_package(model_of(form), tmp_path, capsys, "--dtype", "float16", short=True)
 
 
 @pytest.mark.slow
@@ -226,7 +172,4 @@ def test_thin_products_in_int4(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Of one input, in another order than the names of their weights: the shares of the first layer's values are asked before decays."""
     wide = dict(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, intermediate_size=96)
     ranks = {f"lora_rank_{name}": 16 for name in ("decay", "iclr", "value_residual_mix", "gate")}
-    linear_model("rwkv7qwen2", **wide, **ranks).save_pretrained(tmp_path / "model")
-    assert call("export", tmp_path / "model", "-o", tmp_path / "package", "--quantize", "int4", "--quiet") == 0
-    sizes = ("--lengths", "1,65", "--decode-steps", "4", "--quiet")
-    assert call("verify", tmp_path / "package", *sizes) == 0, capsys.readouterr().out
+    demand_package(linear_model("rwkv7qwen2", **wide, **ranks), tmp_path, capsys, "--quantize", "int4", short=True)

@@ -1,0 +1,105 @@
+"""What is asked of a family whose definition stands in the tests: one token after the other, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from still_export.mixers.cache import StillCache
+from still_export.models.load import load_model
+from still_export.package.folder import open_package
+from tests.still_export.linear_models import linear_model
+from tests.still_export.models.test_linear_families import LOGITS, PIECES, STATES, far, ids, pieces
+from tests.still_export.proof.plants import with_weights
+from tests.still_export.tiny import padded
+from tests.still_export.verbs import call
+
+_calm: dict[str, tuple[int, Tensor, Any]] = {}
+
+
+@torch.no_grad()
+def calm(family: str, **changes: Any) -> tuple[int, Tensor, Any]:
+    """Seed of the first model whose own float32 is near its float64, and the logits and states of the latter."""
+    known = f"{family} {sorted(changes.items())}"
+    for seed in range(0 if known in _calm else 16):
+        found = linear_model(family, seed=seed, **changes)(ids()).logits
+        expected = linear_model(family, seed=seed, **changes).double()(ids())
+        if far(found, expected.logits) <= LOGITS / 3:
+            _calm[known] = seed, expected.logits, expected.past_key_values
+            break
+    assert known in _calm, f"{known}: its own float32 loses too much of 16 random models"
+    return _calm[known]
+
+
+@torch.no_grad()
+def demand_formulas(folder: Path, expected: Tensor, seen: Any) -> None:
+    """The model of a folder has these logits and states: whole, in pieces and steps, of ragged rows, and written and read again."""
+    ours = load_model(folder)
+    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
+    for sizes in (PIECES, [1, 2, 3, 2, 1, 127]):
+        logits, cache = pieces(ours, ids(), sizes)
+        assert far(logits, expected) <= LOGITS, sizes
+        for index, states in enumerate(cache.states()):
+            if "recurrent_state" in states:
+                assert far(states["recurrent_state"], seen.get_recurrent_state(index)) <= STATES
+            if "conv_state" in states:
+                assert far(states["conv_state"], seen.get_conv_state(index)) <= STATES
+    tokens, expected = ids()[:, :24], expected[:, :24]
+    assert far(pieces(ours, tokens, [1] * 24)[0], expected) <= LOGITS
+    rows, mask = padded([tokens[0, :17], tokens[1, :9]])
+    rows[mask == 0] = 50  # what stands in the padding enters nothing
+    left = StillCache.empty(ours.config)
+    ours(rows, attention_mask=mask, past_key_values=left)
+    logits = ours(torch.stack([tokens[0, 17:20], tokens[1, 9:12]]), past_key_values=left).logits
+    for row, place in enumerate((17, 9)):
+        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+    ours.save_pretrained(folder / "ours")
+    again = load_model(folder / "ours")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+
+
+@torch.no_grad()
+def demand_half(theirs: Any, dtype: torch.dtype, folder: Path) -> None:
+    """In half precision it errs as its formulas do."""
+    theirs.tensors = half = {name: x.to(dtype) for name, x in theirs.tensors.items()}
+    theirs.save_pretrained(folder)
+    expected = theirs.double()(ids()).logits
+    theirs.tensors = half
+    own = (theirs(ids()).logits.double() - expected).norm()
+    found = load_model(folder, dtype=dtype)(ids(), use_cache=False).logits
+    assert (found.double() - expected).norm() <= 1.5 * own
+
+
+def demand_package(
+    model: Any,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    *flags: str,
+    short: bool = False,
+    plant: tuple[tuple[str, ...], Callable[[Any], None]] | None = None,
+) -> None:
+    """It is exported and proven; and is not where the first weight whose name ends so is changed."""
+    model.save_pretrained(folder / "model")
+    assert call("export", folder / "model", "-o", folder / "package", "--quiet", *flags) == 0
+    lengths, steps = ("1,65", "4") if short else ("1,130", "8")
+    sizes = ("--lengths", lengths, "--decode-steps", steps, "--quiet")
+    assert call("verify", folder / "package", *sizes) == 0, capsys.readouterr().out
+    if plant is None:
+        return
+    ending, change = plant
+    with_weights(
+        open_package(folder / "package"),
+        folder / "planted",
+        lambda weights: change(weights[next(name for name in weights if name.endswith(ending))]),
+    )
+    assert call("verify", folder / "planted", *sizes) == 1
+
+
+def add_half(weight: Any) -> None:
+    """To the first two channels."""
+    weight[..., :2] += 0.5
