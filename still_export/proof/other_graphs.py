@@ -12,7 +12,7 @@ from still_export.package.folder import Package
 from still_export.package.refusals import RunError
 from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, silent
 from still_export.proof.cases import Case, CaseSource
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 from still_export.proof.verdict import Check, Verdict
 from still_export.proof.verify import Verifier
 
@@ -42,10 +42,10 @@ def check_other_graphs(
     """
     verdict, drawn = Verdict(), DrawnOnce(cases())
     if native:
-        target = Target(package, "ort", bodies=True)
+        target = Subject(package, "ort", bodies=True)
         verdict.checks.append(_compare(f"{MODEL} without the native kernels", package, target, drawn, progress))
     if PORTABLE in package.manifest["files"]:
-        target = Target(package, "ort", bodies=True, graph=PORTABLE)
+        target = Subject(package, "ort", bodies=True, graph=PORTABLE)
         verdict.checks.append(_compare(PORTABLE, package, target, drawn, progress))
     return verdict
 
@@ -101,7 +101,7 @@ class DrawnOnce:
         self._drawn = []
 
 
-def _compare(what: str, package: Package, target: Target, cases: DrawnOnce, progress: Progress) -> Check:
+def _compare(what: str, package: Package, target: Subject, cases: DrawnOnce, progress: Progress) -> Check:
     name = f"{what} computes what PyTorch computes"
 
     def say(phase: str, done: int, total: int) -> None:
