@@ -95,7 +95,7 @@ REGISTRATIONS = {
 }
 """One line an op, and what stands in it; passes that put an op into graphs."""
 NAMESAKES = {
-    "graphs/still_graphs/passes/join_states.py": {"conv_state", "recurrent_state"},
+    "still_export/targets/genai/join_states.py": {"conv_state", "recurrent_state"},
     "still_export/proof/genai.py": {"chunk_size"},
     "still_export/proof/foreign.py": {"MatMulNBits"},
     "graphs/still_graphs/passes/dequantize_at_load.py": {"MatMulNBits"},

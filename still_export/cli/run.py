@@ -193,4 +193,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}.") from error
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}. Save it as UTF-8.") from error

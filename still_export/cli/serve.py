@@ -95,7 +95,9 @@ def serve(
     def open_scheduler() -> Scheduler:
         model = load(package, trust_native=trust_native, **asked)
         if "tokenizer.json" not in model.runner.manifest["files"]:
-            raise RunError(f"{package} has no tokenizer.json, so it cannot be served: answers are text.")
+            raise RunError(
+                f"{package} has no tokenizer.json, so it cannot be served: answers are text. Export a model with a tokenizer."
+            )
         host_memory = isinstance(model.runner, OrtModel) and model.runner.device == "cpu"
         size = prefix_cache or ("1GiB" if host_memory else "0")
         prefixes = open_prefixes(model.runner, size, prefix_dir)

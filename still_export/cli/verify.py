@@ -247,7 +247,7 @@ def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: st
     )
     layer = "none" if report.first_diverging_layer is None else str(report.first_diverging_layer)
     for entry in report.mismatches[:SHOWN]:
-        print(entry.told())
+        print(entry.describe())
     print(f"top-1 agreement: {report.top1:.4f} ({own_run} {report.own_top1:.4f}); first diverging layer: {layer}")
     print(f"report with every output: {folder / 'report.json'}")
     if not repeatable:

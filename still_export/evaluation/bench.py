@@ -109,7 +109,7 @@ def bench(
     Args:
         package: Its folder.
         options: What is measured, with which runtime.
-        progress: Told each length that is done.
+        progress: Called with each length that is done.
 
     Returns:
         A measurement for each length, in seconds, milliseconds and MB.

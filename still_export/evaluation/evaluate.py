@@ -90,7 +90,7 @@ class EvaluationOptions:
             if name not in VARIANTS:
                 raise unknown(name, VARIANTS, f"the variant {name!r}")
         if not 0 <= self.chat <= len(CHAT):
-            raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions.")
+            raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions. Choose as many at most.")
         if any(self.chat_lengths) and not (self.chat and self.texts):
             raise ConfigError(
                 "--chat-lengths puts a text before the questions of --chat: give --chat, and the text with --text."

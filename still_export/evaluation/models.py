@@ -43,7 +43,7 @@ def evaluate(
         options: What is measured; None: the defaults.
         output: An existing folder for tables; None: none are written.
         command: The command line, for the tables.
-        started: Told how many measurements there will be; what it returns is told each that is done.
+        started: Called with how many measurements there will be; what it returns is called with each that is done.
 
     Returns:
         The results by model, or by variant of the one STILL model.
@@ -108,11 +108,7 @@ def _check_served(options: EvaluationOptions) -> None:
 
 
 def _packages(models: list[str], alone: bool) -> dict[str, Package]:
-    """The packages by their folders' names; empty for one model that is none, if it is `alone`.
-
-    Raises:
-        ConfigError: Several are given and not all are packages, or two have one name.
-    """
+    """The packages by their folders' names; empty for one model that is none, if it is `alone`."""
     folders = [Path(model) for model in models]
     if not all(map(is_package, folders)):
         if len(models) > 1 or not alone:

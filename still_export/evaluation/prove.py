@@ -52,7 +52,7 @@ def prove(
     Args:
         package: Its folder.
         options: What is shown, with which provider.
-        say: Told each step.
+        say: Called with each step.
 
     Returns:
         A record, of kind proof where PyTorch's answers were there, and what is missing from it.
@@ -135,7 +135,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
 def _figures(report: Report) -> dict[str, Any]:
     worst = max(report.outputs, key=lambda each: each.worst / each.bound if each.bound else 0.0)
     wrong = [f"{report.selections.wrong} selections differ without a near tie"] if report.selections.wrong else []
-    wrong += [each.told() for each in report.mismatches[:SHOWN]]
+    wrong += [each.describe() for each in report.mismatches[:SHOWN]]
     wrong += [f"{each.name}: {each.what}" for each in report.checks if not each.passed]
     return {
         "cases": len({each.case for each in report.outputs}),

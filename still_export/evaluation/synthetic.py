@@ -278,11 +278,7 @@ class PromptWriter:
         return self.fillers[number % len(self.fillers)]
 
     def _listed(self, item: Item, room: int, rng: np.random.Generator) -> np.ndarray:
-        """Token ids of the item's words in any order, as many as fit.
-
-        Raises:
-            ConfigError: The words are too few, or too long.
-        """
+        """Token ids of the item's words in any order, as many as fit."""
         encoded = self.tokenizer([f" {word}" for word, _ in item.words], add_special_tokens=False)["input_ids"]
         asked = np.array([count for _, count in item.words])
         sizes = np.array([len(ids) for ids in encoded])

@@ -13,7 +13,7 @@ from still_export.errors import CheckpointError, StillExportError
 from still_export.folders.adapter_config import read_adapter_config
 from still_export.folders.adapter_description import files_beside, lora_of
 from still_export.folders.codes import Codes
-from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, IMAGES, TEXT_OF, whole_config
+from still_export.folders.families import AHEAD, AHEAD_FIELDS, IMAGES, NOT_LANGUAGE, TEXT_OF, whole_config
 from still_export.folders.files import check_tokenizer_files, read_json
 from still_export.folders.weights import METHODS, Head, heads_of, weight_files
 from still_export.folders.words import layers_of, template_of
@@ -73,7 +73,7 @@ def language_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _purpose(name: str, config: Mapping[str, Any]) -> str:
     """What a tensor is for that is none of the language model's; "": it is."""
-    for begin, what in ELSEWHERE.items():
+    for begin, what in NOT_LANGUAGE.items():
         if name.startswith(begin):
             return what
     count, layer = config.get("num_hidden_layers"), _LAYER.search(name)

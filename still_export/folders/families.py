@@ -132,7 +132,7 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 AHEAD, IMAGES = "layers that guess tokens ahead", "images"
-ELSEWHERE = {
+NOT_LANGUAGE = {
     "mtp.": AHEAD,
     "backbone.mtp.": AHEAD,
     "model.visual.": IMAGES,

@@ -136,11 +136,7 @@ def _granite_hybrid(view: View) -> Config:
 
 
 def _bamba(view: View) -> Config:
-    """transformers rotates half of each head in every Bamba; files say half or, where config.json said nothing, all.
-
-    Raises:
-        UnsupportedModelError: Another part is rotated, or heads do not share the channels of the hidden states.
-    """
+    """transformers rotates half of each head in every Bamba; files say half or, where config.json said nothing, all."""
     sizes = heads(view)
     size = _shared_size(view, sizes)
     positions = rope(view, size)
@@ -162,11 +158,7 @@ def _bamba(view: View) -> Config:
 
 
 def _shared_size(view: View, sizes: Config) -> int:
-    """Take the size of a head, which these families' config.json has no field for, out of `sizes`.
-
-    Raises:
-        UnsupportedModelError: Heads do not share the channels of the hidden states.
-    """
+    """Take the size of a head, which these families' config.json has no field for, out of `sizes`."""
     size = int(sizes.pop("head_dim"))
     if size != view.hidden // sizes["num_attention_heads"]:
         raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
@@ -295,11 +287,7 @@ def _nemotron_edits(view: View, config: Config) -> dict[str, Edit]:
 
 
 def _period(view: View, part: str, what: str) -> tuple[int, int]:
-    """Period and offset of the layers that have a tensor.
-
-    Raises:
-        UnsupportedModelError: They are not evenly spread.
-    """
+    """Period and offset of the layers that have a tensor."""
     layers = view.layers_with(part)
     if not layers:
         return view.layers + 1, view.layers

@@ -54,11 +54,7 @@ def llama(view: View, model_type: str = "llama") -> Config:
 
 
 def _without_head_size(view: View, model_type: str) -> Config:
-    """Of families whose heads share the channels of the hidden states.
-
-    Raises:
-        UnsupportedModelError: They do not.
-    """
+    """Of families whose heads share the channels of the hidden states."""
     config = _dense(view, model_type)
     size = config.pop("head_dim")
     if size != view.hidden // config["num_attention_heads"]:

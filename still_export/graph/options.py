@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Told each step, and of those that count bytes how many are done and how many there are."""
+    """Called with each step, and of those that count bytes how many are done and how many there are."""
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None: ...
 

@@ -30,7 +30,7 @@ TURNED_BYTES = 1 << 27
 """Of a transposed matrix that are laid out at once: the head of an 8B model, 1 GB, is not held twice."""
 
 Bytes = Callable[[int, int], None]
-"""Told the bytes that were written and those that will be."""
+"""Called with the bytes that were written and those that will be."""
 
 
 def load_graph(path: Path) -> ir.Model:

@@ -334,9 +334,12 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path} is no YAML recipe: {error}.") from error
+            raise ConfigError(f"{path} is no YAML recipe: {error}. Fix the file.") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{path} holds a {type(values).__name__}; a recipe is a mapping of options.")
+            raise ConfigError(
+                f"{path} holds a {type(values).__name__}; a recipe is a mapping of options. "
+                "Write them as in still_export/linearization/recipes."
+            )
         for name in values:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, 1)

@@ -87,7 +87,10 @@ class Reuse:
                     f"{path}: layers[{layer}]={kind!r}; give full, own, or the number of an earlier layer."
                 )
         if len(found.layers) != layers:
-            raise ConfigError(f"{path} is of a model with {len(found.layers)} layers; this one has {layers}.")
+            raise ConfigError(
+                f"{path} is of a model with {len(found.layers)} layers; this one has {layers}. "
+                "Measure again: still-export select-layers BASE --find-reuse -o DIR."
+            )
         return found
 
     def check(self, path: str, base: str) -> None:

@@ -64,7 +64,7 @@ def select_layers(
     accelerator = make_accelerator(recipe)
     run = LinearizationRun(replace(recipe, layer_types=None, budget=""), output, accelerator, lambda *_: None, log)
     if not 0 < count <= run.layers:
-        raise ConfigError(f"{count} softmax layers of a model with {run.layers}.")
+        raise ConfigError(f"{count} softmax layers of a model with {run.layers}. Choose fewer.")
     run.open_folder(False, force)
     log("measuring what each layer needs")
     model = run.load_base().to(accelerator.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from still_export.mixers.base import CACHE, FixedProgress, Progress, StillCacheLayer
+from still_export.mixers.cache_layer import CACHE, FixedProgress, Progress, StillCacheLayer
 from still_export.mixers.kept import kept_dtype
 from still_export.mixers.registry import mixer_of
 from still_graphs.states import State, StateTable

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from still_export.errors import UnsupportedError, UnsupportedModelError
-from still_export.mixers.base import LayerOp, LayerT, Mixer, Progress, StillCacheLayer, part_of, refill, stay
+from still_export.mixers.base import LayerOp, Mixer
+from still_export.mixers.cache_layer import LayerT, Progress, StillCacheLayer, part_of, refill, stay
 from still_export.mixers.kernel_state import KernelStateLayer, State
 from still_graphs.spec import StateSpec
 

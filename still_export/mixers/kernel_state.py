@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from still_export.mixers.base import StillCacheLayer, refill, stay
+from still_export.mixers.cache_layer import StillCacheLayer, refill, stay
 from still_kernels.launcher import Bound
 
 State = TypeVar("State", bound=Any)

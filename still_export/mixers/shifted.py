@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor
 
-from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule
 from still_kernels.causal_conv.meaning import Inputs
+from still_kernels.causal_conv.traced import causal_conv
 from still_kernels.rank_one_attention.meaning import Inputs as RankOneInputs
 
 LEAST_DECAY = -math.exp(-0.5)

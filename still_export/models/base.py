@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from still_export.errors import CapacityError, ConfigError, PaddingError, UnsupportedError
-from still_export.mixers.base import CACHE, Progress
 from still_export.mixers.cache import StillCache, hear_cache
+from still_export.mixers.cache_layer import CACHE, Progress
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import HYBRID, head_size

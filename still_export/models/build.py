@@ -92,7 +92,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
     if config.num_hidden_layers != max(numbers, default=-1) + 1:  # before as many are made
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_hidden_layers}, the weights have {max(numbers, default=-1) + 1} layers. "
-            "The configuration and the weights belong to different models."
+            "The configuration and the weights belong to different models. Fetch the model again."
         )
     theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(family.config, family.still_model)
     if "lm_head.weight" in weights and not theirs._tied_weights_keys:
@@ -118,7 +118,7 @@ def complete_weights(family: Family, config: Any, weights: Weights, fresh: bool 
         if name in expected and weight.shape != expected[name].shape:
             raise CheckpointError(
                 f"tensor {name} has shape {list(weight.shape)}, config.json demands {list(expected[name].shape)}. "
-                "The configuration and the weights belong to different models."
+                "The configuration and the weights belong to different models. Fetch the model again."
             )
     for name, (module, own) in untrained.items():
         if name not in found:

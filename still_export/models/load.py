@@ -299,7 +299,9 @@ def _folder_tokenizer(path: Path, source: str | Path) -> Any:
     if not given and not tokenizer.encode(
         "a word", add_special_tokens=False
     ):  # of some families transformers makes an empty one
-        raise ModelNotFoundError(f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there.")
+        raise ModelNotFoundError(
+            f"{source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy them from its base."
+        )
     return tokenizer
 
 

@@ -251,11 +251,7 @@ def _bring(old: Path, new: Path, names: Iterable[str]) -> None:
 
 
 def _rename(source: Path, target: Path, flags: int) -> bool:
-    """renameat2; False where kernel, library or file system have none.
-
-    Raises:
-        OSError: It failed for another reason.
-    """
+    """renameat2; False where kernel, library or file system have none."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if call is None:
         return False

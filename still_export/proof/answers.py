@@ -11,7 +11,7 @@ from still_export.package.calls import Arrays, given_of
 from still_export.proof.codes import as_numbers
 from still_export.proof.constants import LAYER_CASES, SOME
 from still_export.proof.sessions import Session
-from still_export.proof.shelf import Shelf
+from still_export.proof.spill import SpillFile
 from still_kernels.ties import Ties
 
 
@@ -55,8 +55,8 @@ def chosen_for_layers(questions: Sequence[Question]) -> dict[int, Question]:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a runtime chose, which the reference follows.
+class Decisions:
+    """What a runtime chose. The reference makes the same choices.
 
     Args:
         seen: Choices of routers by place [B, N, k], of each layer that routes.
@@ -66,7 +66,7 @@ class Told:
     seen: Sequence[np.ndarray] = ()
     kept: Mapping[int, np.ndarray] = field(default_factory=dict)
 
-    def is_like(self, other: Told | None, near: float = 0.0) -> bool:
+    def is_like(self, other: Decisions | None, near: float = 0.0) -> bool:
         """Whether both are the same choices; of numbers that stand for some, those that differ by at most `near` of the largest."""
         if other is None or self.kept.keys() != other.kept.keys() or len(self.seen) != len(other.seen):
             return False
@@ -82,16 +82,16 @@ def _alike(a: np.ndarray, b: np.ndarray, near: float) -> bool:
 
 
 Progress = Callable[[str, int, int], None]
-"""Told a phase of the work, and how much of it is done, of how much."""
+"""Called with a phase of the work, how much of it is done, and of how much."""
 
 
 def silent(phase: str, done: int, total: int) -> None:
     """Say nothing."""
 
 
-Follow = Mapping[int, Told]
+DecisionsByCase = Mapping[int, Decisions]
 """By number of a case."""
-EMPTY: Follow = {}
+EMPTY: DecisionsByCase = {}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Answer:
     """Outputs of each call of a question, then of each group of its steps; and what was chosen on the way."""
 
     outputs: list[Arrays]
-    told: Told
+    decisions: Decisions
 
 
 def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> Answer:
@@ -112,10 +112,10 @@ def ask(session: Session, question: Question, ties: Ties, keep: bool = True) -> 
     session.seen()
     outputs = session.carry(question.feeds)
     outputs += [session.step(group) for group in question.groups]
-    told = Told(session.seen(), ties.kept([as_numbers(call) for call in outputs]))
+    decisions = Decisions(session.seen(), ties.kept([as_numbers(call) for call in outputs]))
     if not keep:
-        return Answer([], told)
-    shelf = Shelf()
-    shelf.take(outputs, "")
-    shelf.put_back()
-    return Answer(outputs, told)
+        return Answer([], decisions)
+    spill = SpillFile()
+    spill.take(outputs, "")
+    spill.restore()
+    return Answer(outputs, decisions)

@@ -14,7 +14,7 @@ import numpy as np
 
 from still_export.package.calls import Arrays, without_padding
 from still_export.proof.absolute import Overflow
-from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question
+from still_export.proof.answers import EMPTY, Answer, DecisionsByCase, Progress, Question
 from still_export.proof.codes import as_numbers
 from still_kernels.ties import Leads, Pairs
 
@@ -46,8 +46,8 @@ class Case:
         own_mean: The mean error of that run, by output.
         went: By layer, the experts that tokens went to in PyTorch, a mask [B, N, E].
         own_top1: That run's best tokens that are the reference's too, and all.
-        untold: By layer, tokens [B, N] with a choice that nearly ties and that the target did not tell: their logits, and what later layers
-            keep of each, are not held.
+        unreported: By layer, tokens [B, N] with a choice that nearly ties and that the target does not report. Their logits, and what later
+            layers keep of each, are not compared.
         overflow, right_overflow: Where PyTorch's own run, and the reference, are not finite; None: nowhere.
     """
 
@@ -62,7 +62,7 @@ class Case:
     own_mean: dict[str, float] = field(default_factory=dict)
     own_top1: tuple[int, int] = (0, 0)
     went: dict[int, np.ndarray] = field(default_factory=dict)
-    untold: Mapping[int, np.ndarray] = field(default_factory=dict)
+    unreported: Mapping[int, np.ndarray] = field(default_factory=dict)
     overflow: Overflow | None = None
     right_overflow: Overflow | None = None
 
@@ -115,12 +115,12 @@ class Case:
         return True
 
     def open_tokens(self, below: float = math.inf) -> np.ndarray:
-        """Tokens [B, N] of `untold` in any layer before `below`; N is 0 where none is."""
-        found = [tokens for layer, tokens in self.untold.items() if layer < below]
+        """Tokens [B, N] of `unreported` in any layer before `below`; N is 0 where none is."""
+        found = [tokens for layer, tokens in self.unreported.items() if layer < below]
         return np.asarray(np.any(found, axis=0)) if found else np.zeros((1, 0), bool)
 
     def open_rows(self, expected: Arrays) -> np.ndarray:
-        """Rows of a call's logits, [B, T], that are of tokens of `untold`."""
+        """Rows of a call's logits, [B, T], that are of tokens of `unreported`."""
         real, tokens = np.any(expected["logits"] != 0, axis=-1), self.open_tokens()
         places = expected["present_length"][:, None] - real.sum(1, keepdims=True) + np.arange(real.shape[1])
         within = real & (places >= 0) & (places < tokens.shape[1])
@@ -146,7 +146,7 @@ class CaseSource(Protocol):
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
         """The cases of `answers`, in which every layer reads what it read there; of a source that follows."""
 
-    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
         """The cases of these numbers, below `count`, with the prompts of `begin`. In those of `follow` PyTorch chooses what is told."""
 
 

@@ -58,7 +58,7 @@ class Reference:
         """Logits [B, T, vocabulary] of whole sequences [B, T], and keys and values by "layer.key"."""
         import torch
 
-        from still_export.mixers.base import CACHE
+        from still_export.mixers.cache_layer import CACHE
 
         self.model.to(torch.float64 if exact else self.dtype)
         with torch.no_grad():

@@ -100,7 +100,7 @@ def check_weights(
     Args:
         folder, manifest: The package.
         source: What was exported, in float32.
-        say: Told the step, how many weights are done, and how many there are.
+        say: Called with the step, how many weights are done, and how many there are.
 
     Returns:
         One check, with the worst number of the worst weight; and the weights that are no part of a graph under their own names.

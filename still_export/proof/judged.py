@@ -83,7 +83,7 @@ class Judged:
                         least[-1][name] = times * _of_itself(case.own[number][name], size) * size
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
             found.see(number, errors[-1], expected, actual)
-            if LOGITS in expected and case.untold:
+            if LOGITS in expected and case.unreported:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
             for name, axis in by_token.items():
                 tokens = case.open_tokens(int(name.rpartition(".")[2]))
@@ -156,7 +156,7 @@ class OutputReport:
         """The judged error in parts of its bound."""
         return self.worst / self.bound if self.bound else 0.0 if self.worst == 0 else math.inf
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Where its worst error is, in a line."""
         part = "median error of head" if self.by_median else f"call {self.worst_call}, error of row"
         part = part if self.worst_call else "mean error of all rows"

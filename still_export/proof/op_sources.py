@@ -23,6 +23,8 @@ GENERIC = re.compile(r"still_graphs\.(ops|functions)|still_kernels\.registry|.*\
 """Modules whose imports lead to every op, or that hold sentences: no part of any one op."""
 ON_CPU = re.compile(r"(spec|body\w*)(\.|$)")
 """Modules of an op that a package for CPUs is made of: the spec and the function body."""
+TRACED = "traced"
+"""The module that registers an op for traces; it computes nothing."""
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 INCLUDE = re.compile(r'#\s*include\s+"([^"]+)"')
 
@@ -36,7 +38,7 @@ def op_digest(name: str, device: Device) -> str | None:
     home = OPS[name].package
     modules = _modules("still_graphs") | _modules("still_kernels") | _modules(home.partition(".")[0])
     folder = modules[home].parent
-    own = [module for module in modules if module == home or module.startswith(f"{home}.")]
+    own = [m for m in modules if (m == home or m.startswith(f"{home}.")) and m != f"{home}.{TRACED}"]
     if device == "cpu":
         own = [module for module in own if ON_CPU.match(module.removeprefix(f"{home}."))]
     parts = {part for m in _reached(own, modules) for part in _statements(modules[m].read_text(encoding="utf-8"))}

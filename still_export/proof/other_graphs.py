@@ -10,7 +10,7 @@ from pathlib import Path
 from still_export.package.files import MODEL, PORTABLE
 from still_export.package.folder import Package
 from still_export.package.refusals import RunError
-from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, silent
+from still_export.proof.answers import EMPTY, Answer, DecisionsByCase, Progress, Question, silent
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.sessions import Subject
 from still_export.proof.verdict import Check, Verdict
@@ -38,7 +38,7 @@ def check_other_graphs(
         package: Of ONNX Runtime.
         native: Its kernels were compared.
         cases: Opens PyTorch's answers.
-        progress: Told phases, of each graph.
+        progress: Called with phases, of each graph.
     """
     verdict, drawn = Verdict(), DrawnOnce(cases())
     if native:
@@ -66,7 +66,7 @@ class DrawnOnce:
         self.again = False
         self._questions: dict[int, Question] = {}
         self._drawn: list[Case] = []
-        self._told: Follow = {}
+        self._decisions: DecisionsByCase = {}
 
     @property
     def progress(self) -> Progress:
@@ -87,13 +87,13 @@ class DrawnOnce:
         """As of CaseSource."""
         return self.source.by_layer(answers)
 
-    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
         """As of CaseSource; where the target may have chosen as the first one did, its answers."""
         self.again = bool(self._drawn) and all(
-            told.is_like(self._told[number], NEAR) for number, told in follow.items()
+            decisions.is_like(self._decisions[number], NEAR) for number, decisions in follow.items()
         )
         if not self.again:
-            self._drawn, self._told = self.source.draw(numbers, follow), follow
+            self._drawn, self._decisions = self.source.draw(numbers, follow), follow
         return [replace(case) for case in self._drawn]
 
     def forget(self) -> None:
@@ -116,7 +116,7 @@ def _compare(what: str, package: Package, target: Subject, cases: DrawnOnce, pro
                 report = verifier.run(Path(folder), say)
         except RunError as error:
             return Check(name, False, str(error), target.graph)
-    wrong = [each.told() for each in report.mismatches]
+    wrong = [each.describe() for each in report.mismatches]
     if report.selections.wrong:
         wrong.append(f"{report.selections.wrong} selections differ without a near tie")
     wrong += [str(check) for check in report.checks if not check.passed]

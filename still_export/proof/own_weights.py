@@ -37,7 +37,7 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
         provider: Of ONNX Runtime.
         seed: Of the prompts.
         reason: Why the model cannot be read.
-        progress: Told each step.
+        progress: Called with each step.
 
     Raises:
         PackageError: The package is damaged.

@@ -92,7 +92,7 @@ def verify(
         package: Its folder.
         options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-        progress: Told each step.
+        progress: Called with each step.
 
     Returns:
         The verdict, `report.passed` first.
@@ -265,7 +265,7 @@ def record(
     asked = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
     cases = _Proof(package, asked, record=True).cases({})
     chosen.begin(cases)
-    record_cases(cases, proof.package, path, progress, chosen.told)
+    record_cases(cases, proof.package, path, progress, chosen.decisions)
     return cases.count
 
 
@@ -400,11 +400,7 @@ def _torch_cases(
 ) -> CaseSource:
     """Cases answered by PyTorch with the package's weights, and an adapter's `pairs`, in a wider type than the package's: float64 beside
     PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
-    fewer bits is held to half precision: where a number lies between two of theirs the last bit decides, and what follows differs.
-
-    Raises:
-        ConfigError: PyTorch has no such `device` here.
-    """
+    fewer bits is held to half precision: where a number lies between two of theirs the last bit decides, and what follows differs."""
     from copy import deepcopy
     from dataclasses import replace
 

@@ -9,7 +9,7 @@ from typing import Any
 from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.proof.absolute import Overflow
-from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, silent
+from still_export.proof.answers import EMPTY, Answer, DecisionsByCase, Progress, Question, silent
 from still_export.proof.array_file import ArrayFile, ArrayWriter, written_arrays
 from still_export.proof.cases import Case, CaseSource
 
@@ -21,16 +21,16 @@ def record_cases(
     package: Package,
     path: Path,
     progress: Progress = silent,
-    told: Follow = EMPTY,
+    decisions: DecisionsByCase = EMPTY,
 ) -> None:
-    """Write the cases of `package`, which follow what they are `told`, to `path`, whole or not at all; equal arrays are kept once."""
+    """Write the cases of `package`, which follow `decisions`, to `path`, whole or not at all; equal arrays are kept once."""
     cases.progress = progress
     with written_arrays(path) as arrays:
         entries = []
-        for number, case in enumerate(cases.draw(range(cases.count), told)):
+        for number, case in enumerate(cases.draw(range(cases.count), decisions)):
             entries.append(_entry(case, arrays))
             progress("writing", number + 1, cases.count)
-        arrays.finish("head", FORMAT, package, {"cases": entries, "followed": bool(told)})
+        arrays.finish("head", FORMAT, package, {"cases": entries, "followed": bool(decisions)})
 
 
 def _entry(case: Case, arrays: ArrayWriter) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class RecordedCases:
         """Nothing: PyTorch has answered."""
         return {}
 
-    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
         """As of CaseSource; they follow what they followed when they were recorded."""
         return [self._read(self._cases[number]) for number in numbers]
 

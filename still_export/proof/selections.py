@@ -11,7 +11,7 @@ import numpy as np
 
 from still_export.errors import PackageError
 from still_export.package.folder import Package
-from still_export.proof.answers import Follow, Progress, Question, Told, ask
+from still_export.proof.answers import Decisions, DecisionsByCase, Progress, Question, ask
 from still_export.proof.array_file import ArrayFile, written_arrays
 from still_export.proof.prompts import Prompts
 from still_export.proof.sessions import Session
@@ -34,9 +34,9 @@ def write_selections(session: Session, prompts: Prompts, package: Package, path:
         asked, kept = [], []
         for number in range(prompts.count):
             question = prompts.begin(number)
-            told = ask(session, question, prompts.ties.shown, keep=False).told
+            decisions = ask(session, question, prompts.ties.shown, keep=False).decisions
             asked.append(_tokens(question))
-            kept.append({str(layer): arrays.keep(keys) for layer, keys in told.kept.items()})
+            kept.append({str(layer): arrays.keep(keys) for layer, keys in decisions.kept.items()})
             progress("asking the runtime", number + 1, prompts.count)
         content = {"lengths": prompts.lengths, "decode_steps": prompts.decode_steps, "seed": prompts.seed}
         arrays.finish(KIND, FORMAT, package, {**content, "prompts": asked, "kept": kept})
@@ -51,7 +51,7 @@ class Selections:
     decode_steps: int
     seed: int
     prompts: list[str]
-    told: Follow
+    decisions: DecisionsByCase
 
     @classmethod
     def read(cls, path: Path, package: Package) -> Selections:
@@ -63,8 +63,8 @@ class Selections:
         file = ArrayFile(path, KIND, FORMAT, package, "selections", "--selections")
         head = file.head
         kept = [{int(layer): file.array(key) for layer, key in each.items()} for each in head["kept"]]
-        told = {number: Told((), each) for number, each in enumerate(kept)}
-        return cls(path, tuple(head["lengths"]), head["decode_steps"], head["seed"], head["prompts"], told)
+        decisions = {number: Decisions((), each) for number, each in enumerate(kept)}
+        return cls(path, tuple(head["lengths"]), head["decode_steps"], head["seed"], head["prompts"], decisions)
 
     def begin(self, cases: Prompted) -> None:
         """Draw the prompts of all cases, which have to be those that the runtime was asked.

@@ -1,4 +1,4 @@
-"""Arrays that wait in a file without a name until somebody reads them: what is mapped counts as memory only where it was touched."""
+"""Arrays in a temporary file until they are read: mapped memory counts only where it was touched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from still_export.package.calls import Arrays
 
 
-def give_back() -> None:
+def free_memory() -> None:
     """Let the system have memory that is free: of arrays smaller than 32 MB the C library keeps what held them, for those to come.
     Elsewhere than with glibc nothing happens."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -21,9 +21,8 @@ def give_back() -> None:
         trim(0)
 
 
-class Shelf:
-    """Takes arrays out of calls and puts them back. The file lies where temporary files do (TMPDIR), for as long as an array of it is
-    held."""
+class SpillFile:
+    """Takes arrays out of calls and restores them. The file lies in TMPDIR and goes with the last of its arrays."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()
@@ -43,7 +42,7 @@ class Shelf:
                 self._places.append((call, name, known[id(array)][0], array.dtype, array.shape))
                 del call[name]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """All of them, where they were."""
         if not self._places:
             return

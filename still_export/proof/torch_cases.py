@@ -12,14 +12,14 @@ import numpy as np
 from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
-from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, Told, silent
+from still_export.proof.answers import EMPTY, Answer, Decisions, DecisionsByCase, Progress, Question, silent
 from still_export.proof.cases import Case, errors_of, fixed_pair, row_errors, same_best
 from still_export.proof.chains import HIDDEN, Chain, ChainCall, nothing
 from still_export.proof.codes import as_numbers
 from still_export.proof.constants import LAYER_DRAWS
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import LENGTHS, Draft, Prompts
-from still_export.proof.shelf import Shelf
+from still_export.proof.spill import SpillFile
 from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
 from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
@@ -67,19 +67,19 @@ class TorchCases:
         """As of CaseSource."""
         return self.prompts.begin(number)
 
-    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
         """As of CaseSource. A second run follows what routers chose, whose layers the first one shows, and keys of which the reference
         cannot say whose they are; only where a case needs it."""
-        told = {number: follow.get(number, Told()) for number in numbers}
-        drafts = [self._followed(number, told[number]) for number in numbers]
+        decisions = {number: follow.get(number, Decisions()) for number in numbers}
+        drafts = [self._followed(number, decisions[number]) for number in numbers]
         cases, unsure = self._answered(drafts)
         again = [
             place
             for place, (case, number) in enumerate(zip(cases, numbers, strict=True))
-            if unsure[place] or (told[number].seen and case.went and not case.follows(told[number].seen))
+            if unsure[place] or (decisions[number].seen and case.went and not case.follows(decisions[number].seen))
         ]
         if again:
-            drafts = [self._followed(numbers[place], told[numbers[place]]) for place in again]
+            drafts = [self._followed(numbers[place], decisions[numbers[place]]) for place in again]
             meanings = _Meanings(self.own, drafts, self.ties) if any(unsure) else None
             for place, case in zip(again, self._answered(drafts, meanings)[0], strict=True):
                 cases[place] = case
@@ -90,7 +90,7 @@ class TorchCases:
         is all that outputs may differ by."""
         drafts = []
         for number, answer in answers.items():
-            draft = self._followed(number, answer.told)
+            draft = self._followed(number, answer.decisions)
             names = [f"present_{HIDDEN}.{n}" for n in range(self.reference.layers)]
             inputs = [[x[name] for name in names if name in x] for x in answer.outputs]
             calls = [replace(call, inputs=given) for call, given in zip(draft.chain.calls, inputs, strict=True)]
@@ -110,7 +110,7 @@ class TorchCases:
         models = [self.own, *(self.own.drawn(number + 1) for number in range(draws))]
         runs = [_Asked(model, list(map(_own_chains, drafts, follow_of)), self.ties) for model in models]
         own = runs[0]
-        shelves = [Shelf() for _ in cases]
+        spills = [SpillFile() for _ in cases]
         count = self.reference.layers
         for layer in [*range(count), None]:
             self.progress("PyTorch's layers", count if layer is None else layer, count)
@@ -129,10 +129,10 @@ class TorchCases:
             for done, run in enumerate(runs):
                 for each in zip(drafts, cases, right, exact, run.answers(layer), strict=True):
                     self._measure(layer, *each, done)
-            for case, shelf in zip(cases, shelves, strict=True):
-                shelf.take([*case.feeds, *case.expected], f".{layer}")
-        for shelf in shelves:
-            shelf.put_back()
+            for case, spill in zip(cases, spills, strict=True):
+                spill.take([*case.feeds, *case.expected], f".{layer}")
+        for spill in spills:
+            spill.restore()
         for of, name in ((own, "overflow"), (reference, "right_overflow")):
             left = iter(of.passage.overflows)
             for case, chains_of in zip(cases, of.asked, strict=True):
@@ -143,11 +143,11 @@ class TorchCases:
         chains = iter(reference.passage.unsure)
         return cases, [any([next(chains) for _ in (d.chain, *d.further)]) for d in drafts]
 
-    def _followed(self, number: int, told: Told) -> Draft:
+    def _followed(self, number: int, decisions: Decisions) -> Draft:
         """The draft of a case, on which PyTorch chooses what a runtime chose."""
         draft = self.prompts.drawn.get(number) or self.prompts.draft(number)
-        seen = {~layer: went for layer, went in zip(self._layers, told.seen, strict=False)}
-        return replace(draft, chain=replace(draft.chain, follow=seen | dict(told.kept)))
+        seen = {~layer: went for layer, went in zip(self._layers, decisions.seen, strict=False)}
+        return replace(draft, chain=replace(draft.chain, follow=seen | dict(decisions.kept)))
 
     def _measure(
         self,

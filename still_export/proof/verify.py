@@ -28,7 +28,7 @@ from still_export.proof.absolute import (
     overflow_checks,
     rounding_check,
 )
-from still_export.proof.answers import EMPTY, Answer, Progress, Question, Told, ask, chosen_for_layers, silent
+from still_export.proof.answers import EMPTY, Answer, Decisions, Progress, Question, ask, chosen_for_layers, silent
 from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.chains import HIDDEN
@@ -38,7 +38,7 @@ from still_export.proof.judge import Bounds
 from still_export.proof.judged import Judged, OutputReport, Report
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.sessions import Guessing, Session, Subject, empty_unread
-from still_export.proof.shelf import give_back
+from still_export.proof.spill import free_memory
 from still_export.proof.verdict import Check
 from still_graphs.ops import OPS
 from still_graphs.states import StateTable
@@ -76,9 +76,9 @@ class Answers:
     selections: Choices = field(default_factory=Choices)
 
     @property
-    def told(self) -> dict[int, Told]:
+    def decisions(self) -> dict[int, Decisions]:
         """What the reference follows."""
-        return {number: answer.told for number, answer in self.cases.items()}
+        return {number: answer.decisions for number, answer in self.cases.items()}
 
 
 class Verifier:
@@ -116,7 +116,7 @@ class Verifier:
 
         Args:
             folder: Made where missing; polygraphy.sh there is the command.
-            progress: Told cases that the target answered, layers that PyTorch did, and cases that were compared.
+            progress: Called with cases that the target answered, layers that PyTorch did, and cases that were compared.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self.asked is None:
@@ -130,9 +130,9 @@ class Verifier:
                 gc.collect()
         questions, asked = self.asked
         answers = Answers(asked.cases, asked.guessed, [*asked.checks], asked.heads)
-        give_back()
+        free_memory()
         self.cases.progress = progress
-        drawn = self.cases.draw(range(self.cases.count), answers.told if self.cases.follows else EMPTY)
+        drawn = self.cases.draw(range(self.cases.count), answers.decisions if self.cases.follows else EMPTY)
         drawn.reverse()
         judged: list[Judged] = []
         sharp = self._by_layer(questions, progress)
@@ -143,7 +143,7 @@ class Verifier:
                 calls.add(case)
                 case.forget()
                 progress("comparing", number + 1, self.cases.count)
-                give_back()
+                free_memory()
             answers.checks += self.target.checks(self.replays)
             judged.sort(key=lambda each: each.guessed)
             bounds = Bounds([each.case for each in judged], self.target.coarse, self.dtype)
@@ -235,8 +235,8 @@ class Verifier:
         pairs = case.pairs(answer.outputs)
         if guessed is not None:
             pairs = [(empty_unread(guessed, ours), empty_unread(guessed, theirs)) for ours, theirs in pairs]
-        if self.target.watch and not (answer.told.seen and self.cases.follows):
-            case.untold = self.ties.open_tokens(case.leads)
+        if self.target.watch and not (answer.decisions.seen and self.cases.follows):
+            case.unreported = self.ties.open_tokens(case.leads)
         found = self.ties.compare(pairs, case.leads, case.own[: len(pairs)])
         found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
         total.add(found)

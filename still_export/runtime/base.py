@@ -36,7 +36,7 @@ SPARE_ROWS = 256
 """Least rows that are added when a state whose rows are counted is full; an eighth more of a long one."""
 
 Progress = Callable[[int, int], None]
-"""Told the tokens fed and their total after each piece of a prompt."""
+"""Called with the tokens fed and their total after each piece of a prompt."""
 
 
 def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
@@ -50,7 +50,10 @@ def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
         raise RunError("the prompt has no tokens. Give at least one.")
     least, most = min(prompt), max(prompt)  # of any size: NumPy's are checked already
     if least < 0 or most >= vocabulary:
-        raise RunError(f"token ids {str(least)[:20]}..{str(most)[:20]} are outside the vocabulary 0..{vocabulary - 1}.")
+        raise RunError(
+            f"token ids {str(least)[:20]}..{str(most)[:20]} are outside the vocabulary 0..{vocabulary - 1}. "
+            "Give ids of this model's tokenizer."
+        )
     return np.asarray(prompt, np.int64)
 
 

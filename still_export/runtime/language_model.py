@@ -165,7 +165,7 @@ class LanguageModel:
 
         Args:
             as_text: False: pieces are token ids.
-            progress: Told of the pieces of the prompt that were read.
+            progress: Called with the pieces of the prompt that were read.
             stopped: Asked before every token whether the answer shall end here.
             tools: As of `generate`; chat_template_kwargs too.
         """
@@ -203,7 +203,7 @@ class LanguageModel:
             chat: The text begins a user's message, which the first message of a later call goes on with.
             system: System message of that chat.
             chat_template_kwargs: Arguments of the model's template.
-            progress: Told of the pieces that were read.
+            progress: Called with the pieces that were read.
 
         Raises:
             RunError: It does not fit, the package has no chat format, or the model asks for whole prompts.

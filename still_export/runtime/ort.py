@@ -84,7 +84,7 @@ class OrtModel(Runner):
 
         check_version(onnxruntime.__version__)
         if not 0 <= threads <= MOST_THREADS:
-            raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}.")
+            raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}. Choose another number of threads.")
         self._open(folder)
         weights = weight_files(self.folder, self.manifest)
         self.device = "cuda" if provider == "cuda" else "cpu"

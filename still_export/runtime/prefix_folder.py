@@ -40,7 +40,9 @@ def open_prefixes(model: Runner, size: str | int, folder: Path | None = None) ->
     most = int(float(found[1]) * UNITS[found[2] or ""])
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if most > memory:
-        raise ConfigError(f"a prefix cache of {size} is larger than this machine's {memory / 2**30:.1f} GiB of memory.")
+        raise ConfigError(
+            f"a prefix cache of {size} is larger than this machine's {memory / 2**30:.1f} GiB of memory. Choose a smaller one."
+        )
     if most == 0:
         if folder is not None:
             raise ConfigError(f"{folder} is to hold prefixes, and the prefix cache has 0 bytes: give it a size.")

@@ -230,7 +230,7 @@ class Reader:
 
         Args:
             tokens: Behind the prefix.
-            progress: Told of the pieces that are read.
+            progress: Called with the pieces that are read.
             settled: As many of them begin later prompts, too; where they are not all, their state is read and kept.
 
         Returns:

@@ -21,7 +21,9 @@ class StopTexts:
         if any(not stop for stop in stops):
             raise RunError("a stop text is empty, so every answer would be. Give at least one character.")
         if (longest := max(map(len, stops), default=0)) > MOST_STOP_CHARACTERS:
-            raise RunError(f"a stop text has {longest:,} characters; at most {MOST_STOP_CHARACTERS:,} are allowed.")
+            raise RunError(
+                f"a stop text has {longest:,} characters; at most {MOST_STOP_CHARACTERS:,} are allowed. Shorten it."
+            )
         self.stops = tuple(stops)
         self.found = False
         self._held = ""

@@ -350,11 +350,7 @@ def _check_host(header: str, hosts: frozenset[str]) -> None:
 
 
 async def _read_body(http: HttpRequest, most: int) -> bytes:
-    """The body, as far as it may be read.
-
-    Raises:
-        ApiError: It is too long, too slow, or no JSON by its header.
-    """
+    """The body, as far as it may be read."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which pages of other sites may not send
         raise ApiError(415, f"the content type is {kind[:64]!r}; send application/json.")

@@ -43,7 +43,7 @@ def export(
         options: Of the target, such as OrtOptions or TrtOptions; None: their defaults.
         force: Replace `output`.
         command: The command line, for the manifest.
-        progress: Told each step.
+        progress: Called with each step.
         dump_dir: Gets the graph after each step, without its weights.
 
     Returns:
@@ -93,9 +93,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no manifest of an export: {error}.") from error
+        raise ConfigError(f"{path} is no manifest of an export: {error}. Give manifest.json of a package.") from error
     if not isinstance(manifest, dict):
-        raise ConfigError(f"{path} is no manifest of an export.")
+        raise ConfigError(f"{path} is no manifest of an export. Give manifest.json of a package.")
     return manifest
 
 

@@ -53,7 +53,7 @@ def lower(
         dtype: float16 or bfloat16 of a package in float32; None: as it is.
         force: Replace `output`.
         command: The command line, for the manifest; empty: the export's.
-        progress: Told each step.
+        progress: Called with each step.
         dump_dir: Gets the graph after each step, without its weights.
 
     Returns:

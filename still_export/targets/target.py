@@ -38,7 +38,7 @@ class Lowering:
         folder: Where it is written.
         manifest: The portable package's, to be changed.
         options: Of the target.
-        say: Told each step.
+        say: Called with each step.
         dump: Gets the graph after each step.
         passes: Changes by step.
         changed: Files of the portable package that the target wrote anew.

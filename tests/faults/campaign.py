@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from still_export.graph.options import ExportOptions
 from still_export.models.read.source import find_source
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
-from still_export.proof.answers import EMPTY, Answer, Follow, Question, Told, chosen_for_layers, silent
+from still_export.proof.answers import EMPTY, Answer, Decisions, DecisionsByCase, Question, chosen_for_layers, silent
 from still_export.proof.cases import Case
 from still_export.proof.held_constants import check_constants
 from still_export.proof.held_settings import check_settings
@@ -87,7 +87,7 @@ class Drawn:
         self.source = _torch_cases(package, None, LENGTHS, STEPS, seed, {}, "cpu")
         self.count = self.source.count
         self.calls = [self.source.begin(number) for number in range(self.count)]
-        self.known: dict[int, list[tuple[Told, Case]]] = {number: [] for number in range(self.count)}
+        self.known: dict[int, list[tuple[Decisions, Case]]] = {number: [] for number in range(self.count)}
 
     @property
     def cases(self) -> list[list[Case]]:
@@ -99,13 +99,13 @@ class Drawn:
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
         return self.source.by_layer(answers)
 
-    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
-        told = {number: follow.get(number, Told()) for number in numbers}
-        new = [n for n in numbers if not any(told[n].is_like(other) for other, _ in self.known[n])]
-        for number, case in zip(new, self.source.draw(new, told) if new else [], strict=True):
+    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
+        decisions = {number: follow.get(number, Decisions()) for number in numbers}
+        new = [n for n in numbers if not any(decisions[n].is_like(other) for other, _ in self.known[n])]
+        for number, case in zip(new, self.source.draw(new, decisions) if new else [], strict=True):
             del self.known[number][MOST:]
-            self.known[number].insert(1, (told[number], case))
-        return [next(case for other, case in self.known[n] if told[n].is_like(other)) for n in numbers]
+            self.known[number].insert(1, (decisions[number], case))
+        return [next(case for other, case in self.known[n] if decisions[n].is_like(other)) for n in numbers]
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Broken:
         session = Session(model, len(self.hidden(self.package.path)))
         answers = verifier.ask(session, self.drawn.calls)
         sharp = verifier.by_layer(session, chosen_for_layers(self.drawn.calls)) if session.hidden else []
-        drawn = self.drawn.draw(range(self.drawn.count), answers.told)
+        drawn = self.drawn.draw(range(self.drawn.count), answers.decisions)
         judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
         bounds = Bounds([each.case for each in judged], dtype=verifier.dtype)
         pairs = [(case, case.pairs(answers.cases[number].outputs)) for number, case in enumerate(drawn)]

@@ -7,10 +7,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from still_export.targets.trt8.merge_heads import merge_heads
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.fix_shapes import fix_shapes
-from still_graphs.passes.merge_heads import merge_heads
 from tests.still_graphs.protos import Rewriter, attribute, value_names
 from tests.still_graphs.small_graph import SIZES, small_graph, split_heads
 from tests.still_graphs.steps import applied

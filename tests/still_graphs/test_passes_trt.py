@@ -7,7 +7,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from still_export.targets.trt.sum_products_in_float32 import products_sum_in_float32, sum_products_in_float32
 from still_export.targets.trt8.opset import lower_opset
+from still_export.targets.trt_rtx.replace_nonzero import replace_nonzero
+from still_export.targets.trt_rtx.take_general_branches import take_general_branches
 from still_graphs.conditions import plugin_nodes
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
@@ -16,10 +19,7 @@ from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
 from still_graphs.passes.lower_opset import lowering
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
-from still_graphs.passes.replace_nonzero import replace_nonzero
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.passes.sum_products_in_float32 import products_sum_in_float32, sum_products_in_float32
-from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.spec import CACHE
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.protos import attribute, opset_version, walk_nodes

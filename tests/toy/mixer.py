@@ -11,8 +11,8 @@ from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.fixed import FixedStates
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
-from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.spec import AttributeValue
+from still_kernels.torch_ops import Given, call, register
 from tests.toy.meaning import naive_decay
 from tests.toy.spec import DECAY
 

@@ -146,7 +146,7 @@ def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Cal
     import torch
     from transformers import AutoModelForCausalLM
 
-    from still_export.mixers.base import CACHE
+    from still_export.mixers.cache_layer import CACHE
 
     torch.set_num_threads(setting.threads or torch.get_num_threads())
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()

@@ -99,7 +99,7 @@ def calibrate(
         asked: As planned with them.
         texts: What the model reads.
         budget: What the loss on held-out text may grow by, as a share; weights that lose most for their bytes then get 8 bits. None: any.
-        say: Told each step, how much of it is done, and how much there is.
+        say: Called with each step, how much of it is done, and how much there is.
 
     Returns:
         All forms, those of rounded weights with their codes or with 8 bits, and what the manifest says of it.

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.base import layer_of
+from still_export.mixers.cache_layer import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
-from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.spec import AttributeValue, OpSpec
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.attention.meaning import Inputs as AttentionInputs
+from still_kernels.torch_ops import Given, call, register
 
 Inputs = TypeVar("Inputs", bound=AttentionInputs)
 Attend = Callable[[Inputs, AttentionState, bool], tuple[Tensor, AttentionState]]

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.attention.op import attention, attention_
-from still_export.mixers.base import layer_of
+from still_export.mixers.cache_layer import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_kernels.attention.call import attention as kernel
 from still_kernels.attention.meaning import AttentionState, Inputs
+from still_kernels.attention.traced import attention, attention_
 
 
 class SoftmaxAttention(ProjectedAttention):

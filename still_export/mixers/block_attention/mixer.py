@@ -14,10 +14,10 @@ from still_export.errors import UnsupportedModelError
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.attention.module import SoftmaxAttention
-from still_export.mixers.base import LayerOp, layer_of
+from still_export.mixers.base import LayerOp
 from still_export.mixers.block_attention.cache import BlockLayer, BlockState
-from still_export.mixers.block_attention.op import read_blocks, select_blocks
 from still_export.mixers.block_attention.settings import BlockSettings, checked_choice
+from still_export.mixers.cache_layer import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.roles import GATE, PROJECTION
@@ -25,9 +25,11 @@ from still_export.mixers.trainable import Trainable, TrainableModule
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.block_attention.traced import read_blocks
 from still_kernels.select_blocks.meaning import Inputs as SelectInputs
 from still_kernels.select_blocks.meaning import Watch, naive_select_blocks
 from still_kernels.select_blocks.spec import SELECT_BLOCKS
+from still_kernels.select_blocks.traced import select_blocks
 
 
 class BlockSelected(SoftmaxAttention):
@@ -43,7 +45,7 @@ class BlockSelected(SoftmaxAttention):
         super().__init__(base, head_dim)
         self.choice = dict(choice)
         self.watch: Watch | None = None
-        """Told of a call's choices, and may replace them."""
+        """Called with the choices of a call, and may replace them."""
         self.readers: tuple[int, ...] = ()
         """Layers that read this one's blocks."""
 

@@ -73,7 +73,8 @@ class BlockSettings:
             return
         if len(self.reuse) != len(types):
             raise ConfigError(
-                f"reuse has {len(self.reuse)} entries for {len(types)} layers: it was made for another model."
+                f"reuse has {len(self.reuse)} entries for {len(types)} layers: it was made for another model. "
+                "Measure again: still-export select-layers BASE --find-reuse -o DIR."
             )
         for layer, source in enumerate(self.reuse):
             what = f"reuse[{layer}]={source}"

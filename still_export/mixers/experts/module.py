@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.mixers.experts.op import experts, route
 from still_export.mixers.roles import FEED_FORWARD, GATE, ROUTER
 from still_kernels.experts.meaning import Inputs
 from still_kernels.experts.spec import EXPERTS
+from still_kernels.experts.traced import experts
 from still_kernels.route.meaning import Inputs as RouteInputs
 from still_kernels.route.meaning import margins, naive_route
 from still_kernels.route.spec import ROUTE
+from still_kernels.route.traced import route
 
 BIAS = "e_score_correction_bias"
 """Added to scores where experts are chosen; float32 in a model of any type."""
@@ -98,7 +99,7 @@ class Router(nn.Module):
             raise ConfigError(f"a token goes to {at.k} experts and has {candidates} of {number} to choose from.")
 
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Told the margins of a call's choices; gives experts to go to, as of `naive_route`."""
+        """Called with the margins of a call's choices; gives experts to go to, as of `naive_route`."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """As of `route`."""

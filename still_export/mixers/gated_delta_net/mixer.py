@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from still_export.mixers.base import LayerOp
-from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand_silu
-from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import unit_length
 from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_kernels.causal_conv.meaning import Inputs as ConvInputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.causal_conv.traced import causal_conv
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.linear_attention.traced import linear_attention
 
 
 class GatedDeltaNet(FixedStateModule):

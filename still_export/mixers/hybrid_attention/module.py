@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from still_export.mixers.base import layer_of
+from still_export.mixers.cache_layer import layer_of
 from still_export.mixers.hybrid_attention.cache import HybridLayer
-from still_export.mixers.hybrid_attention.op import hybrid_attention, hybrid_attention_
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
 from still_export.mixers.roles import FEATURE_MAP, GATE
@@ -21,6 +20,7 @@ from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attent
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.selection import Watch
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from still_kernels.hybrid_attention.traced import hybrid_attention, hybrid_attention_
 
 OPEN_GATE_BIAS = 8.0
 """Bias of fresh gates: sigmoid(8) = 0.9997, so untrained linear terms count almost fully and the gate still has a gradient."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.base import PagedLayer, PagedProjection, PagedTokens, heads_of_rank
 from still_export.mixers.kept import rounded
+from still_export.mixers.paged import PagedLayer, PagedProjection, PagedTokens, heads_of_rank
 from still_graphs.states import rows_after
 from still_kernels.hybrid_attention.call import refusals
 from still_kernels.hybrid_attention.config import HybridAttentionConfig

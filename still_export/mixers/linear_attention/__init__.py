@@ -1,1 +1,1 @@
-"""Linear attention with a recurrent state: traced op, and what the modules of its layers share."""
+"""Linear attention with a recurrent state: what the modules of its layers share."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from still_export.mixers.base import PagedLayer
+from still_export.mixers.paged import PagedLayer
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.paged import linear_attention_paged
 from still_kernels.linear_attention.pages import Pages

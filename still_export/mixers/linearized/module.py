@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers.utils.generic import maybe_autocast
 
-from still_export.mixers.base import LayerOp, PagedProjection, Turn
+from still_export.mixers.base import LayerOp
 from still_export.mixers.gated_linear_attention.mixer import LOGIT_NORMALIZER
 from still_export.mixers.linear_attention.recurrent import recurrent
+from still_export.mixers.paged import PagedProjection, Turn
 from still_export.mixers.projections import ProjectedAttention, unit_length
 from still_export.mixers.roles import GATE, NORM
 from still_kernels.linear_attention.meaning import Inputs

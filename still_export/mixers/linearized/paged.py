@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from still_export.mixers.base import PagedTokens, heads_of_rank
 from still_export.mixers.linear_attention.paged import PagedLinearAttention
 from still_export.mixers.linearized.module import LinearizedAttention
+from still_export.mixers.paged import PagedTokens, heads_of_rank
 
 
 class PagedLinearized(PagedLinearAttention):

@@ -12,15 +12,15 @@ from torch.nn.functional import layer_norm
 
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStatesMixer
-from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import rotated
-from still_export.mixers.rank_one_attention.op import rank_one_attention
 from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule, rank_one_inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.linear_attention.traced import linear_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
+from still_kernels.rank_one_attention.traced import rank_one_attention
 
 Turn = tuple[Tensor, Tensor] | None
 LEAST_LOG = -5.0

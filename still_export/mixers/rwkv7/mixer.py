@@ -11,11 +11,11 @@ from torch.nn.functional import layer_norm, relu
 
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStatesMixer
-from still_export.mixers.rank_one_attention.op import rank_one_attention
 from still_export.mixers.roles import FEED_FORWARD, GATE, NORM, PROJECTION
 from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule, rank_one_inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
+from still_kernels.rank_one_attention.traced import rank_one_attention
 
 
 class ChannelMix(ShiftedModule):

@@ -105,7 +105,8 @@ def _stacked(name: str, parts: Sequence[Mapping[int, Weight]], count: int) -> De
         for number, weight in each.items():
             if weight.shape != one.shape or weight.dtype != one.dtype or weight.dim() != 2:
                 raise CheckpointError(
-                    f"{name}: expert {number} has {list(weight.shape)}, expert 0 {list(one.shape)}. The files belong to different models."
+                    f"{name}: expert {number} has {list(weight.shape)}, expert 0 {list(one.shape)}. The files belong to different models. "
+                    "Fetch the model again."
                 )
     shape = torch.Size((count, len(parts) * one.shape[0], one.shape[1]))
     read, part = partial(_read, parts, shape, one.dtype), partial(_part, parts)

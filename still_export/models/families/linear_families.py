@@ -51,7 +51,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 
 from still_export.discovery import Registry
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.base import CACHE
+from still_export.mixers.cache_layer import CACHE
 from still_export.mixers.config import LayersConfig
 from still_export.mixers.layers import FULL, WINDOWED, head_size
 from still_export.models.base import no_mask

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from still_export.errors import CheckpointError, UnsupportedModelError
-from still_export.mixers.base import CACHE
 from still_export.mixers.cache import hear_cache
+from still_export.mixers.cache_layer import CACHE
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import WINDOWED

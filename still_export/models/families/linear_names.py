@@ -12,7 +12,7 @@ from torch import Tensor
 
 from still_export.discovery import recognised
 from still_export.errors import CheckpointError, ConfigError, StillExportError
-from still_export.folders.families import AHEAD, AHEAD_FIELDS, ELSEWHERE, TEXT_OF
+from still_export.folders.families import AHEAD, AHEAD_FIELDS, NOT_LANGUAGE, TEXT_OF
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import Published
 from still_export.models.read.weights import Deferred, Weight, Weights, exact_value_of, value_of
@@ -97,7 +97,7 @@ def published_names(
     behind = config.get("num_hidden_layers") if any(config.get(name) for name in AHEAD_FIELDS) else None
     for name, tensor in tensors.items():
         ours = rename(_LANGUAGE.sub("model.", name))
-        what = next((what for begin, what in ELSEWHERE.items() if name.startswith(begin)), None)
+        what = next((what for begin, what in NOT_LANGUAGE.items() if name.startswith(begin)), None)
         if isinstance(behind, int) and (layer := _LAYER.match(ours)) and int(layer[1]) >= behind:
             what = AHEAD
         if not what and published.unused:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from still_export.errors import UnsupportedModelError
-from still_export.mixers.base import CACHE
+from still_export.mixers.cache_layer import CACHE
 
 KEPT = (
     *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache"),

@@ -84,7 +84,8 @@ def take_vision(config: Mapping[str, Any] | None, tensors: MutableMapping[str, W
         here, there = (list(each[name].shape) if name in each else None for each in (found, expected))
         if here != there:
             raise CheckpointError(
-                f"tensor {PREFIX}{name} has shape {here}, vision_config demands {there}. The files are incomplete or of another model."
+                f"tensor {PREFIX}{name} has shape {here}, vision_config demands {there}. The files are incomplete or of another model. "
+                "Fetch the model again."
             )
     said = {"merge": int(read.spatial_merge_size), "patch_values": int(expected[PATCHES].shape[1])}
     tokens = {name: int(config[name]) for name in TOKENS}

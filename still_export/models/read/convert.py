@@ -70,7 +70,7 @@ def fold_householder(weight: Tensor, u: Tensor, name: str = "weight") -> Tensor:
     squared = (axis * axis).sum(-1)[:, None, None]
     if bool((squared == 0).any()):
         raise CheckpointError(
-            "a Householder vector (hh.u) is zero, so its reflection is undefined. The checkpoint is damaged."
+            "a Householder vector (hh.u) is zero, so its reflection is undefined. The checkpoint is damaged. Fetch it again."
         )
     along = torch.einsum("hpd,hd->hp", wide, axis)
     return in_range(name, wide - 2 * along[..., None] * axis[:, None, :] / squared, weight.dtype)

@@ -22,8 +22,8 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from still_export.mixers.base import PagedLayer, PagedTokens
 from still_export.mixers.kept import rounded
+from still_export.mixers.paged import PagedLayer, PagedTokens
 from still_export.mixers.projections import rotate
 from still_export.mixers.registry import mixer_of
 from still_export.serving.vllm import OP

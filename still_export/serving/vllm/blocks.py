@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from still_export.mixers.base import Pages
+from still_export.mixers.paged import Pages
 from still_export.serving.vllm.prefixes import Prefixes
 
 SPARE = 4

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.mixers.base import PagedLayer, Pages
+from still_export.mixers.paged import PagedLayer, Pages
 from still_export.mixers.registry import mixer_of
 
 LINEAR_STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -23,12 +23,12 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.roles import FEATURE_MAP, GATE, NORM
 from still_export.mixers.trainable import Trainable, TrainableModule
-from still_export.systems.allmem.op import read_and_learn
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.test_time_memory.meaning import Inputs, MemoryState
 from still_kernels.test_time_memory.spec import ROW_EPSILON, TEST_TIME_MEMORY
+from still_kernels.test_time_memory.traced import read_and_learn
 
 WIDER = 2
 """Hidden channels of a memory, times those of a head."""

@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.keyed import KeyedAttention
 from still_export.mixers.attention.mixer import KeysMixer, sizes
-from still_export.mixers.base import LayerOp, part_of
-from still_export.mixers.block_attention.op import read_blocks
+from still_export.mixers.base import LayerOp
+from still_export.mixers.cache_layer import part_of
 from still_export.mixers.fixed import states_of
 from still_export.mixers.layers import head_size
-from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.parallel_mamba2.mixer import AttentionAndFixedStates
 from still_export.mixers.roles import ROUTER
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.block_attention.traced import read_blocks
 from still_kernels.linear_attention.meaning import Inputs as RuleInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.linear_attention.traced import linear_attention
 
 BLOCK = 128
 """Tokens of a block: sinks and windows are whole blocks."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers.utils.generic import maybe_autocast
 
-from still_export.mixers.base import LayerOp, Mixer, PagedProjection, PagedTokens, heads_of_rank
+from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.fixed import BesideFixedStates
 from still_export.mixers.gated_linear_attention.mixer import LOGIT_NORMALIZER
 from still_export.mixers.hybrid_attention.cache import HybridLayer
@@ -21,6 +21,7 @@ from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.paged import PagedLinearAttention
 from still_export.mixers.linear_attention.recurrent import recurrent
+from still_export.mixers.paged import PagedProjection, PagedTokens, heads_of_rank
 from still_export.mixers.trainable import Trainable, TrainableModule
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState

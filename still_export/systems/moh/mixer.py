@@ -12,11 +12,11 @@ from still_export.errors import ConfigError
 from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import Mixer
-from still_export.mixers.experts.op import route
 from still_export.mixers.layers import head_size
 from still_export.mixers.trainable import Trainable, TrainableModule
 from still_kernels.route.meaning import Inputs, margins, naive_route
 from still_kernels.route.spec import ROUTE
+from still_kernels.route.traced import route
 
 
 class ChosenHeads(SoftmaxAttention):
@@ -28,7 +28,7 @@ class ChosenHeads(SoftmaxAttention):
         super().__init__(base, head_dim)
         self.shared, self.routed = shared, routed
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Told of a call's choices, and may replace them, as a router's."""
+        """Called with the choices of a call, and may replace them, as a router's."""
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         query, key, value = self.heads(hidden)

@@ -13,27 +13,29 @@ from torch.nn.functional import pad
 from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.attention.keyed import Keyed
 from still_export.mixers.attention.mixer import KeysMixer, sizes
-from still_export.mixers.base import LayerOp, part_of
-from still_export.mixers.experts.op import route
+from still_export.mixers.base import LayerOp
+from still_export.mixers.cache_layer import part_of
 from still_export.mixers.fixed import BesideFixedStates, class_for
 from still_export.mixers.gated_delta_net.mixer import FlaGatedDeltaNet
 from still_export.mixers.layers import head_size
-from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import unit_length, wants_gradients
 from still_export.mixers.roles import GATE, ROUTER
-from still_export.systems.nats_l.op import kept_attention, routed_attention
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.kept_attention.meaning import Inputs, KeptState
 from still_kernels.kept_attention.spec import KEPT_ATTENTION
+from still_kernels.kept_attention.traced import kept_attention
 from still_kernels.linear_attention.meaning import Inputs as RuleInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.linear_attention.traced import linear_attention
 from still_kernels.route.meaning import Inputs as RouteInputs
 from still_kernels.route.meaning import margins, naive_route
 from still_kernels.route.spec import ROUTE
+from still_kernels.route.traced import route
 from still_kernels.routed_attention.meaning import Inputs as RoutedInputs
 from still_kernels.routed_attention.meaning import RoutedState
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
+from still_kernels.routed_attention.traced import routed_attention
 
 
 class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
@@ -88,7 +90,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         self.routes, self.keep_decay = config.routes, int(config.keep_decay)
         self.softmax_heads, self.softmax_dim = config.num_attention_heads, head_size(config)
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Told of a call's choices, and may replace them, as a router's."""
+        """Called with the choices of a call, and may replace them, as a router's."""
 
     def layer(self, key: Tensor) -> RoutedLayer:
         return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache)

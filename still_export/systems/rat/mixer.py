@@ -17,7 +17,6 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import BesideFixedStates, class_for, states_of
 from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import head_size
-from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import PROJECTION
 from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
@@ -25,6 +24,7 @@ from still_kernels.attention.meaning import AttentionState
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.linear_attention.meaning import Inputs as ScanInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
+from still_kernels.linear_attention.traced import linear_attention
 from still_kernels.strided_attention.meaning import Inputs
 from still_kernels.strided_attention.meaning import strided_attention as kernel
 from still_kernels.strided_attention.spec import STRIDED_ATTENTION

@@ -13,22 +13,22 @@ from still_export.mixers.attention.keyed import Keyed
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp
 from still_export.mixers.block_attention.cache import RowsLayer
-from still_export.mixers.block_attention.op import read_blocks
-from still_export.mixers.experts.op import route
 from still_export.mixers.fixed import class_for
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import rotate, unit_length
 from still_export.mixers.roles import PROJECTION, ROUTER
-from still_export.mixers.torch_ops import op_of_one_state
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
+from still_kernels.block_attention.traced import read_blocks
 from still_kernels.cluster_tokens.meaning import Inputs as ClusterInputs
 from still_kernels.cluster_tokens.meaning import cluster_tokens as kernel
 from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
 from still_kernels.route.meaning import Inputs as RouteInputs
 from still_kernels.route.meaning import margins, naive_route
 from still_kernels.route.spec import ROUTE
+from still_kernels.route.traced import route
+from still_kernels.torch_ops import op_of_one_state
 
 cluster_tokens = op_of_one_state(CLUSTER_TOKENS, ClusterInputs, kernel)
 """Of inputs and the clusters so far: blocks int32 [B, T, HK, cluster_window], and the clusters after the call."""
@@ -70,7 +70,7 @@ class ClusterAttention(Keyed):
         self.layer_idx, self.head_dim, self.window = base.layer_idx, base.head_dim, window
         self.q_proj, self.v_proj, self.o_proj, self.means = base.q_proj, base.v_proj, base.o_proj, base.means
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Told of a call's choices, and may replace them, as a router's."""
+        """Called with the choices of a call, and may replace them, as a router's."""
 
     def layer(self, key: Tensor) -> ClusterLayer:
         return ClusterLayer(key.shape[2], key.shape[3], self.cache, 1, (key.shape[2],))

@@ -9,13 +9,13 @@ from typing import Any
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.targets.genai.chats import warn_of_chats
+from still_export.targets.genai.join_states import CACHE, RECURRENT, join_states, joined_states, past_name, present_name
+from still_export.targets.genai.take_lengths_from_mask import lengths_from_mask, take_lengths_from_mask
 from still_export.targets.ort.target import check as check_ort
 from still_export.targets.ort.target import finish as finish_ort
 from still_export.targets.target import Lowering
 from still_graphs.conditions import bodies
 from still_graphs.later_ir import ir
-from still_graphs.passes.join_states import CACHE, RECURRENT, join_states, joined_states, past_name, present_name
-from still_graphs.passes.take_lengths_from_mask import lengths_from_mask, take_lengths_from_mask
 from still_graphs.pipelines import Step, run_steps
 from still_kernels.attention.spec import ATTENTION
 

@@ -70,7 +70,7 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
         source: Its weights are read one at a time.
         folder: Gets a portable package without a graph for a runtime.
         dtype: float16 or bfloat16.
-        say: Told each step.
+        say: Called with each step.
 
     Raises:
         ConfigError: The package cannot be narrowed, or float16 has no number so large as one of its weights.

@@ -58,7 +58,7 @@ def write_portable(
         to: The target's name, for messages.
         check: Raises for what the target cannot have of a model, given its manifest; asked before the model is traced.
         command: The command line, for the manifest.
-        progress: Told each step.
+        progress: Called with each step.
         dump: Gets the graph after each step.
 
     Raises:

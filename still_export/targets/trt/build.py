@@ -50,7 +50,7 @@ def build_engines(
     Args:
         package: For a target that has engines.
         options: Overrides.
-        progress: Told each step.
+        progress: Called with each step.
 
     Returns:
         The engine files.

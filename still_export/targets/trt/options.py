@@ -67,7 +67,7 @@ class TrtOptions:
             raise ConfigError(f"workspace_mib={self.workspace_mib}; it must not be negative.")
 
         if not 0 <= self.optimization_level <= 5:
-            raise ConfigError(f"optimization_level={self.optimization_level}; it lies in 0..5.")
+            raise ConfigError(f"optimization_level={self.optimization_level}; choose one of 0..5.")
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:

@@ -16,6 +16,7 @@ from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import cuda_headers, find_tensorrt_headers
 from still_export.targets.trt.runtime import TENSORRT
+from still_export.targets.trt.sum_products_in_float32 import products_sum_in_float32, sum_products_in_float32
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
 from still_graphs.passes.fix_shapes import fix_shapes, fixed_shapes
@@ -24,7 +25,6 @@ from still_graphs.passes.lower_opset import lowering
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.part_head import leave_head, no_head
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.passes.sum_products_in_float32 import products_sum_in_float32, sum_products_in_float32
 from still_graphs.pipelines import Step
 
 DTYPES = ("float16", "bfloat16", "float32")

@@ -11,13 +11,13 @@ from still_export.targets.trt.options import QUANTIZED_MAJOR, TrtOptions
 from still_export.targets.trt.plugins import find_tensorrt_headers, tensorrt_major
 from still_export.targets.trt.target import CLOSING, GREEDY, OPENING, TRT
 from still_export.targets.trt8.angles import angles_reduced, reduce_angles
+from still_export.targets.trt8.merge_heads import merge_heads
 from still_export.targets.trt8.norms import norm_in_place, whole_norms
 from still_export.targets.trt8.opset import lower_opset, lowered
 from still_export.targets.trt8.shapes import shape_before_widening, shaped_before_widening
 from still_export.targets.trt8.sigmoids import sigmoids_of_one_type, widen_sigmoids
 from still_graphs.conditions import known_ops, no_functions
 from still_graphs.passes.fix_shapes import fixed_shapes
-from still_graphs.passes.merge_heads import merge_heads
 from still_graphs.pipelines import PLUGINS, Step, steps_of_ops
 
 

@@ -9,12 +9,12 @@ from still_export.targets.target import Target
 from still_export.targets.trt.options import RTX, RtxOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.target import DTYPES, build
+from still_export.targets.trt_rtx.replace_nonzero import replace_nonzero
+from still_export.targets.trt_rtx.take_general_branches import take_general_branches
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, no_still_nodes, without
 from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
-from still_graphs.passes.replace_nonzero import replace_nonzero
-from still_graphs.passes.take_general_branches import take_general_branches
 from still_graphs.pipelines import Step
 
 TRT_RTX = Target(

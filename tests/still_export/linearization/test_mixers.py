@@ -22,11 +22,11 @@ from still_export.linearization.objectives import TransferObjective, make_studen
 from still_export.linearization.recipe import LINEARIZERS, Recipe, preset, read_recipe
 from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.select_layers import select_layers
-from still_export.mixers.base import PagedTokens
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.window import windowed_attention
 from still_export.mixers.layers import FULL
+from still_export.mixers.paged import PagedTokens
 from still_export.mixers.projections import rotate
 from still_export.mixers.registry import mixer_of
 from still_export.mixers.trainable import SOFTMAX, attention_mode

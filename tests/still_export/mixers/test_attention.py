@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from still_export.mixers.config import StillConfig
-from still_export.mixers.hybrid_attention import op
 from still_export.mixers.hybrid_attention.module import StillAttention
 from still_export.models import attach_untrained
 from still_export.models.read.convert import fold_householder
+from still_kernels.hybrid_attention import traced as op
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.meaning.inputs import Inputs

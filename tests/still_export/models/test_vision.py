@@ -209,7 +209,9 @@ def test_the_example_answers_as_transformers_does(
     image.fromarray(drawn).save(tmp_path / "cat.jpg")
     folder = Path(open_package(prompt.package).manifest["config"]["model"])
     save_processor(folder)
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/onnxruntime.md").read_text(encoding="utf-8"), re.S)
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/guide/onnxruntime.md").read_text(encoding="utf-8"), re.S
+    )
     monkeypatch.chdir(tmp_path)
     answers: list[np.ndarray] = []
     own = OrtModel.feed_seen

@@ -16,7 +16,7 @@ from still_export.errors import PackageError
 from still_export.mixers.cache import state_table
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.package.folder import Package
-from still_export.proof.answers import Told, silent
+from still_export.proof.answers import Decisions, silent
 from still_export.proof.cases import CaseSource
 from still_export.proof.chains import Chain, empty_feed
 from still_export.proof.judge import Bounds
@@ -88,7 +88,7 @@ def test_tokens_that_both_half_precision_runs_have_far_off_are_told_by_pytorchs_
     chain = asked.cases.prompts.drawn[1].chain
     right = asked.cases.own.run([chain])[0][-1]
     keys = {layer: right[f"present_salient_key.{layer}"] for layer in range(2)}
-    case = asked.cases.draw([1], {1: Told(kept=keys)})[0]
+    case = asked.cases.draw([1], {1: Decisions(kept=keys)})[0]
     tokens = {layer: right[f"present_chosen.{layer}"] for layer in keys}
     offsets = {layer: np.stack([_offsets(head) for head in x[0]])[None] for layer, x in tokens.items()}
     for follow, same in ((offsets, True), (keys, False)):
@@ -147,7 +147,7 @@ class Asked:
         """What verify says of the runner."""
         verifier = Verifier(self.package, cases, Subject(self.package), replays=0)
         answers = verifier.ask(self.session, [cases.begin(number) for number in range(cases.count)])
-        drawn = cases.draw(range(cases.count), answers.told if cases.follows else {})
+        drawn = cases.draw(range(cases.count), answers.decisions if cases.follows else {})
         judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]
         bounds = Bounds([each.case for each in judged], dtype="float32")
         return verifier.judge(judged, bounds, answers, "")
@@ -190,7 +190,7 @@ def test_answers_in_a_file_follow_a_runtime_as_pytorch_beside_it_does(tmp_path: 
     chosen = Selections.read(asked.select(tmp_path / "chosen.npz"), asked.package)
     asked = Asked(other)
     chosen.begin(asked.cases)
-    record_cases(asked.cases, asked.package, tmp_path / "calls.npz", told=chosen.told)
+    record_cases(asked.cases, asked.package, tmp_path / "calls.npz", decisions=chosen.decisions)
     read = RecordedCases(tmp_path / "calls.npz", asked.package)
     report = asked.judged(read)
     assert read.followed and report.selections == live.selections

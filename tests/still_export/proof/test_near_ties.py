@@ -40,7 +40,7 @@ def test_rows_of_choices_that_nobody_tells_are_not_held(wrong: int, tied: int, p
     lead[0, tied], lead[0, 3] = 0.2, -0.9
     case = Case("case", [], [], leads={~1: np.full((1, 12), 5.0), ~0: lead})
     case.own = [{"logits": row_errors(right, right + 1e-3 * (right != 0))}]
-    case.untold = Ties([RoutingTies()]).open_tokens(case.leads)
+    case.unreported = Ties([RoutingTies()]).open_tokens(case.leads)
     assert case.open_tokens().sum() == 2
     call = {"logits": right, "present_length": np.array([10])}
     judged = Judged.of(case, [(call, {**call, "logits": found})])
@@ -64,7 +64,7 @@ def test_rows_that_later_layers_keep_behind_untold_choices_are_not_held(layer: i
     lead[0, 5] = 0.3
     name = f"present_key.{layer}"
     case = Case("case", [], [], leads={~0: lead}, own=[{name: row_errors(right, right + 1e-3)}])
-    case.untold = Ties([RoutingTies()]).open_tokens(case.leads)
+    case.unreported = Ties([RoutingTies()]).open_tokens(case.leads)
     errors = Judged.of(case, [({name: right}, {name: found})], {name: 2}).errors[0][name]
     assert (Bounds([case]).judge(case, name, [errors]).share <= 1) == passes
 

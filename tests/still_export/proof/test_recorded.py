@@ -12,7 +12,7 @@ import pytest
 
 from still_export.errors import PackageError
 from still_export.package.folder import Package
-from still_export.proof.answers import EMPTY, Follow, Progress, Question, silent
+from still_export.proof.answers import EMPTY, DecisionsByCase, Progress, Question, silent
 from still_export.proof.cases import Case
 from still_export.proof.recorded import RecordedCases, record_cases
 
@@ -31,7 +31,7 @@ class Drawn:
     def begin(self, number: int) -> Question:
         return Question(())
 
-    def draw(self, numbers: Sequence[int], follow: Follow = EMPTY) -> list[Case]:
+    def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
         return [self.case(number) for number in numbers]
 
     def case(self, number: int) -> Case:

@@ -15,7 +15,7 @@ import pytest
 from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
-from still_export.proof.answers import Told
+from still_export.proof.answers import Decisions
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
 from still_export.proof.package import VerifyOptions, _torch_cases, verify
 from still_export.proof.package_programs import _check_copies, _run, check_programs
@@ -328,10 +328,10 @@ def test_choices_are_alike_whose_numbers_are_near() -> None:
     keys[0, 0, 5] = np.inf  # of no token
     near, far = keys + 1e-5, keys.copy()
     far[0, 1, 2] = far[0, 1, 3]
-    one = Told(kept={0: keys})
-    assert one.is_like(one) and one.is_like(Told(kept={0: near}), 1e-3)
-    assert not one.is_like(Told(kept={0: near})) and not one.is_like(Told(kept={0: far}), 1e-3)
-    assert not one.is_like(Told([np.zeros((1, 3, 2))], {0: keys}), 1e-3)
+    one = Decisions(kept={0: keys})
+    assert one.is_like(one) and one.is_like(Decisions(kept={0: near}), 1e-3)
+    assert not one.is_like(Decisions(kept={0: near})) and not one.is_like(Decisions(kept={0: far}), 1e-3)
+    assert not one.is_like(Decisions([np.zeros((1, 3, 2))], {0: keys}), 1e-3)
 
 
 @pytest.mark.slow

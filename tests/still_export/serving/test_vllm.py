@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from still_export.cli.verify_served import check_flags
 from still_export.errors import ConfigError, UnsupportedError, UnsupportedModelError
-from still_export.mixers.base import PagedTokens
 from still_export.mixers.cache import empty_states
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.paged import part_of
 from still_export.mixers.layers import FULL
+from still_export.mixers.paged import PagedTokens
 from still_export.models.build import still_family_config
 from still_export.models.description import describe_model
 from still_export.models.families.linear_families import LINEAR_FAMILIES

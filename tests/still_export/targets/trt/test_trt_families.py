@@ -20,12 +20,12 @@ from still_export.graph.trace import trace_model
 from still_export.targets.registry import target_of
 from still_export.targets.trt.package import _plugin_calls
 from still_export.targets.trt.target import lower_opset
+from still_export.targets.trt_rtx.replace_nonzero import replace_nonzero
+from still_export.targets.trt_rtx.take_general_branches import take_general_branches
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
-from still_graphs.passes.replace_nonzero import replace_nonzero
-from still_graphs.passes.take_general_branches import take_general_branches
 from still_kernels.registry import kernels_of
 from tests.still_export.fake_engine import restore_bodies
 from tests.still_export.packages import needs_rtx

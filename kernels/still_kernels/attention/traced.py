@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.spec import CACHE, AttributeValue
 from still_kernels.attention.call import attention as kernel
 from still_kernels.attention.meaning import AttentionState, Inputs
 from still_kernels.attention.spec import ATTENTION
+from still_kernels.torch_ops import Given, call, register
 
 
 def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:

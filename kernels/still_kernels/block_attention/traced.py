@@ -1,4 +1,4 @@
-"""The traced forms: the torch ops `still::select_blocks` and `still::block_attention`."""
+"""The traced form of attention to chosen blocks: the torch op `still::block_attention`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from still_export.mixers.projections import wants_gradients
-from still_export.mixers.torch_ops import Given, call, op_of_one_state, register
 from still_graphs.spec import AttributeValue
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.block_attention.call import block_attention as kernel
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
-from still_kernels.select_blocks.call import select_blocks as choose
-from still_kernels.select_blocks.meaning import Inputs as SelectInputs
-from still_kernels.select_blocks.spec import SELECT_BLOCKS
-
-select_blocks = op_of_one_state(SELECT_BLOCKS, SelectInputs, choose)
-"""Of inputs and the sums of keys so far: blocks int32 [B, T, HK, slots], and the sums after the call."""
+from still_kernels.torch_ops import Given, call, register
 
 _ACTIVATIONS = ("query", "key", "value", "blocks", "new_tokens")
 
@@ -50,4 +43,4 @@ def read_blocks(inputs: Inputs, state: AttentionState, owned: bool) -> tuple[Ten
     """The same, one node where a program is traced; into `state` where it is `owned`."""
     if torch.compiler.is_compiling():
         return block_attention(inputs, state)
-    return kernel(inputs, state, owned and not wants_gradients(inputs.query))
+    return kernel(inputs, state, owned and not inputs.wants_gradients())

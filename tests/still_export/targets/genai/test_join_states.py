@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 import pytest
 
+from still_export.targets.genai.join_states import RECURRENT
 from still_export.targets.genai.package import STEPS as PASSES
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.joined import part_of
-from still_graphs.passes.join_states import RECURRENT
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.genai_host import GenaiHost
 from tests.still_graphs.small_graph import CODES, HYBRID, SIZES, VOCABULARY, empty_state, small_graph

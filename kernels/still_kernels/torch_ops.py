@@ -17,6 +17,7 @@ Compute = Callable[[Given, Mapping[str, AttributeValue], bool], Mapping[str, Ten
 states may be written in place and returned."""
 
 Inputs = TypeVar("Inputs")
+State = TypeVar("State", bound=Any)
 
 _TORCH_TYPES = {int: "int", float: "float", str: "str"}
 _LIBRARY = torch.library.Library(DOMAIN, "DEF")
@@ -153,5 +154,31 @@ def op_without_state(
         given = {t.name: getattr(inputs, t.name) for t in spec.inputs}
         results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
         return tuple(results[name] for name in names)
+
+    return run
+
+
+def op_of_states(
+    spec: OpSpec,
+    inputs_type: type[Inputs],
+    state_type: type[State],
+    compute: Callable[[Inputs, State, bool], tuple[Tensor, State]],
+) -> Callable[..., tuple[Tensor, State]]:
+    """The same of an op of one output whose states are a named tuple; the last argument says that they may be written in place."""
+
+    def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+        tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
+        state = state_type(*(tensors.pop(f"past_{name}") for name in state_type._fields))
+        output, after = compute(inputs_type(**tensors, **attributes), state, in_place)
+        return {"output": output, **{f"present_{name}": x for name, x in after._asdict().items()}}
+
+    register(spec, computed)
+
+    def run(inputs: Inputs, state: State, in_place: bool = False) -> tuple[Tensor, State]:
+        if not torch.compiler.is_compiling():
+            return compute(inputs, state, in_place)
+        given = {**vars(inputs), **{f"past_{name}": x for name, x in state._asdict().items()}}
+        results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
+        return results["output"], state_type(*(results[f"present_{name}"] for name in state_type._fields))
 
     return run

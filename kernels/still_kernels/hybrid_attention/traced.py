@@ -8,13 +8,13 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from still_export.mixers.torch_ops import Given, call, register
 from still_graphs.spec import AttributeValue
 from still_kernels.hybrid_attention.call import hybrid_attention as kernel
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState, state_names
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from still_kernels.torch_ops import Given, call, register
 
 
 def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:

@@ -1,1 +1,0 @@
-"""The traced form of still::AngleSum, which other mixers call."""

@@ -1,1 +1,0 @@
-"""The short convolution in front of linear attention: traced op."""

@@ -1,0 +1,143 @@
+"""What an engine that serves many requests asks of a layer: its pages, and one rank's heads over packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from still_export.errors import UnsupportedModelError
+from still_kernels.packing import PagedStates
+
+
+class Pages(Protocol):
+    """Pages of one size that hold a layer's states of a request; the request has more of them as it grows."""
+
+    @property
+    def size_bytes(self) -> int:
+        """From one page to the next."""
+
+    @property
+    def columns(self) -> int:
+        """Pages of a request at most."""
+
+    def after(self, tokens: int) -> int:
+        """Pages of a request of `tokens` tokens."""
+
+    def changing(self, tokens: int) -> Sequence[int]:
+        """Columns of those pages of a request of `tokens` tokens that later tokens still write to."""
+
+    def padded(self, size_bytes: int) -> Self:
+        """The same in pages of an engine that made them larger."""
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PagedProjection:
+    """A linear layer of the hidden states beside those of queries, keys and values, for an engine that has parallel ones.
+
+    size: Channels per query head.
+    bias: It has one.
+    low_rank: Channels between two layers, `<name>.0` without a bias and `<name>.1`; 0: it is one layer.
+    """
+
+    size: int
+    bias: bool
+    low_rank: int = 0
+
+
+Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Queries and keys [.., heads, D] to what they are after RoPE, in the type that they have."""
+
+
+@dataclass(frozen=True)
+class PagedTokens:
+    """Packed tokens of a call as one rank of a layer gets them.
+
+    heads: Query [tokens, H, D], key and value [tokens, HK, D], after norms and before RoPE.
+    projected: By the names of the layer's `projections`, [tokens, H * size].
+    weights: This rank's `head_weights`.
+    turn: RoPE of query and key.
+    """
+
+    heads: tuple[Tensor, Tensor, Tensor]
+    projected: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    turn: Turn
+
+
+class PagedLayer(Protocol):
+    """One rank's heads of a layer, over packed tokens of many requests whose states lie in the pages of an engine.
+
+    The engine projects tokens to queries, keys and values, and to what `projections` says. `inputs` and `result` go around the states
+    and are compiled with the rest of the model.
+    """
+
+    projections: Mapping[str, PagedProjection]
+    """By the names of their parameters."""
+
+    head_weights: Mapping[str, tuple[int, ...]]
+    """Shapes of further parameters, of all ranks; the first dimension is query heads, or 1 where heads share them."""
+
+    names: tuple[str, ...]
+    """Of the tensors that `inputs` makes."""
+
+    linear_states: tuple[torch.dtype, ...] = (torch.float32,)
+    """Types that the linear state may be kept in."""
+
+    codes: bool = False
+    """Its pages hold keys and values in 8 bits where the model's cache is int8."""
+
+    window: int = 0
+    """Tokens, its own among them, that a softmax attention of the engine's own looks at beside; 0: there is none."""
+
+    def inputs(self, given: PagedTokens) -> dict[str, Tensor]:
+        """What `attend` takes, each [tokens, ...]."""
+
+    def result(self, output: Tensor, window: Tensor | None, given: PagedTokens) -> Tensor:
+        """What goes to the layer's last projection, [tokens, H, D], of the `output` of `attend` and of the engine's own attention."""
+        return output
+
+    def refusals(self, dtype: torch.dtype) -> list[str]:
+        """Why no kernel covers the layer on CUDA, one line per property with what is covered; empty if one does."""
+
+    def pages(
+        self, tokens: int, capacity_tokens: int, dtype: torch.dtype, linear: torch.dtype = torch.float32
+    ) -> Pages:
+        """How the states of a request of at most `tokens` tokens lie in pages.
+
+        Args:
+            capacity_tokens: What the model's states are meant to hold.
+            dtype: Of activations.
+            linear: Of the linear state, one of `linear_states`.
+        """
+
+    def attend(
+        self, heads: Mapping[str, Tensor], weights: Mapping[str, Tensor], states: PagedStates, output: Tensor
+    ) -> None:
+        """Attend and update the states in place.
+
+        Args:
+            heads: What `inputs` made.
+            weights: This rank's `head_weights`.
+            states: The engine's.
+            output: [tokens, H, D], written where the sequences have tokens.
+        """
+
+
+def heads_of_rank(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """Query heads and key/value heads of each of `ranks`; with more ranks than key/value heads several have the same of these.
+
+    Raises:
+        UnsupportedModelError: They cannot be shared so.
+    """
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise UnsupportedModelError(
+            f"{ranks} ranks cannot share num_attention_heads={heads} and num_key_value_heads={kv_heads} evenly. "
+            "Choose another --tensor-parallel-size."
+        )
+    return heads // ranks, max(1, kv_heads // ranks)

@@ -1,1 +1,0 @@
-"""Linear attention with a correction of rank one: the traced op."""
