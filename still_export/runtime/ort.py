@@ -22,8 +22,8 @@ from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.ort_session import (
-    CUDA,
     MOST_THREADS,
+    check_cuda,
     check_graph,
     check_version,
     default_threads,
@@ -98,8 +98,8 @@ class OrtModel(Runner):
             return options
 
         options, self._session_options = session_options(), session_options
-        if self.device == "cuda" and CUDA not in onnxruntime.get_available_providers():
-            raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
+        if self.device == "cuda":
+            check_cuda(onnxruntime.get_available_providers())
         self.native = None if bodies else native_library(self.folder, self.manifest, self.device)
         if self.device == "cuda" and self.native is None:
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.

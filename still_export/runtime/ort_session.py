@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,12 @@ def check_version(version: str) -> None:
         raise RunError(
             f"onnxruntime {version} is installed, and packages need {least} or later: pip install -U 'onnxruntime>={least}'."
         )
+
+
+def check_cuda(providers: Sequence[str]) -> None:
+    """Raise RunError where ONNX Runtime has other `providers` than CUDA's alone."""
+    if CUDA not in providers:
+        raise RunError(f"this onnxruntime has no {CUDA}. Install onnxruntime-gpu, or run with --provider cpu.")
 
 
 def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> list[str]:
