@@ -12,7 +12,7 @@ from still_export.package.folder import Package
 from still_export.package.refusals import RunError
 from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, silent
 from still_export.proof.cases import Case, CaseSource
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 from still_export.proof.verdict import Check, Verdict
 from still_export.proof.verify import Verifier
 
@@ -30,7 +30,7 @@ def other_lengths(chunk: int) -> tuple[int, ...]:
 
 
 def check_other_graphs(
-    package: Package, compared: Target, cases: Callable[[], CaseSource], progress: Progress = silent
+    package: Package, compared: Subject, cases: Callable[[], CaseSource], progress: Progress = silent
 ) -> Verdict:
     """Compare with PyTorch what runs of a package where its native kernels are not loaded, on ONNX Runtime's other provider where it has
     kernels for GPUs, and its portable graph.
@@ -48,15 +48,15 @@ def check_other_graphs(
             verdict.not_asked.append(f"the package's kernels for GPUs: {missing}")
         else:
             providers = ["cpu", "cuda"]
-    targets: dict[str, Target] = {}
+    targets: dict[str, Subject] = {}
     for provider in providers:
         on = " on CUDA" if provider == "cuda" else ""
         if provider != compared.provider:
-            targets[MODEL + (on or " on the CPU")] = Target(package, "ort", provider)
+            targets[MODEL + (on or " on the CPU")] = Subject(package, "ort", provider)
         if provider != compared.provider or compared.native:
-            targets[f"{MODEL} without the native kernels{on}"] = Target(package, "ort", provider, bodies=True)
+            targets[f"{MODEL} without the native kernels{on}"] = Subject(package, "ort", provider, bodies=True)
     if PORTABLE in package.manifest["files"]:
-        targets[PORTABLE] = Target(package, "ort", bodies=True, graph=PORTABLE)
+        targets[PORTABLE] = Subject(package, "ort", bodies=True, graph=PORTABLE)
     verdict.checks += [_compare(what, package, target, drawn, progress) for what, target in targets.items()]
     return verdict
 
@@ -127,7 +127,7 @@ class DrawnOnce:
         self._drawn = []
 
 
-def _compare(what: str, package: Package, target: Target, cases: DrawnOnce, progress: Progress) -> Check:
+def _compare(what: str, package: Package, target: Subject, cases: DrawnOnce, progress: Progress) -> Check:
     name = f"{what} computes what PyTorch computes"
 
     def say(phase: str, done: int, total: int) -> None:

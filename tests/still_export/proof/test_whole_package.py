@@ -21,7 +21,7 @@ from still_export.proof.answers import Told
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
 from still_export.proof.package import VerifyOptions, _torch_cases, verify
 from still_export.proof.package_programs import _check_copies, _run, check_programs
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier
@@ -287,9 +287,9 @@ GRAPHS = ("model.onnx", "portable.onnx")
 
 
 def compared(package: Package) -> Verdict:
-    lengths, target = other_lengths(StateTable.of(package.manifest).period), Target(package)
-    target.native = True
-    return check_other_graphs(package, target, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"))
+    lengths, subject = other_lengths(StateTable.of(package.manifest).period), Subject(package)
+    subject.native = True
+    return check_other_graphs(package, subject, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"))
 
 
 @pytest.mark.slow
@@ -343,10 +343,10 @@ def test_a_second_comparison_asks_the_runtime_nothing(
     export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
-    opened, right = list[Target](), Target.open
-    monkeypatch.setattr(Target, "open", lambda self, *more: opened.append(self) or right(self, *more))
+    opened, right = list[Subject](), Subject.open
+    monkeypatch.setattr(Subject, "open", lambda self, *more: opened.append(self) or right(self, *more))
     cases = _torch_cases(package, None, (1, 33), STEPS, 0, {}, "cpu")
-    verifier = Verifier(package, cases, Target(package), STEPS)
+    verifier = Verifier(package, cases, Subject(package), STEPS)
     first, second = (verifier.run(tmp_path / name) for name in ("first", "second"))
     assert first.passed and len(opened) == 1
     assert [vars(each) for each in first.outputs] == [vars(each) for each in second.outputs]
