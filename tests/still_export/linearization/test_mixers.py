@@ -214,7 +214,9 @@ def finished(
     if mixer == "liger-gla":  # has no start of its own
         assert not fitted
     else:
-        assert fitted[0].startswith("cost: a start in closed form, then 6 steps of attention transfer and 4 steps of LoRA")
+        assert fitted[0].startswith(
+            "cost: a start in closed form, then 6 steps of attention transfer and 4 steps of LoRA"
+        )
         assert fitted[1:] == ["start in closed form: 2 layers, 12 rows of 64 tokens"]
     return mixer, output, result
 
