@@ -1,7 +1,7 @@
 """Softmax layers chosen by what layers need and by gates that learn on retrieval, and settings of `quick`: what models of a budget give.
 
   python -m tools.benchmarks.layer_choice BASE --text django.txt --counts 2,4 -o OUT
-  python -m tools.benchmarks.layer_choice BASE --layers 17,18,20,23 --set finetune_steps=26 --set finetune_steps=26,finetune_rate=1e-3 -o OUT
+  python -m tools.benchmarks.layer_choice BASE --layers 17,18,20,23 --set finetune_steps=26 --set finetune_rate=1e-3,retrieval=0.9 -o OUT
 
 Gates, after FlashMorph (arXiv:2606.30562): every layer's output is a mixture of softmax and of the untrained student. Only the mixtures'
 shares learn: by the answers of retrieval prompts, and by a price for each softmax layer. Each choice is then trained by the recipe `quick`
