@@ -131,6 +131,23 @@ inline Eight dot(Part<Bits> const& part, int8_t const* x)
     }
 }
 
+#elif defined(__aarch64__)
+
+template <int Bits>
+inline Eight dot(Part<Bits> const& part, int8_t const* x)
+{
+    constexpr int blocks = Bits == 4 ? 1 : 2, groups = kPart / 4 / blocks;
+    Eight total = {};
+    for (int block = 0; block < blocks; ++block)
+    {
+        LaneSums sums;
+        for (int i = 0; i < groups; ++i)
+            sums.add(part.codes[groups * block + i], x + 4 * (groups * block + i));
+        total += sums.found<Eight>() * part.scales[block];
+    }
+    return total;
+}
+
 #else
 
 template <int Bits>
