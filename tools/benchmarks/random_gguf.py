@@ -1,4 +1,4 @@
-"""Write GGUF files of a published shape with random weights, by llama.cpp's own converter and quantizer: what both runtimes are measured on.
+"""Write GGUF files of a published shape with random weights by llama.cpp's own converter and quantizer, for both runtimes to be measured on.
 
   python -m tools.benchmarks.random_gguf lfm2-1.2b FOLDER --converter llama.cpp --types Q4_K_M,Q8_0
 
