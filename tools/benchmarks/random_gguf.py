@@ -1,4 +1,4 @@
-"""Write GGUF files of a published shape with random weights by llama.cpp's own converter and quantizer, for both runtimes to be measured on.
+"""Write GGUF files of a published shape with random weights, by llama.cpp's converter and quantizer: both runtimes take them.
 
   python -m tools.benchmarks.random_gguf lfm2-1.2b FOLDER --converter llama.cpp --types Q4_K_M,Q8_0
 
@@ -35,7 +35,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A small one of bytes: prompts are token ids, whose texts nobody reads."""
+    """One of bytes, with as many tokens as the model has: prompts are token ids, and every answer has a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -49,6 +49,11 @@ def write_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     made.train_from_iterator(TEXT, trainer)
+    found = json.loads(made.to_str())
+    known = found["model"]["vocab"]
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    known.update({f"w{number}": number for number in range(len(known), size)})
+    made = Tokenizer.from_str(json.dumps(found))
     whole = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", bos_token="<|endoftext|>")
     whole.save_pretrained(folder)
 
