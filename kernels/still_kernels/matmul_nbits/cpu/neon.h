@@ -118,51 +118,64 @@ inline void pair_products(Bytes const* first, Bytes const* second, int8_t const*
 
 #endif
 
-// Sums of eight outputs, a lane each, over codes below 64 of four inputs of each output: at most 16 inputs of 6 bits, 32 of 4 bits.
-class LaneSums
+// Four bytes, signed or not.
+template <typename Byte>
+inline Sums widened_four(uint8_t const* from)
 {
-public:
-    template <typename Codes>
-    void add(Codes const& codes, int8_t const* x)
+    uint32_t bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    uint8x8_t const narrow = vreinterpret_u8_u32(vdup_n_u32(bytes));
+    if constexpr (static_cast<Byte>(-1) < 0)
+        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(narrow))));
+    else
+        return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(narrow))));
+}
+
+// Sums of four outputs, a lane each, over `Groups` times four inputs whose codes lie output by output. Codes are below 64, and where there
+// are more than sixteen inputs, below 16: their products are less than 16 bits hold.
+template <int Groups, typename Codes>
+inline Sums four_sums(Codes const* codes, int8_t const* x)
+{
+#if defined(__ARM_FEATURE_DOTPROD)
+    Sums sums = vdupq_n_s32(0);
+    for (int i = 0; i < Groups; i += 4)
+    {
+        Bytes const sixteen = load_bytes(x + 4 * i);
+        sums = vdotq_laneq_s32(sums, (Bytes)codes[i], sixteen, 0);
+        sums = vdotq_laneq_s32(sums, (Bytes)codes[i + 1], sixteen, 1);
+        sums = vdotq_laneq_s32(sums, (Bytes)codes[i + 2], sixteen, 2);
+        sums = vdotq_laneq_s32(sums, (Bytes)codes[i + 3], sixteen, 3);
+    }
+    return sums;
+#else
+    int16x8_t low = vdupq_n_s16(0), high = low;
+    for (int i = 0; i < Groups; ++i)
     {
         int32_t four;
-        std::memcpy(&four, x, sizeof four);
-        Bytes const numbers = vreinterpretq_s8_s32(vdupq_n_s32(four));
-        Bytes halves[2];
-        std::memcpy(halves, &codes, sizeof codes);
-        for (int i = 0; i < 2; ++i)
-        {
-#if defined(__ARM_FEATURE_DOTPROD)
-            sums_[i] = vdotq_s32(sums_[i], halves[i], numbers);
-#else
-            // As many products are less than 16 bits hold.
-            low_[i] = vmlal_s8(low_[i], vget_low_s8(halves[i]), vget_low_s8(numbers));
-            high_[i] = vmlal_high_s8(high_[i], halves[i], numbers);
-#endif
-        }
+        std::memcpy(&four, x + 4 * i, sizeof four);
+        Bytes const same = vreinterpretq_s8_s32(vdupq_n_s32(four)), own = (Bytes)codes[i];
+        low = vmlal_s8(low, vget_low_s8(own), vget_low_s8(same)), high = vmlal_high_s8(high, own, same);
     }
+    return vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#endif
+}
 
-    template <typename Eight>
-    Eight found() const
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// The same of two tokens, over codes of which eight of an output lie side by side.
+template <int Groups, typename Codes>
+inline void pair_sums(Codes const* codes, int8_t const* x, int64_t distance, Sums* found)
+{
+    Sums top = vdupq_n_s32(0), bottom = top;
+    for (int i = 0; i < Groups; i += 4, codes += 4, x += 16)
     {
-        Eight eight;
-#if defined(__ARM_FEATURE_DOTPROD)
-        std::memcpy(&eight, sums_, sizeof eight);
-#else
-        Sums sums[2];
-        for (int i = 0; i < 2; ++i)
-            sums[i] = vpaddq_s32(vpaddlq_s16(low_[i]), vpaddlq_s16(high_[i]));
-        std::memcpy(&eight, sums, sizeof eight);
-#endif
-        return eight;
+        Bytes const a = load_bytes(x), b = load_bytes(x + distance), low = low_halves(a, b), high = high_halves(a, b);
+        top = plus_pairs(plus_pairs(top, (Bytes)codes[0], low), (Bytes)codes[2], high);
+        bottom = plus_pairs(plus_pairs(bottom, (Bytes)codes[1], low), (Bytes)codes[3], high);
     }
+    found[0] = vuzp1q_s32(top, bottom), found[1] = vuzp2q_s32(top, bottom);
+}
 
-private:
-#if defined(__ARM_FEATURE_DOTPROD)
-    Sums sums_[2] = {};
-#else
-    int16x8_t low_[2] = {}, high_[2] = {};
 #endif
-};
 
 } // namespace
