@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from still_export.graph.quantization.read import eight_bits
 from still_kernels.matmul_nbits.plan import Inputs, dequantized
+
+UNIT = 32
+"""Inputs that the CPU's kernels round with one factor."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +84,10 @@ def tokens(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float1
 def exact(given: Inputs) -> Tensor:
     """The product over the weight as it is held, float64."""
     return given.input.double() @ dequantized(given).double().T
+
+
+def exact_numbers(given: Inputs, rounded: bool = True) -> Tensor:
+    """The same over scales and offsets as they are; `rounded`: of tokens in 8 bits by UNIT inputs, as the CPU's kernels round them."""
+    wide = {name: x.double() for name, x in vars(given).items() if name in ("scales", "offsets") and x is not None}
+    x = given.input.double()
+    return exact(replace(given, input=eight_bits(x, UNIT) if rounded else x, **wide))

@@ -195,7 +195,7 @@ def _all_that_runs(
     verdict.add(check_programs(package, options.provider))
     if options.calls is not None:
         verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
-        verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
+        verdict.not_asked.append("function bodies, the other provider and the portable graph: verify without --calls")
         return verdict
     with _found(package):
         from still_export.folders.model import resolve_source
@@ -214,7 +214,7 @@ def _all_that_runs(
         lengths = other_lengths(StateTable.of(manifest).period)
         return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
 
-    verdict.add(check_other_graphs(package, target.native, cases, progress))
+    verdict.add(check_other_graphs(package, target, cases, progress))
     return verdict
 
 

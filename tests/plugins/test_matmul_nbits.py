@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.graph.quantization.read import eight_bits
-from tests.matmul_nbits_cases import CODES_FROM_0, FEW, MANY, Case, exact, tokens, weight
+from tests.matmul_nbits_cases import CODES_FROM_0, FEW, MANY, Case, exact, exact_numbers, tokens, weight
 from tests.still_graphs.node_model import tensor
 from tests.still_graphs.test_functions import session, value
 from tests.still_graphs.test_matmul_nbits import model_of
 
-UNIT = 32
-"""Inputs that the kernel rounds with one factor."""
 CASES = {
     **FEW,
     **CODES_FROM_0,
@@ -54,11 +51,7 @@ class Node:
         return tensor(output, torch.float32)
 
     def expected(self, given: torch.Tensor, rounded: bool = True) -> torch.Tensor:
-        wide = {
-            name: x.double() for name, x in vars(self.weight).items() if name in ("scales", "offsets") and x is not None
-        }
-        x = given.double()
-        return exact(replace(self.weight, input=eight_bits(x, UNIT) if rounded else x, **wide))
+        return exact_numbers(replace(self.weight, input=given), rounded)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

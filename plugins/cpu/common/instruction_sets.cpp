@@ -4,6 +4,11 @@
 #include <algorithm>
 #include <iterator>
 
+#if defined(STILL_ARM)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace still_cpu
 {
 namespace
@@ -26,6 +31,9 @@ Set const kSets[] = {
         }},
     {InstructionSet::kV3, "v3",
         [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); }},
+#elif defined(STILL_ARM)
+    {InstructionSet::kI8mm, "i8mm", [] { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) && (getauxval(AT_HWCAP2) & HWCAP2_I8MM); }},
+    {InstructionSet::kDotprod, "dotprod", [] { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }},
 #endif
     {InstructionSet::kBaseline, "baseline", [] { return true; }},
 };

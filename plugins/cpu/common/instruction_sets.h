@@ -17,6 +17,8 @@ enum class InstructionSet
 {
     kV4,
     kV3,
+    kI8mm,    // of 64-bit ARM, with SDOT
+    kDotprod, // SDOT alone
     kBaseline
 };
 
@@ -52,6 +54,20 @@ STILL_INLINE Numbers numbers(bool half, Cache cache = Cache::kAlike)
         {                                                                                                                              \
         case InstructionSet::kV4: return v4_kernels(kind);                                                                             \
         case InstructionSet::kV3: return v3_kernels(kind);                                                                             \
+        default: return baseline_kernels(kind);                                                                                        \
+        }                                                                                                                              \
+    }
+#elif defined(STILL_ARM)
+#define STILL_KERNEL_SETS                                                                                                              \
+    Kernels const& i8mm_kernels(Numbers kind);                                                                                         \
+    Kernels const& dotprod_kernels(Numbers kind);                                                                                      \
+    Kernels const& baseline_kernels(Numbers kind);                                                                                     \
+    STILL_INLINE Kernels const& kernels_of(int index, Numbers kind)                                                                    \
+    {                                                                                                                                  \
+        switch (instruction_set(index))                                                                                                \
+        {                                                                                                                              \
+        case InstructionSet::kI8mm: return i8mm_kernels(kind);                                                                         \
+        case InstructionSet::kDotprod: return dotprod_kernels(kind);                                                                   \
         default: return baseline_kernels(kind);                                                                                        \
         }                                                                                                                              \
     }

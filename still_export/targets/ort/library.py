@@ -103,7 +103,7 @@ def _build(cpu: str, include: Path | None, archive: Path | None, target: Path) -
     from filelock import FileLock
 
     demand_build(include)
-    compiler = _cross_compiler(cpu)
+    compiler = cross_compiler(cpu)
     home = make_cache(cached_library(cpu).parent)
     with FileLock(home / "lock"):
         if archive is None and _is_whole(target):  # another process built it meanwhile
@@ -164,7 +164,7 @@ def _headers(include: Path | None) -> Path:
         return fetch_headers()
 
 
-def _cross_compiler(cpu: str) -> dict[str, str]:
+def cross_compiler(cpu: str) -> dict[str, str]:
     """CMake's options that compile for `cpu`; none for this machine's."""
     if cpu == this_cpu():
         return {}

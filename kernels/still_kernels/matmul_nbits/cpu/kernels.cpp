@@ -173,6 +173,13 @@ inline Blocks blocks_of(Task const& task, Rows<S> const& rows, int shift, int64_
     return {scale, minus_product(zero, scale, task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{})};
 }
 
+// Adds what a token's sums over the units at `place` stand for.
+inline void add_unit(Rounded const& tokens, Blocks const& blocks, int64_t place, Quads sums, Quads& total)
+{
+    total = plus_product(times(sums, blocks.scale), load_quads(tokens.factors + place * kRows), total);
+    total = plus_product(blocks.least, load_quads(tokens.sums + place * kRows), total);
+}
+
 // A step of `units` units over kRows outputs of `Count` tokens, of which `task.rounded` has the first at place `t`.
 template <int Bits, int Count, typename S>
 inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit, int units, int64_t t, Quads* total)
@@ -182,6 +189,21 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
     for (int r = 0; r < kRows; ++r)
         load_codes<Bits>(rows.codes[r] + unit * kUnit * Bits / 8, units, first[r], second[r]);
     Blocks const blocks = blocks_of<Bits>(task, rows, shift, unit, units);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (Count > 1)
+    {
+        pair_rows(first), pair_rows(second);
+        for (int i = 0; i < Count; i += 2)
+        {
+            int64_t const place = (t + i) * tokens.units + unit;
+            Quads sums[2];
+            pair_products(first, second, tokens.codes + place * kUnit, tokens.units * kUnit, sums);
+            add_unit(tokens, blocks, place, sums[0], total[i]);
+            add_unit(tokens, blocks, place + tokens.units, sums[1], total[i + 1]);
+        }
+        return;
+    }
+#endif
     for (int i = 0; i < Count; ++i)
     {
         int64_t const place = (t + i) * tokens.units + unit;
@@ -189,8 +211,7 @@ inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit,
         Sums sums[kRows];
         for (int r = 0; r < kRows; ++r)
             sums[r] = products<Bits>(first[r], second[r], x, y);
-        total[i] = plus_product(times(to_quads(sums), blocks.scale), load_quads(tokens.factors + place * kRows), total[i]);
-        total[i] = plus_product(blocks.least, load_quads(tokens.sums + place * kRows), total[i]);
+        add_unit(tokens, blocks, place, to_quads(sums), total[i]);
     }
 }
 

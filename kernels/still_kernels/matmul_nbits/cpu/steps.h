@@ -235,10 +235,15 @@ inline void sum_quads(Quads x, float* rows)
 
 #else
 
-constexpr int kStep = 1, kMostTokens = 4;
+constexpr int kStep = 1;
+typedef float Quads __attribute__((vector_size(16)));
+
+#if defined(__aarch64__) // whose whole numbers are in neon.h
+constexpr int kMostTokens = 8;
+#else
+constexpr int kMostTokens = 4;
 typedef int16_t Bytes __attribute__((vector_size(32))); // products of two are less than 16 bits hold
 typedef int32_t Sums __attribute__((vector_size(64)));
-typedef float Quads __attribute__((vector_size(16)));
 
 template <typename T>
 inline Bytes widen(T const* x)
@@ -282,6 +287,8 @@ inline Quads to_quads(Sums const* v)
     }
     return found;
 }
+
+#endif
 
 template <typename S>
 inline Quads load_numbers(S const* const* rows, int64_t unit, int)
@@ -333,3 +340,7 @@ inline void sum_quads(Quads x, float* rows)
 #endif
 
 } // namespace
+
+#if defined(__aarch64__)
+#include "neon.h"
+#endif

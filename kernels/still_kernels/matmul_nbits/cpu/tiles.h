@@ -17,9 +17,16 @@ using still_cpu::low_bit::kTile;
 
 constexpr int kPart = kUnit; // inputs whose codes are in registers at once
 
-typedef uint8_t Codes __attribute__((vector_size(32))); // four inputs of each output
-typedef int32_t Eight __attribute__((vector_size(32)));
-typedef float Floats __attribute__((vector_size(32)));
+#if defined(__AVX2__)
+constexpr int kWide = 8; // outputs in a vector
+#else
+constexpr int kWide = 4;
+#endif
+constexpr int kPieces = kTile / kWide;
+
+typedef uint8_t Codes __attribute__((vector_size(4 * kWide))); // four inputs of each output
+typedef int32_t Whole __attribute__((vector_size(4 * kWide)));
+typedef float Floats __attribute__((vector_size(4 * kWide)));
 
 template <typename T>
 inline T read(void const* from)
@@ -29,21 +36,23 @@ inline T read(void const* from)
     return value;
 }
 
-// Eight bytes, signed or not.
+// kWide bytes, signed or not.
 template <typename Byte>
-inline Eight widened(uint8_t const* from)
+inline Whole widened(uint8_t const* from)
 {
 #if defined(__AVX2__) // compilers convert element by element
     __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(from));
-    return (Eight)(static_cast<Byte>(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+    return (Whole)(static_cast<Byte>(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#elif defined(__aarch64__)
+    return (Whole)widened_four<Byte>(from);
 #else
-    typedef Byte Bytes8 __attribute__((vector_size(8)));
-    return __builtin_convertvector(read<Bytes8>(from), Eight);
+    typedef Byte Narrow __attribute__((vector_size(kWide)));
+    return __builtin_convertvector(read<Narrow>(from), Whole);
 #endif
 }
 
 // Scales as `dot` takes them.
-inline Eight laid(Eight scales)
+inline Whole laid(Whole scales)
 {
 #if defined(__AVX2__) && !defined(__AVX512BW__) // twice in each lane
     return (scales & 0xffff) | (scales << 16);
@@ -52,12 +61,12 @@ inline Eight laid(Eight scales)
 #endif
 }
 
-// Codes of kPart inputs of eight outputs, and the scales of their blocks.
+// Codes of kPart inputs of kWide outputs, and the scales of their blocks.
 template <int Bits>
 struct Part
 {
     Codes codes[kPart / 4];
-    Eight scales[Bits == 4 ? 1 : 2];
+    Whole scales[Bits == 4 ? 1 : 2];
 };
 
 // Bytes of a tile's super-block: whole numbers for scales, codes.
@@ -67,9 +76,10 @@ template <int Bits>
 constexpr int kSuperBytes = kScaleBytes<Bits> + kSuper * kTile * Bits / 8;
 
 template <int Bits>
-inline void unpack(uint8_t const* super_block, int part, Part<Bits>& to)
+inline void unpack(uint8_t const* super_block, int part, int piece, Part<Bits>& to)
 {
-    uint8_t const* from = super_block + kScaleBytes<Bits> + part * (kPart * kTile * Bits / 8);
+    uint8_t const* from = super_block + kScaleBytes<Bits> + part * (kPart * kTile * Bits / 8) + 4 * kWide * piece;
+    super_block += kWide * piece;
     if constexpr (Bits == 4)
     {
         for (int i = 0; i < 4; ++i)
@@ -94,9 +104,9 @@ inline void unpack(uint8_t const* super_block, int part, Part<Bits>& to)
 #if defined(__AVX512BW__)
 
 template <int Bits>
-inline Eight dot(Part<Bits> const& part, int8_t const* x)
+inline Whole dot(Part<Bits> const& part, int8_t const* x)
 {
-    Eight halves[2] = {}; // of the inputs; of 6 bits these are blocks
+    Whole halves[2] = {}; // of the inputs; of 6 bits these are blocks
     for (int i = 0; i < kPart / 8; ++i)
         for (int half = 0; half < 2; ++half) // an instruction of AVX-512 VNNI, with which this set is chosen
         {
@@ -114,7 +124,7 @@ inline Eight dot(Part<Bits> const& part, int8_t const* x)
 #elif defined(__AVX2__)
 
 template <int Bits>
-inline Eight dot(Part<Bits> const& part, int8_t const* x)
+inline Whole dot(Part<Bits> const& part, int8_t const* x)
 {
     auto const four = [&](int i) { return _mm256_maddubs_epi16((__m256i)part.codes[i], _mm256_set1_epi32(read<int32_t>(x + 4 * i))); };
     auto const eight = [&](int i) { return _mm256_add_epi16(four(i), four(i + 1)); }; // of codes below 64 less than 16 bits hold
@@ -122,11 +132,11 @@ inline Eight dot(Part<Bits> const& part, int8_t const* x)
     {
         // Of codes below 16 so are 32 inputs.
         __m256i const sums = _mm256_add_epi16(_mm256_add_epi16(eight(0), eight(2)), _mm256_add_epi16(eight(4), eight(6)));
-        return (Eight)_mm256_madd_epi16(sums, (__m256i)part.scales[0]);
+        return (Whole)_mm256_madd_epi16(sums, (__m256i)part.scales[0]);
     }
     else
     {
-        auto const scaled = [&](int i) { return (Eight)_mm256_madd_epi16(eight(i), (__m256i)part.scales[i / 4]); };
+        auto const scaled = [&](int i) { return (Whole)_mm256_madd_epi16(eight(i), (__m256i)part.scales[i / 4]); };
         return (scaled(0) + scaled(2)) + (scaled(4) + scaled(6));
     }
 }
@@ -134,22 +144,58 @@ inline Eight dot(Part<Bits> const& part, int8_t const* x)
 #else
 
 template <int Bits>
-inline Eight dot(Part<Bits> const& part, int8_t const* x)
+inline Whole dot(Part<Bits> const& part, int8_t const* x)
 {
-    Eight total = {};
+    Whole total = {};
     constexpr int blocks = Bits == 4 ? 1 : 2, groups = kPart / 4 / blocks;
     for (int block = 0; block < blocks; ++block)
     {
-        Eight sums = {};
+#if defined(__aarch64__)
+        Whole const sums = (Whole)four_sums<groups>(part.codes + groups * block, x + 4 * groups * block);
+#else
+        Whole sums = {};
         for (int i = groups * block; i < groups * (block + 1); ++i)
         {
-            Eight const words = (Eight)part.codes[i];
+            Whole const words = (Whole)part.codes[i];
             for (int j = 0; j < 4; ++j)
                 sums += (words >> 8 * j & 255) * x[4 * i + j];
         }
+#endif
         total += sums * part.scales[block];
     }
     return total;
+}
+
+#endif
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// Codes as `pair_dot` takes them: eight inputs of an output side by side.
+template <int Bits>
+inline Part<Bits> paired(Part<Bits> const& part)
+{
+    Part<Bits> to = part;
+    for (int i = 0; i < kPart / 4; i += 2)
+    {
+        int32x4_t const a = (int32x4_t)part.codes[i], b = (int32x4_t)part.codes[i + 1];
+        to.codes[i] = (Codes)vzip1q_s32(a, b), to.codes[i + 1] = (Codes)vzip2q_s32(a, b);
+    }
+    return to;
+}
+
+// `dot` of two tokens, of which `x` is the first and the other lies `distance` beyond it.
+template <int Bits>
+inline void pair_dot(Part<Bits> const& part, int8_t const* x, int64_t distance, Whole* found)
+{
+    constexpr int blocks = Bits == 4 ? 1 : 2, groups = kPart / 4 / blocks;
+    found[0] = found[1] = Whole{};
+    for (int block = 0; block < blocks; ++block)
+    {
+        Sums sums[2];
+        pair_sums<groups>(part.codes + groups * block, x + 4 * groups * block, distance, sums);
+        for (int t = 0; t < 2; ++t)
+            found[t] += (Whole)sums[t] * part.scales[block];
+    }
 }
 
 #endif
@@ -160,7 +206,7 @@ inline Floats numbers_of(Half const* from)
     return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
 #else
     Floats found;
-    for (int i = 0; i < kTile; ++i)
+    for (int i = 0; i < kWide; ++i)
         found[i] = to_float(from[i]);
     return found;
 #endif
@@ -230,13 +276,15 @@ void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
     int64_t const supers = layer.inputs / kSuper;
     uint8_t const* from = task.tensors->blocks + row * layer.row_bytes();
     Half const* scales = at<Half>(task.tensors->scales, row * supers * (Bits == 4 ? 2 : 1));
-    Floats totals[kChunk], sums[kChunk];
+    Floats totals[kChunk][kPieces], sums[kChunk][kPieces];
     for (int t = 0; t < count; ++t)
-        totals[t] = Floats{};
+        for (Floats& total : totals[t])
+            total = Floats{};
     for (int64_t super = 0; super < supers; ++super, from += kSuperBytes<Bits>)
     {
         for (int t = 0; t < count; ++t)
-            sums[t] = Floats{};
+            for (Floats& sum : sums[t])
+                sum = Floats{};
         int64_t const place = token * supers + super * count;
         int8_t const* const x = tokens.codes + place * kSuper;
         float const* const factors = tokens.factors + place * parts;
@@ -244,32 +292,53 @@ void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
         {
             for (int byte = i * 64; byte < kSuperBytes<Bits>; byte += 512)
                 __builtin_prefetch(from + kAhead + byte, 0, 1);
-            Part<Bits> part;
-            unpack(from, i, part);
-            for (int t = 0; t < count; ++t)
-                sums[t] += __builtin_convertvector(dot(part, x + t * kSuper + i * kPart), Floats) * factors[t * parts + i];
+            Part<Bits> all[kPieces];
+            for (int piece = 0; piece < kPieces; ++piece)
+                unpack(from, i, piece, all[piece]);
+            int first = 0;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+            if (count > 1)
+            {
+                Part<Bits> const pairs[kPieces] = {paired(all[0]), paired(all[1])};
+                for (; first + 1 < count; first += 2)
+                    for (int piece = 0; piece < kPieces; ++piece)
+                    {
+                        Whole found[2];
+                        pair_dot(pairs[piece], x + first * kSuper + i * kPart, kSuper, found);
+                        for (int j = 0; j < 2; ++j)
+                            sums[first + j][piece] += __builtin_convertvector(found[j], Floats) * factors[(first + j) * parts + i];
+                    }
+            }
+#endif
+            for (int t = first; t < count; ++t)
+                for (int piece = 0; piece < kPieces; ++piece)
+                    sums[t][piece] += __builtin_convertvector(dot(all[piece], x + t * kSuper + i * kPart), Floats) * factors[t * parts + i];
         }
-        // Of Q4_K what is subtracted, of Q6_K what makes 32 stand for 0.
-        Floats others[blocks];
-        for (int i = 0; i < blocks; ++i)
-            if constexpr (Bits == 4)
-                others[i] = __builtin_convertvector(widened<uint8_t>(from + (8 + i) * kTile), Floats);
-            else
-                others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile), Floats);
-        Floats const scale = numbers_of(scales), least = Bits == 4 ? numbers_of(scales + kTile) : scale;
-        scales += Bits == 4 ? 2 * kTile : kTile;
-        for (int t = 0; t < count; ++t)
+        for (int piece = 0; piece < kPieces; ++piece)
         {
-            float const* const of_blocks = tokens.sums + (place + t) * blocks;
-            Floats even = {}, odd = {};
-            for (int i = 0; i < blocks; i += 2)
-                even += others[i] * of_blocks[i], odd += others[i + 1] * of_blocks[i + 1];
-            totals[t] += sums[t] * scale;
-            totals[t] -= (even + odd) * least;
+            // Of Q4_K what is subtracted, of Q6_K what makes 32 stand for 0.
+            Floats others[blocks];
+            for (int i = 0; i < blocks; ++i)
+                if constexpr (Bits == 4)
+                    others[i] = __builtin_convertvector(widened<uint8_t>(from + (8 + i) * kTile + piece * kWide), Floats);
+                else
+                    others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile + piece * kWide), Floats);
+            Half const* const own = scales + piece * kWide;
+            Floats const scale = numbers_of(own), least = Bits == 4 ? numbers_of(own + kTile) : scale;
+            for (int t = 0; t < count; ++t)
+            {
+                float const* const of_blocks = tokens.sums + (place + t) * blocks;
+                Floats even = {}, odd = {};
+                for (int i = 0; i < blocks; i += 2)
+                    even += others[i] * of_blocks[i], odd += others[i + 1] * of_blocks[i + 1];
+                totals[t][piece] += sums[t][piece] * scale;
+                totals[t][piece] -= (even + odd) * least;
+            }
         }
+        scales += Bits == 4 ? 2 * kTile : kTile;
     }
     for (int t = 0; t < count; ++t)
-        std::memcpy(at<float>(task.tensors->output, (task.token + token + t) * layer.outputs + row), &totals[t], sizeof totals[t]);
+        std::memcpy(at<float>(task.tensors->output, (task.token + token + t) * layer.outputs + row), totals[t], sizeof totals[t]);
 }
 
 void multiply_tiles(Task const& task)
