@@ -194,7 +194,7 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
             )
     if found.kind != "model":
         return found
-    if verb in ("linearize", "select-layers"):
+    if verb == "linearize":
         if found.model_type.startswith("still_"):
             raise ConfigError(f"{source} is linearized already. Export it: still-export {quoted} --to onnx -o PACKAGE")
         if found.model_type and found.model_type not in SOFTMAX and found.path.is_dir():

@@ -69,7 +69,7 @@ def test_extras_have_what_is_imported(extra: str) -> None:
     "module, extra, arguments",
     [
         ("accelerate", "train", ["linearize", "maker/BASE", "-o", "OUT"]),
-        ("peft", "train", ["select-layers", "maker/BASE", "-o", "OUT"]),
+        ("peft", "train", ["linearize", "maker/BASE", "--rank-layers", "-o", "OUT"]),
         ("altair", "report", ["evaluate", "maker/MODEL", "--report", "page.html"]),
         ("starlette", "serve", ["serve", "DIR"]),
     ],

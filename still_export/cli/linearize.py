@@ -30,6 +30,10 @@ Examples:
 
     still-export linearize BASE --mixer gdn --softmax-layers 4 --text book.txt -o DIR
 
+    still-export linearize BASE --rank-layers --text book.txt -o LAYERS
+
+    still-export linearize BASE --find-reuse --sequence-length 8256 -o LAYERS
+
     still-export linearize BASE --adapter DIR/adapter -o AGAIN
 
     torchrun --nproc-per-node 2 -m still_export.cli.main linearize --config recipe.yaml -o DIR
@@ -57,8 +61,18 @@ def linearize(
         ),
     ] = None,
     softmax_layers: Annotated[
-        int, typer.Option(min=0, help="Layers that stay softmax, found by select-layers first.")
+        int, typer.Option(min=0, help="Layers that stay softmax, found as by --rank-layers first.")
     ] = 0,
+    rank_layers: Annotated[
+        bool,
+        typer.Option("--rank-layers", help="Train nothing: write which layers should stay softmax into the folder."),
+    ] = False,
+    find_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--find-reuse", help="Train nothing: write which layers may read the blocks of earlier ones (mixer blocks)."
+        ),
+    ] = False,
     adapter: Annotated[
         Path | None, typer.Option(help="Apply this adapter to BASE instead of training.", show_default=False)
     ] = None,
@@ -85,15 +99,24 @@ def linearize(
     given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     if config is not None and named is not None:
         raise ConfigError("--config and --recipe are two recipes; give one of them.")
-    if config is None and named is None:
-        named = DEFAULT_PRESETS.get(given.get("mixer", "still"), DEFAULT_PRESETS["still"])
-    recipe = read_recipe(config or preset(str(named)), given)
-    if softmax_layers and recipe.budget:
+    measures = rank_layers or find_reuse
+    if config is None and named is None and not rank_layers:
+        named = "blocks" if find_reuse else DEFAULT_PRESETS.get(given.get("mixer", "still"), DEFAULT_PRESETS["still"])
+    recipe = read_recipe(config or (preset(named) if named else None), given)
+    if softmax_layers and recipe.budget and not measures:
         raise ConfigError(
             f"--softmax-layers {softmax_layers} beside the budget {recipe.budget!r}, which chooses them; give another --recipe."
         )
     for name in recipe.texts if adapter is None else ():
         read_text(Path(name))
+    if measures:
+        from still_export.cli import measure_layers
+
+        if find_reuse:
+            measure_layers.find_reuse(recipe, output, force, Output(as_json, quiet))
+        else:
+            measure_layers.rank(recipe, softmax_layers or 1, output, force, Output(as_json, quiet))
+        return
     if resume and adapter is None:
         RunFolder(output).fingerprint()
     else:

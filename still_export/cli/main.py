@@ -55,7 +55,6 @@ VERBS: dict[str, dict[str, Any]] = {
     "serve": LOAD,
     "inspect": PLAIN,
     "linearize": RECIPE,
-    "select_layers": RECIPE,
     "doctor": PLAIN,
 }
 """Verbs, a file each with a function of its name, and what flags are made from beside those of the function."""
@@ -64,7 +63,7 @@ PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
     "Make": ("export", "lower", "build", "kernels"),
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
-    "Train": ("linearize", "select_layers"),
+    "Train": ("linearize",),
 }
 """Verbs by what they are for, in the order of the help."""
 

@@ -100,7 +100,7 @@ class Recipe:
     dense_length: int = option(8192, "Tokens with fewer up to themselves read all blocks.")
     reuse: str | None = option(
         None,
-        "File of select-layers --find-reuse: layers that read the blocks of an earlier one, and which stay softmax.",
+        "File of linearize --find-reuse: layers that read the blocks of an earlier one, and which stay softmax.",
     )
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.", least=0)
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")

@@ -80,7 +80,7 @@ class Reuse:
             content = json.loads(path.read_text(encoding="utf-8"))
             found = cls(tuple(content["layers"]), tuple(map(tuple, content["lost"])), str(content["base"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--reuse {path}: {error}. Give the reuse.json of select-layers --find-reuse.") from error
+            raise ConfigError(f"--reuse {path}: {error}. Give the reuse.json of linearize --find-reuse.") from error
         for layer, kind in enumerate(found.layers):
             if kind not in ("full", "own") and not (isinstance(kind, int) and not isinstance(kind, bool)):
                 raise ConfigError(
@@ -89,7 +89,7 @@ class Reuse:
         if len(found.layers) != layers:
             raise ConfigError(
                 f"{path} is of a model with {len(found.layers)} layers; this one has {layers}. "
-                "Measure again: still-export select-layers BASE --find-reuse -o DIR."
+                "Measure again: still-export linearize BASE --find-reuse -o DIR."
             )
         return found
 
@@ -97,7 +97,7 @@ class Reuse:
         """Raise ConfigError where it was measured on other weights."""
         if self.base != base:
             raise ConfigError(
-                f"{path} was measured on other weights than this base has. Run select-layers --find-reuse on it."
+                f"{path} was measured on other weights than this base has. Run linearize --find-reuse on it."
             )
 
 

@@ -35,7 +35,7 @@ for arguments in json.load(sys.stdin):
 print(json.dumps(said))
 """
 PACKAGE_VERBS = ("run", "serve", "verify", "bench", "prove", "build", "lower")
-MODEL_VERBS = ("export", "linearize", "select-layers", "evaluate")
+MODEL_VERBS = ("export", "linearize", "evaluate")
 
 
 def header(path: Path, *names: str) -> None:
@@ -111,7 +111,6 @@ PAIRS = [
     ("export", "softmax", "--attach-untrained"),
     ("export", "model.gguf", "still-export linearize {here}/model.gguf"),
     ("linearize", "linear", "exported as it is: still-export {here}/linear --to onnx"),
-    ("select-layers", "linear", "exported as it is: still-export {here}/linear --to onnx"),
     ("linearize", "still", "linearized already. Export it: still-export {here}/still --to onnx"),
 ]  # fmt: skip
 
@@ -120,7 +119,7 @@ def test_what_is_refused_is_refused_at_once(given: Path, tmp_path: Path) -> None
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "tokenizer.json")
     places = {kind: str(given / kind) for _, kind, _ in PAIRS} | {"": "", "pipe": str(tmp_path / "pipe")}
-    outputs = {verb: ["-o", str(tmp_path / "out")] for verb in ("export", "linearize", "select-layers", "lower")}
+    outputs = {verb: ["-o", str(tmp_path / "out")] for verb in ("export", "linearize", "lower")}
     asked = [[verb, places[kind], *outputs.get(verb, [])] for verb, kind, _ in PAIRS]
     web = ["--to", "web", "-o", str(tmp_path / "out")]
     asked.append(["export", str(given / "still"), "--dtype", "float16", *web])

@@ -1,8 +1,7 @@
-"""Layers of type "decay": module, cache layer, traced op."""
+"""Layers of type "decay": module, cache layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,21 +10,8 @@ from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.fixed import FixedStates
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
-from still_graphs.spec import AttributeValue
-from still_kernels.torch_ops import Given, call, register
-from tests.toy.meaning import naive_decay
 from tests.toy.spec import DECAY
-
-
-def _compute(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    output, total = naive_decay(
-        tensors["value"], tensors["new_tokens"], tensors["past_total"], float(attributes["decay"])
-    )
-    return {"output": output, "present_total": total}
-
-
-register(DECAY, _compute)
+from tests.toy.traced import decay
 
 
 class DecayAttention(ProjectedAttention):
@@ -39,7 +25,7 @@ class DecayAttention(ProjectedAttention):
         layer = past_key_values.layers[self.layer_idx]
         past = layer.take(value.dtype, value.device)["total"]
         given = {"value": value, "new_tokens": layer.new_tokens, "past_length": layer.length, "past_total": past}
-        results = call(DECAY, given, {"decay": 0.5})
+        results = decay(given, 0.5)
         layer.store({"total": results["present_total"]})
         return self.o_proj(results["output"].flatten(2)), None
 

@@ -74,7 +74,7 @@ class BlockSettings:
         if len(self.reuse) != len(types):
             raise ConfigError(
                 f"reuse has {len(self.reuse)} entries for {len(types)} layers: it was made for another model. "
-                "Measure again: still-export select-layers BASE --find-reuse -o DIR."
+                "Measure again: still-export linearize BASE --find-reuse -o DIR."
             )
         for layer, source in enumerate(self.reuse):
             what = f"reuse[{layer}]={source}"

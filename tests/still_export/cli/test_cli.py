@@ -375,7 +375,7 @@ def test_running_needs_no_torch(export_tiny: Exporter) -> None:
         ("linearize", "{plain}", "-o", "{out}", "--text", "nothere.txt"),
         ("linearize", "{plain}", "-o", "{plain}"),
         ("linearize", "{plain}", "-o", "{out}", "--resume"),
-        ("select-layers", "{plain}", "-o", "{out}", "--text", "nothere.txt"),
+        ("linearize", "{plain}", "--rank-layers", "-o", "{out}", "--text", "nothere.txt"),
         ("export", "{linear}", "--to", "onnx", "-o", "{out}", "--calibrate", "nothere.txt"),
         ("run", "{package}", "--prompt-ids", "3", "--adapter", "nothere"),
         ("verify", "{package}", "--model", "nothere"),

@@ -24,6 +24,7 @@ from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.load import load_model
 from tests.still_export.training import make_base, make_text, small_recipe
+from tests.still_export.verbs import call
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,9 @@ def test_layers_are_chosen_by_both_needs(text: Path, tmp_path: Path) -> None:
     assert choice.needs.text[1] > 0.9 and sum(choice.needs.lookup) == pytest.approx(1)
     saved = json.loads((tmp_path / "layers" / "layers.json").read_text())
     assert saved["layers"] == choice.layers and saved["layer_types"] == list(choice.layer_types)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
+    assert call("linearize", "--config", tmp_path / "recipe.yaml", "--rank-layers", "-o", tmp_path / "again") == 0
+    assert json.loads((tmp_path / "again" / "layers.json").read_text())["layers"] == choice.layers
     with pytest.raises(ConfigError, match="4 softmax layers of a model with 3"):
         select_layers(recipe, 4, tmp_path / "others")
     with pytest.raises(ConfigError, match="exists"):
