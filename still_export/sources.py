@@ -28,8 +28,12 @@ from still_export.package.files import MANIFEST
 SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
 """Families with softmax layers, by model_type; linearize takes them."""
 
-_BESIDE = {"mamba_config.json": "mambainllama", "hybrid_config.json": "zebra_llama"}
-"""Files beside the config.json of a softmax model that others linearized, and what it became."""
+BESIDE = {
+    "mamba_config.json": ("mambainllama", ("llama", "mistral")),
+    "hybrid_config.json": ("zebra_llama", ("llama",)),
+}
+"""Files beside the config.json of a softmax model that others linearized: what the model_type of what it became begins with, and those of
+the models that it was."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MOST_HEADER = 100 << 20
 _MAPS = ("feature_map_", "window_factors")
@@ -117,7 +121,8 @@ def look(source: str | Path) -> Found:
         config = _object(path / "config.json")
         text = config.get("text_config")
         inner = str(text.get("model_type", "")) if isinstance(text, dict) else ""
-        model_type = next((kind for name, kind in _BESIDE.items() if (path / name).is_file()), recognised(config))
+        became = (kind for name, (kind, _) in BESIDE.items() if (path / name).is_file())
+        model_type = next(became, recognised(config))
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
         return Found(path, "model", inner if inner in SOFTMAX else model_type, dtype=dtype)
     if (path / "adapter_config.json").is_file():

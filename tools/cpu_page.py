@@ -41,7 +41,9 @@ def records() -> list[dict[str, Any]]:
 def table(record: dict[str, Any]) -> str:
     """A model's table under its heading."""
     subject, machine = record["subject"], record["machine"]
-    rows = {(row["runtime"], row["context"]): row for row in record["figures"]["rows"]}
+    found = record["figures"]["rows"]
+    rows = {(row["runtime"], row["context"]): row for row in found if "context" in row}
+    starts = {row["runtime"]: row["start_s"] for row in found if "start_s" in row}
     head = [name for title in FIGURES.values() for name in (f"{title}: ours", PEER, "ratio")]
     lines = [f"| context | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     for context in sorted({context for _, context in rows}):
@@ -51,6 +53,9 @@ def table(record: dict[str, Any]) -> str:
             ratio = f"{ours / theirs:.2f}"
             cells += [f"{ours:,.4g}", f"{theirs:,.4g}", f"**{ratio}**" if float(ratio) > 1 else ratio]
         lines.append(f"| {' | '.join(cells)} |")
+    if starts:
+        ratio = starts[OURS] / starts[PEER]
+        lines += ["", f"Start to the first token: {starts[OURS]} s, llama.cpp {starts[PEER]} s, ratio {ratio:.2f}."]
     where = f"{machine['processor']} ({machine['kind']}), {machine['cores']} cores, {subject['threads']} threads"
     of = f"{subject['rounds']} rounds, {record['date'][:10]}, commit `{record['commit'][:8]}`"
     return f"\n## {subject['model']}\n\n{where}; {of}.\n\n" + "\n".join(lines) + "\n"

@@ -121,7 +121,7 @@ def _fla(family: str, **sizes: Any) -> Callable[[], Any]:
 
 
 def _rwkv7() -> Any:
-    from tests.still_export.own_models import Rwkv7Model
+    from tests.still_export.rwkv_models import Rwkv7Model
 
     ranks = dict.fromkeys(("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim"), 16)
     return Rwkv7Model("rwkv7", drawn, **SIZES, **ranks, head_dim=16, value_dim=[64, 64])

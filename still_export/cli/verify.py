@@ -24,8 +24,8 @@ from still_export.sources import demand_package
 from still_export.texts.files import read_text
 
 if TYPE_CHECKING:
+    from still_export.proof.judged import Report
     from still_export.proof.verdict import Verdict
-    from still_export.proof.verify import Report
 
 LOGITS = "logits"
 SERVED = "With --runtime vllm"

@@ -257,13 +257,19 @@ def about_code(
 
 
 def load_any(
-    source: str | None, teacher: str | None, dtype: str, generates: bool = False, tokens: int = 0
+    source: str | None,
+    teacher: str | None,
+    dtype: str,
+    generates: bool = False,
+    tokens: int = 0,
+    overlays: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
     """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one, and for `teacher`.
 
     Args:
         generates: They will write, which takes a cache; a softmax model without is faster on long texts.
         tokens: Longest sequence; a STILL model whose cache holds less gets room for it, beyond what it was trained on.
+        overlays: As of `open_source`, on `source`.
     """
 
     def softmax(path: str) -> Any:
@@ -281,9 +287,9 @@ def load_any(
     if source is None:
         return models
     try:
-        opened = open_source(source, dtype=dtype)
+        opened = open_source(source, dtype=dtype, overlays=overlays)
         if tokens > opened.config.still.deployment.capacity(opened.config):
-            opened = open_source(source, dtype=dtype, deployment={"capacity_tokens": tokens})
+            opened = open_source(source, dtype=dtype, overlays=overlays, deployment={"capacity_tokens": tokens})
         if inserted := getattr(opened.config, "feeding", {}).get("inserted"):
             raise ConfigError(
                 f"{source} wants a token of its own behind every {inserted['every']}, which runners put there: export it, and evaluate the "

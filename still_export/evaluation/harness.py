@@ -1,8 +1,9 @@
-"""A package as a model of lm-evaluation-harness 0.4.
+"""Packages, and models in PyTorch, as models of lm-evaluation-harness 0.4.
 
     python -m still_export.evaluation.harness run --model still-export --model_args package=DIR --tasks TASK
+    python -m still_export.evaluation.harness run --model still-export-torch --model_args model=BASE.gguf,adapter=DIR --tasks TASK
 
-is its command line with this model known.
+is its command line with these models known.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import numpy as np
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from still_export.evaluation.bench import BenchOptions
+from still_export.evaluation.evaluate import load_any, pick_device
 from still_export.evaluation.packages import open_model
 from still_export.models.load import load_tokenizer
 from still_export.package.folder import open_package
@@ -126,6 +129,26 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             )
             found.append(said.text)
         return found
+
+
+@register_model("still-export-torch")
+class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
+    """A model in PyTorch, in batches, as lm-evaluation-harness runs models of transformers.
+
+    Args:
+        model: Its folder, hub id or GGUF file; a softmax model is read as it is.
+        adapter: What `linearize` trained from it.
+        tokens: Longest sequence, with its answer.
+        given: What the command line always passes: device and batch size among it.
+    """
+
+    def __init__(
+        self, model: str, adapter: str | None = None, dtype: str = "auto", tokens: int = 4096, **given: Any
+    ) -> None:
+        overlays = () if adapter is None else (adapter,)
+        (found,) = load_any(model, None, dtype, generates=True, tokens=int(tokens), overlays=overlays).values()
+        device = pick_device(str(given.pop("device", None) or "auto"))
+        super().__init__(found.to(device), tokenizer=load_tokenizer(model), max_length=int(tokens), **given)
 
 
 if __name__ == "__main__":

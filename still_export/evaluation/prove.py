@@ -13,9 +13,9 @@ from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, be
 from still_export.extras import demand
 from still_export.fields import option
 from still_export.package.folder import Package, open_package
+from still_export.proof.judged import Report
 from still_export.proof.package import VerifyOptions, verify
 from still_export.proof.records import Record, make_record, what_ran
-from still_export.proof.verify import Report
 from still_export.targets.registry import packaged_target, runtime_of
 
 SHOWN = 5

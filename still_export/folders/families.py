@@ -8,6 +8,7 @@ from typing import Any
 
 from still_export.errors import CheckpointError, UnsupportedModelError
 from still_export.folders.files import read_json
+from still_export.sources import BESIDE
 
 IN_LLAMA = ("mambainllama_mamba", "mambainllama_mamba2")
 """Mamba-in-Llama with Mamba, and with Mamba-2, by model_type."""
@@ -88,8 +89,6 @@ NOT_COVERED = {
 """Linear families that are refused, and why."""
 NEWER = ("lara_mini",)
 """Those of them that are read where transformers is new enough, which its classes say."""
-_BESIDE = {"mamba_config.json": ("llama", "mistral", *IN_LLAMA), "hybrid_config.json": ("llama",)}
-"""Files beside the config.json of a softmax model that others linearized, and the model_types of such models."""
 _SAME = ("hidden_size", "num_attention_heads", "rms_norm_eps", "intermediate_size", "hidden_act", "vocab_size")
 """Fields that they repeat."""
 
@@ -101,11 +100,12 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: The other file is damaged, or contradicts config.json.
         UnsupportedModelError: It is beside a model of another family.
     """
-    kind, beside = config.get("model_type"), next((name for name in _BESIDE if (folder / name).is_file()), "")
+    kind, beside = str(config.get("model_type")), next((name for name in BESIDE if (folder / name).is_file()), "")
     said = read_json(folder / beside) if beside else {}
-    if beside and kind not in _BESIDE[beside]:
+    became, bases = BESIDE.get(beside, ("", ()))
+    if beside and kind not in bases and not kind.startswith(became):
         raise UnsupportedModelError(
-            f"{folder} was linearized: it has {beside}, beside a {kind} model; covered: {', '.join(_BESIDE[beside])}."
+            f"{folder} was linearized: it has {beside}, beside a {kind} model; covered: {', '.join((*bases, became))}."
         )
     for name in _SAME:
         if None not in (own := config.get(name), other := said.get(name)) and own != other:

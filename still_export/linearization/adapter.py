@@ -32,6 +32,8 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
 
 
 FACTORS = ".window_factor_exponent"
+UNTRAINED_FACTOR = 10_000.0
+"""Of layers whose feature maps nothing trains: untrained linear terms do harm, so they weigh almost nothing, as in the recipe quick."""
 
 
 def own_marks(model: nn.Module) -> tuple[str, ...]:
@@ -163,6 +165,7 @@ class Start:
                 raise ConfigError(
                     f"the adapter {folder} has {name} {theirs[name]}, the recipe {value}; they must be equal."
                 )
+        self.trains_maps = bool(recipe.transfer_steps) or recipe.maps_in_finetune
         softmax = [i for i, kind in enumerate(recipe.layer_types or ()) if kind == FULL]
         self.tensors = {
             name: tensor
@@ -175,12 +178,12 @@ class Start:
         return [i for i in range(layers) if still.layer_type(i) != FULL and self.still.layer_type(i) == FULL]
 
     def window_factors(self, still: StillConfig, layers: int) -> tuple[tuple[float, ...], ...] | None:
-        """The adapter's, per layer and query head; those of new layers are the median of the others, where an adapter has trained them."""
+        """The adapter's, per layer and query head; those of new layers are the median of the others where their maps will be trained."""
         rows, new = self.still.window_factors, self.new_layers(still, layers)
         trained = [f for i, row in enumerate(rows or ()) if self.still.layer_type(i) != FULL for f in row]
         if rows is None or not trained:
             return rows
-        middle = median(trained)
+        middle = median(trained) if self.trains_maps else UNTRAINED_FACTOR
         return tuple((middle,) * len(row) if i in new else row for i, row in enumerate(rows))
 
     def still_tensors(self) -> dict[str, Tensor]:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from still_export.linearization.objectives import TransferObjective
+from still_export.mixers.trainable import SOFTMAX, attention_mode
+
 if TYPE_CHECKING:
     from still_export.linearization.run import LinearizationRun
 
@@ -21,11 +24,14 @@ def cost_of(run: LinearizationRun) -> str:
     steps = {"attention transfer": recipe.transfer_steps, "LoRA": recipe.finetune_steps}
     area = recipe.batch_size * recipe.row_tokens
     planned = " and ".join(f"{count:,} steps of {stage}" for stage, count in steps.items() if count)
+    fits = run.fits and any(steps.values())
+    planned = f"a start in closed form, then {planned}" if fits else planned
     line = f"cost: {planned or 'no step'}, {area:,} tokens each, {sum(steps.values()) * area:,} in all"
     if run.accelerator.num_processes > 1 or sum(steps.values()) < LEAST_STEPS:
         return line
     # On models of its own: stages load theirs, seeded, after it.
     seconds = sum(count * step_seconds(run, stage) for stage, count in steps.items() if count)
+    seconds += fit_seconds(run) if fits else 0.0
     return f"{line}; about {spoken(seconds)} on this machine, measured on a row of each stage (Ctrl-C leaves nothing behind)"
 
 
@@ -52,6 +58,29 @@ def step_seconds(run: LinearizationRun, stage: str) -> float:
     for parameter in objective.parameters():
         parameter.grad = None
     return (time.perf_counter() - begin) * len(batch.ids) / rows
+
+
+def fit_seconds(run: LinearizationRun) -> float:
+    """Time of the start in closed form, from the base's pass over one row and the fit of one layer to one row and to two."""
+    objective, (rows, length) = run.transfer_objective(), run.fit_shape
+    objective.to(run.accelerator.device)
+    batch, layers = run.batches(0.0).batch(0).ids.flatten(), objective.attentions
+    ids = batch.repeat(2)[: 2 * length].view(2, length).to(run.accelerator.device)
+
+    def taken(count: int, fitted: int) -> float:
+        begin = time.perf_counter()
+        with torch.no_grad(), attention_mode(layers, SOFTMAX):
+            if fitted:
+                TransferObjective(objective.model, layers[:1], layers[1:]).fit(ids[:count])
+            else:
+                objective.model(ids[:count], use_cache=False, logits_to_keep=1)
+        if run.accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - begin
+
+    taken(1, 0)  # allocates
+    base, one, two = taken(1, 0), taken(1, 1), taken(2, 1)
+    return rows * base + len(layers) * (one - base + (rows - 1) * max(0.0, two - one - base))
 
 
 def spoken(seconds: float) -> str:

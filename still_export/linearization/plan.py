@@ -45,7 +45,7 @@ RESERVED = 1.5
 
 
 @dataclass(frozen=True)
-class Plan:
+class BudgetPlan:
     """What trials chose.
 
     needs: Of all layers. count: How many of those ranked first stay softmax; most: that may, by the state. salient: Tokens per chunk.
@@ -62,7 +62,7 @@ class Plan:
     tokens: int = 0
 
     @classmethod
-    def read(cls, text: str) -> Plan:
+    def read(cls, text: str) -> BudgetPlan:
         """What `json.dumps(asdict(plan))` gave."""
         values = json.loads(text)
         for name in ("base", "tried"):
@@ -97,7 +97,7 @@ class Planner:
         if run.accelerator.is_main_process and not path.is_file():
             path.write_text(json.dumps(asdict(self._plan())), encoding="utf-8")
         run.accelerator.wait_for_everyone()
-        self.plan = Plan.read(path.read_text(encoding="utf-8"))
+        self.plan = BudgetPlan.read(path.read_text(encoding="utf-8"))
         if self.plan.tokens:
             self.stick.keep(self.plan.tokens)
         run.adopt(self.recipe(self.plan, self.plan.count))
@@ -108,7 +108,7 @@ class Planner:
             f"{self.plan.steps} steps of {run.recipe.row_tokens:,} tokens; expected: bits per byte {self.plan.expected():+.1%} at most"
         )
 
-    def recipe(self, plan: Plan, count: int) -> Recipe:
+    def recipe(self, plan: BudgetPlan, count: int) -> Recipe:
         """The recipe of a plan with `count` softmax layers."""
         kept = plan.needs.ranked()[:count]
         types = tuple(FULL if layer in kept else self.asked.layer for layer in range(self.run.layers))
@@ -140,7 +140,7 @@ class Planner:
                 return salient, max(most, 0)
             salient //= 2
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> BudgetPlan:
         run, log = self.run, self.run.log
         run.adopt(self._trial(max(1, run.still.chunk_size // DENSEST)))
         model = run.load_base().to(run.accelerator.device)
@@ -167,7 +167,7 @@ class Planner:
                 tried = self.stick.measured(model, questions=False)
             seconds = time.monotonic() - begin
             log(f"trial: {count} of {run.layers} layers softmax, untrained: {tried.beside(base)}")
-            plan = Plan(needs, count, most, salient, base, tried, tokens=tokens)
+            plan = BudgetPlan(needs, count, most, salient, base, tried, tokens=tokens)
             expected = LEFT * worst(tried, base)
             if expected <= self.budget.loss or count == most:
                 break
@@ -210,13 +210,13 @@ class Planner:
             f"here beside reading and measuring. Some {enough} minutes leave {steps} steps: time {enough}"
         )
 
-    def more(self, plan: Plan, count: int, loss: float) -> int:
+    def more(self, plan: BudgetPlan, count: int, loss: float) -> int:
         """Softmax layers that bring `loss`, which `count` of them have, within the budget, by the needs of those that are left."""
         aim = plan.needs.text_left(count) * self.budget.loss / loss if loss > 0 else 0.0
         enough = (n for n in range(count + 1, plan.most + 1) if plan.needs.text_left(n) <= aim)
         return min(next(enough, plan.most), plan.most)
 
-    def _steps(self, plan: Plan, seconds: float) -> int:
+    def _steps(self, plan: BudgetPlan, seconds: float) -> int:
         """Steps that the time leaves; `seconds`: of measuring a student's text."""
         run = self.run
         if plan.count == run.layers:

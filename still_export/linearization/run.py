@@ -207,11 +207,7 @@ class LinearizationRun:
         recipe, objective = self.recipe, self.transfer_objective()
         self.log(f"stage 1, attention transfer: {_count(objective):,} parameters in {len(objective.attentions)} layers")
         batches = self.batches(recipe.retrieval)
-        objective.to(self.accelerator.device)
-        if self.start is None or self.start.new_layers(self.still, self.layers):  # what an adapter trained stays
-            ids = batches.batch(0).ids
-            rows = math.ceil(FIT_TOKENS * self.geometry.hidden_size / ids.shape[1])
-            objective.fit(ids[:rows].to(self.accelerator.device))
+        self.fit(objective, batches)
         trainer = Trainer(self.accelerator, recipe, "transfer", self.work, self.progress)
         report = trainer.train(
             objective,
@@ -223,15 +219,23 @@ class LinearizationRun:
         self._keep("transfer", objective)
         return report
 
-    def fit(self, objective: TransferObjective, batches: Batches) -> None:
-        """Let fresh layers start near the teacher's outputs on the longest rows; what an adapter trained stays."""
-        recipe = self.recipe
+    @property
+    def fits(self) -> bool:
+        """Whether fresh layers start in closed form; what an adapter trained stays."""
         known = self.start is not None and not self.start.new_layers(self.still, self.layers)
-        if known or not recipe.lora_in_transfer:
+        return self.recipe.lora_in_transfer and not known
+
+    @property
+    def fit_shape(self) -> tuple[int, int]:
+        """Rows that fresh layers are fitted to, and their tokens: the longest rows."""
+        length = max(self.recipe.row_lengths or (self.recipe.row_tokens,))
+        return math.ceil(min(FIT_TOKENS * self.geometry.hidden_size, MOST_FIT_TOKENS) / length), length
+
+    def fit(self, objective: TransferObjective, batches: Batches) -> None:
+        """Let fresh layers start near the teacher's outputs, if they can."""
+        if not self.fits:
             return
-        length, rows = max(recipe.row_lengths or (recipe.row_tokens,)), list[Tensor]()
-        wanted = math.ceil(min(FIT_TOKENS * self.geometry.hidden_size, MOST_FIT_TOKENS) / length)
-        step = 0
+        (wanted, length), rows, step = self.fit_shape, list[Tensor](), 0
         while len(rows) < wanted:
             ids = batches.batch(step).ids
             rows += ids if ids.shape[1] == length else ()
@@ -296,11 +300,14 @@ class LinearizationRun:
                 model.load_state_dict(load_file(maps), strict=False)
             return None, model.to(self.accelerator.device), attentions
         objective = self.finetune_objective(maps)
+        batches = self.batches(recipe.retrieval)
+        if maps is None:
+            self.fit(TransferObjective(objective.model, objective.attentions), batches)
         self.log(f"stage 2, LoRA: {_count(objective):,} parameters, loss {recipe.loss}")
         trainer = Trainer(self.accelerator, recipe, "finetune", self.work, self.progress)
         report = trainer.train(
             objective,
-            self.batches(recipe.retrieval),
+            batches,
             recipe.finetune_steps,
             lambda name: recipe.transfer_rate if name.endswith(adapter.FACTORS) else recipe.finetune_rate,
             self.validate,

@@ -97,6 +97,14 @@ def demand_silu(base: nn.Module) -> None:
         )
 
 
+def sizes_of(config: Any, names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Sizes of a layer: of the fields that families have for each, the first that `config` has."""
+    return {
+        what: int(next(value for name in own if (value := getattr(config, name, None)) is not None))
+        for what, own in names.items()
+    }
+
+
 def states_of(
     cache: Any, index: int, ops: Sequence[LayerOp], hidden: Tensor
 ) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:

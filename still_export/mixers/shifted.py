@@ -9,6 +9,7 @@ from torch import Tensor
 from still_export.mixers.causal_conv.op import causal_conv
 from still_export.mixers.fixed import FixedStateModule
 from still_kernels.causal_conv.meaning import Inputs
+from still_kernels.rank_one_attention.meaning import Inputs as RankOneInputs
 
 LEAST_DECAY = -math.exp(-0.5)
 """What the logarithm of a decay of RWKV-7 is more than."""
@@ -21,3 +22,18 @@ class ShiftedModule(FixedStateModule):
         """The token before less each token of x [B, T, C], and the state after the call."""
         taps = x.new_tensor([1.0, -1.0]).expand(x.shape[-1], 1, 2)
         return causal_conv(Inputs(x, taps.contiguous(), None, new_tokens, "none"), state)
+
+
+def rank_one_inputs(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, moved: Tensor, rate: Tensor, new_tokens: Tensor
+) -> RankOneInputs:
+    """What RWKV-7's rule gives to the op, which reads the state behind its decay; the model reads it before.
+
+    Args:
+        query, key, value: [B, T, H, D].
+        decay: Its logarithm, [B, T, H, D], float32.
+        moved: Keys of unit length whose values in the state move at `rate`, both [B, T, H, D], float32.
+        new_tokens: Of each sequence, [B].
+    """
+    back, forth = (-moved * (-decay).exp()).to(value.dtype), (moved * rate).to(value.dtype)
+    return RankOneInputs(query, key, value, decay, back, forth, new_tokens)

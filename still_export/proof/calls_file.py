@@ -15,7 +15,7 @@ import numpy as np
 from still_export.package.calls import Arrays
 from still_export.proof.cases import Case
 from still_export.proof.codes import in_codes
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 
 CALLS = "calls"
 """Stands for the calls in what is written around them."""
@@ -31,7 +31,7 @@ class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
         target: What polygraphy repeats.
     """
 
-    def __init__(self, folder: Path, target: Target) -> None:
+    def __init__(self, folder: Path, target: Subject) -> None:
         from polygraphy.comparator import RunResults
         from polygraphy.json import to_json
 

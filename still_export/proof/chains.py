@@ -29,7 +29,7 @@ def nothing(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class ChainCall:
     """One call of a chain, which takes the states that the call before it left.
 
     Args:
@@ -58,13 +58,13 @@ class Chain:
     nearest of the chunk are selected; zeros: by scores."""
 
     start: Arrays
-    calls: Sequence[Call]
+    calls: Sequence[ChainCall]
     follow: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, feed: Arrays, keep: Keep = everything) -> Chain:
         """The single call that `feed` describes."""
-        return cls(feed, [Call(feed["input_ids"], feed["new_tokens"], keep, given=given_of(feed))])
+        return cls(feed, [ChainCall(feed["input_ids"], feed["new_tokens"], keep, given=given_of(feed))])
 
 
 def empty_feed(table: StateTable, batch: int, capacity: int) -> Arrays:

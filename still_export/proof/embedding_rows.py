@@ -14,7 +14,7 @@ from still_export.package.folder import Package
 from still_export.proof.held_weights import stored_weights
 from still_export.proof.layerwise import EMBEDDING
 from still_export.proof.verdict import Check, Verdict
-from still_export.runtime.ort import allow_opset
+from still_export.runtime.ort_session import allow_opset
 
 if TYPE_CHECKING:
     import onnx

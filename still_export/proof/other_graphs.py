@@ -12,7 +12,7 @@ from still_export.package.folder import Package
 from still_export.package.refusals import RunError
 from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, silent
 from still_export.proof.cases import Case, CaseSource
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 from still_export.proof.verdict import Check, Verdict
 from still_export.proof.verify import Verifier
 
@@ -30,24 +30,50 @@ def other_lengths(chunk: int) -> tuple[int, ...]:
 
 
 def check_other_graphs(
-    package: Package, native: bool, cases: Callable[[], CaseSource], progress: Progress = silent
+    package: Package, compared: Subject, cases: Callable[[], CaseSource], progress: Progress = silent
 ) -> Verdict:
-    """Compare with PyTorch what runs of a package where its native kernels are not loaded, and its portable graph.
+    """Compare with PyTorch what runs of a package where its native kernels are not loaded, on ONNX Runtime's other provider where it has
+    kernels for GPUs, and its portable graph.
 
     Args:
         package: Of ONNX Runtime.
-        native: Its kernels were compared.
+        compared: What was compared before.
         cases: Opens PyTorch's answers.
         progress: Told phases, of each graph.
     """
     verdict, drawn = Verdict(), DrawnOnce(cases())
-    if native:
-        target = Target(package, "ort", bodies=True)
-        verdict.checks.append(_compare(f"{MODEL} without the native kernels", package, target, drawn, progress))
+    providers = [compared.provider]
+    if (package.manifest.get("native") or {}).get("archs"):
+        if compared.provider == "cpu" and (missing := cuda_missing()):
+            verdict.not_asked.append(f"the package's kernels for GPUs: {missing}")
+        else:
+            providers = ["cpu", "cuda"]
+    targets: dict[str, Subject] = {}
+    for provider in providers:
+        on = " on CUDA" if provider == "cuda" else ""
+        if provider != compared.provider:
+            targets[MODEL + (on or " on the CPU")] = Subject(package, "ort", provider)
+        if provider != compared.provider or compared.native:
+            targets[f"{MODEL} without the native kernels{on}"] = Subject(package, "ort", provider, bodies=True)
     if PORTABLE in package.manifest["files"]:
-        target = Target(package, "ort", bodies=True, graph=PORTABLE)
-        verdict.checks.append(_compare(PORTABLE, package, target, drawn, progress))
+        targets[PORTABLE] = Subject(package, "ort", bodies=True, graph=PORTABLE)
+    verdict.checks += [_compare(what, package, target, drawn, progress) for what, target in targets.items()]
     return verdict
+
+
+def cuda_missing() -> str:
+    """Why ONNX Runtime's CUDA provider cannot be asked here; empty where it can."""
+    import onnxruntime
+
+    from still_export.runtime.cuda_driver import CudaError, Driver
+    from still_export.runtime.ort import CUDA
+
+    if CUDA not in onnxruntime.get_available_providers():
+        return f"this onnxruntime has no {CUDA}"
+    try:
+        return "" if Driver.device_count() else "this machine has no GPU"
+    except CudaError as error:
+        return str(error).rstrip(".")
 
 
 class DrawnOnce:
@@ -101,7 +127,7 @@ class DrawnOnce:
         self._drawn = []
 
 
-def _compare(what: str, package: Package, target: Target, cases: DrawnOnce, progress: Progress) -> Check:
+def _compare(what: str, package: Package, target: Subject, cases: DrawnOnce, progress: Progress) -> Check:
     name = f"{what} computes what PyTorch computes"
 
     def say(phase: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from still_export.proof.chains import empty_feed
 from still_export.proof.other_graphs import STEPS, other_lengths
 from still_export.proof.package_programs import check_programs
 from still_export.proof.prompts import Prompts
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 from still_export.proof.texts_asked import asked_tokens
 from still_export.proof.verdict import Check, Verdict
 from still_export.runtime.sampling import RunError
@@ -53,7 +53,7 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
         )
         return verdict
     progress("comparing the package's graphs", 0, 0)
-    users = Target(package, "ort", provider)
+    users = Subject(package, "ort", provider)
     right = _logits(package, users, seed)
     finite = all(np.isfinite(each).all() for each in right)
     varied = all(np.ptp(each, axis=-1).min() > 0 for each in right)
@@ -64,11 +64,11 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
     ways = [(f"{MODEL} without the native kernels", MODEL)] * users.native
     ways += [(PORTABLE, PORTABLE)] * (PORTABLE in manifest["files"])
     for name, graph in ways:
-        verdict.checks.append(_compare(name, package, Target(package, "ort", bodies=True, graph=graph), seed, right))
+        verdict.checks.append(_compare(name, package, Subject(package, "ort", bodies=True, graph=graph), seed, right))
     return verdict
 
 
-def _compare(name: str, package: Package, target: Target, seed: int, right: list[np.ndarray]) -> Check:
+def _compare(name: str, package: Package, target: Subject, seed: int, right: list[np.ndarray]) -> Check:
     bound = OFF_ROUNDED if rounds_activations(package.manifest) else OFF[package.manifest["model"]["dtype"]]
     what = f"{name} computes what {MODEL} does"
     try:
@@ -80,7 +80,7 @@ def _compare(name: str, package: Package, target: Target, seed: int, right: list
     return Check(what, passed, "" if passed else "logits differ, of their spread", target.graph, off, bound)
 
 
-def _logits(package: Package, target: Target, seed: int) -> list[np.ndarray]:
+def _logits(package: Package, target: Subject, seed: int) -> list[np.ndarray]:
     """Of every prompt and every step, float64."""
     manifest = package.manifest
     table = StateTable.of(manifest)

@@ -16,10 +16,11 @@ from still_export.fields import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
-from still_export.proof.sessions import Target
+from still_export.proof.judged import Report
+from still_export.proof.sessions import Subject
 from still_export.proof.texts_asked import asked_tokens
 from still_export.proof.verdict import Verdict
-from still_export.proof.verify import Report, Verifier, check_dtype
+from still_export.proof.verify import Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
 from still_export.targets.registry import packaged_target, runtime_of
@@ -70,7 +71,7 @@ class VerifyResult:
     """What was found; `loss` of a quantized package is what its bits cost."""
 
     report: Report
-    target: Target
+    target: Subject
     loss: QuantizationLoss | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,7 +181,9 @@ def _asked_type(package: Package, model: str | None) -> str:
     return str(next(iter(find_source(asked).weights.values())).dtype).removeprefix("torch.")
 
 
-def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress) -> Verdict:
+def _all_that_runs(
+    proof: _Proof, target: Subject, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress
+) -> Verdict:
     """What a user runs beside the graph and the runtime that were compared."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
     from still_export.proof.package_programs import check_programs
@@ -192,7 +195,7 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
     verdict.add(check_programs(package, options.provider))
     if options.calls is not None:
         verdict.not_asked.append("tokenizer, chat format and settings: the model is not here; verify without --calls")
-        verdict.not_asked.append("function bodies and the portable graph: verify without --calls")
+        verdict.not_asked.append("function bodies, the other provider and the portable graph: verify without --calls")
         return verdict
     with _found(package):
         from still_export.folders.model import resolve_source
@@ -211,7 +214,7 @@ def _all_that_runs(proof: _Proof, target: Target, pairs: Mapping[str, tuple[Pair
         lengths = other_lengths(StateTable.of(manifest).period)
         return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
 
-    verdict.add(check_other_graphs(package, target.native, cases, progress))
+    verdict.add(check_other_graphs(package, target, cases, progress))
     return verdict
 
 
@@ -342,7 +345,7 @@ class _Proof:
             lengths = tuple(n for n in QUICK if n <= most)
             self.options, self.steps = replace(options, quick=False, lengths=lengths), QUICK_STEPS
 
-    def ready(self, added: dict[str, Any]) -> Target:
+    def ready(self, added: dict[str, Any]) -> Subject:
         """The runtime, with what an adapter adds.
 
         Raises:
@@ -355,7 +358,7 @@ class _Proof:
         host = self.target.host if self.options.runtime is None else None
         demand(*filter(None, [host]))
         plugin = self.options.plugin
-        return Target(self.package, self.runtime.name, self.options.provider, plugin, added, genai=host is not None)
+        return Subject(self.package, self.runtime.name, self.options.provider, plugin, added, genai=host is not None)
 
     def cases(self, pairs: Mapping[str, tuple[Pair, ...]]) -> CaseSource:
         """Calls with PyTorch's answers, which has an adapter's `pairs` added to its weights. Where the package is read its files are

@@ -12,7 +12,7 @@ import numpy as np
 
 from still_export.package.calls import Arrays, given_of, next_feed
 from still_export.proof.answers import Question
-from still_export.proof.chains import Call, Chain
+from still_export.proof.chains import Chain, ChainCall
 from still_export.runtime.images import image_positions
 from still_export.targets.registry import packaged_target
 from still_graphs.states import EMBEDDINGS, POSITIONS, StateTable
@@ -200,5 +200,5 @@ class Prompts:
         return Draft(name, feeds, chain, steps=tokens, places=tuple(places))
 
 
-def _call(feed: Arrays) -> Call:
-    return Call(feed["input_ids"], feed["new_tokens"], given=given_of(feed))
+def _call(feed: Arrays) -> ChainCall:
+    return ChainCall(feed["input_ids"], feed["new_tokens"], given=given_of(feed))

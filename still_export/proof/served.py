@@ -18,7 +18,7 @@ from still_kernels.ties import Ties
 FLOAT32 = 5e-2
 """Of a log-probability in float32, twice that of a token behind the likeliest. PyTorch's own float32 logits of SmolLM2-135M (magnitude 25)
 are off its float64 ones by 4e-5 in the median of 120 decode steps and by up to 5.5e-3."""
-TIE = 1e-3
+NEAR_TIE = 1e-3
 """The lead of a choice that float32 may turn."""
 CODES_TYPE = "float16"
 """In which PyTorch's own errors are the bound of float32 with keys and values in 8 bits, as of packages: where a number lies between two
@@ -393,6 +393,6 @@ class ServedVerifier:
             feed = {**past, **next_feed({}, tokens[:, start : start + self.ties.span])}
             looks.append((past["past_length"], self.reference.runner.infer(feed)))
             past = next_feed(looks[-1][1], tokens)
-            if self.ties.closest(self.ties.scores(looks), past["past_length"]) <= TIE:
+            if self.ties.closest(self.ties.scores(looks), past["past_length"]) <= NEAR_TIE:
                 return min(max(start + 1 - len(request.prompt), 0), len(answer.tokens))
         return len(answer.tokens)

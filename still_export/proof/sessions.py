@@ -187,7 +187,7 @@ def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:
     return found
 
 
-class Target:
+class Subject:
     """The runtime that is proven.
 
     Args:

@@ -14,7 +14,7 @@ from still_export.proof.absolute import Overflow, overflow_of_logits
 from still_export.proof.ahead import HeadCases
 from still_export.proof.answers import EMPTY, Answer, Follow, Progress, Question, Told, silent
 from still_export.proof.cases import Case, errors_of, fixed_pair, row_errors, same_best
-from still_export.proof.chains import HIDDEN, Call, Chain, nothing
+from still_export.proof.chains import HIDDEN, Chain, ChainCall, nothing
 from still_export.proof.codes import as_numbers
 from still_export.proof.constants import LAYER_DRAWS
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
@@ -244,20 +244,20 @@ class _Answered:
     looks: list[Look]
 
 
-def _joined(calls: Sequence[Call]) -> list[Call]:
+def _joined(calls: Sequence[ChainCall]) -> list[ChainCall]:
     """The same tokens in fewer calls, which keep nothing."""
-    found: list[Call] = []
+    found: list[ChainCall] = []
     for call in calls:
         last, call = found[-1:], replace(call, keep=nothing)
         if last and all((c.new_tokens == c.tokens.shape[1]).all() and not c.given for c in (*last, call)):
             tokens = np.concatenate([last[0].tokens, call.tokens], axis=1)
-            call = Call(tokens, last[0].new_tokens + call.new_tokens, nothing)
+            call = ChainCall(tokens, last[0].new_tokens + call.new_tokens, nothing)
             found.pop()
         found.append(call)
     return found
 
 
-def _cut(call: Call, ties: Ties) -> list[Call]:
+def _cut(call: ChainCall, ties: Ties) -> list[ChainCall]:
     """Calls that bring at most `ties.span` tokens of each sequence; all keep the scores."""
     size = ties.span or call.tokens.shape[1]
     calls = []
@@ -279,7 +279,7 @@ def _cut(call: Call, ties: Ties) -> list[Call]:
     return [*parts, replace(calls[-1], keep=lambda name: call.keep(name) or ties.is_score(name))]
 
 
-def _answered(chain: Chain, cut: list[list[Call]], found: list[Arrays]) -> _Answered:
+def _answered(chain: Chain, cut: list[list[ChainCall]], found: list[Arrays]) -> _Answered:
     """The answers to `chain`, of those to its calls in pieces."""
     past, left = chain.start["past_length"], iter(found)
     answered = _Answered([], [])

@@ -17,12 +17,10 @@ import numpy as np
 
 from still_export.errors import UnsupportedError
 from still_export.graph.quantization.policy import rounds_activations
-from still_export.package.calls import Arrays
 from still_export.package.folder import Package
 from still_export.package.staging import staged_files
 from still_export.proof.absolute import (
     LOGITS,
-    Findings,
     constant_check,
     finite_check,
     layer_of,
@@ -32,19 +30,20 @@ from still_export.proof.absolute import (
 )
 from still_export.proof.answers import EMPTY, Answer, Progress, Question, Told, ask, chosen_for_layers, silent
 from still_export.proof.calls_file import CallsFile
-from still_export.proof.cases import TINY, Case, CaseSource, cosine_sums, errors_of, same_best
+from still_export.proof.cases import Case, CaseSource
 from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
-from still_export.proof.constants import ALIKE, LAYER_UNIT, PROOF_VERSION, SHARP_ROW, SOME, UNIT
+from still_export.proof.constants import ALIKE, LAYER_UNIT, SHARP_ROW, SOME, UNIT
 from still_export.proof.judge import Bounds
+from still_export.proof.judged import Judged, OutputReport, Report
 from still_export.proof.layer_inputs import layer_inputs
-from still_export.proof.sessions import Guessing, Session, Target, empty_unread
+from still_export.proof.sessions import Guessing, Session, Subject, empty_unread
 from still_export.proof.shelf import give_back
-from still_export.proof.verdict import Check, Verdict
+from still_export.proof.verdict import Check
 from still_graphs.ops import OPS
 from still_graphs.states import StateTable
 from still_kernels.registry import ties_of
-from still_kernels.ties import Choices, Pairs, expected_ties
+from still_kernels.ties import Choices, expected_ties
 
 DECODE_STEPS = 256
 """More than a chunk, so that a promotion happens between plain steps."""
@@ -57,200 +56,6 @@ BY_LAYER = "layers on the runtime's own input: a figure of half precision on ONN
 NO_PROMPT = (
     f"layers on the runtime's own input: no prompt has {SOME[0]} to {SOME[1]} tokens and no images (--lengths adds one)"
 )
-
-NOTHING: Mapping[str, int] = {}
-NO_SUMS: Mapping[str, float] = {}
-
-
-@dataclass
-class Judged:
-    """What is left of a case and of a target's outputs when both are forgotten.
-
-    Args:
-        case: Without its calls.
-        errors: Of each of `Case.pairs`, `row_errors` of every output.
-        units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
-        least: Of each, what rows may err at least, by layer, as `errors`.
-        sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
-        same: Where both find the same token the likeliest, over all calls.
-        found: What is absolutely wrong of the target's outputs.
-        open_rows: Rows behind near ties that the reference did not follow, which are not compared.
-    """
-
-    case: Case
-    errors: list[Arrays]
-    units: list[Arrays]
-    least: list[Arrays]
-    sums: dict[str, np.ndarray]
-    same: np.ndarray
-    found: Findings
-    open_rows: int = 0
-    guessed: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        pairs: Pairs,
-        by_token: Mapping[str, int] = NOTHING,
-        summed: Mapping[str, float] = NO_SUMS,
-        turned: Sequence[Mapping[int, np.ndarray]] = (),
-        times: float = 0.0,
-    ) -> Judged:
-        """What `pairs` say.
-
-        Args:
-            by_token: The axes of outputs that have a row for each token of a sequence.
-            summed: Of outputs that are sums over tokens what a row may err beside, in parts of itself.
-            times: Times what PyTorch's own rows err in parts of themselves a row of these may err at least.
-            turned: Of each pair by layer the sequences [B] in which the target chose otherwise on a near tie; what follows is not compared.
-        """
-        errors: list[Arrays] = []
-        units: list[Arrays] = []
-        least: list[Arrays] = []
-        sums: dict[str, np.ndarray] = {}
-        found = Findings()
-        for number, (expected, actual) in enumerate(pairs):
-            errors.append({})
-            units.append({})
-            least.append({})
-            for name, right in expected.items():
-                errors[-1][name], total = errors_of(right, actual[name])
-                if name in summed:
-                    size = np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
-                    size = np.where(np.isfinite(size), size, 0)  # else it would allow anything
-                    units[-1][name] = summed[name] * size
-                    if times:
-                        least[-1][name] = times * _of_itself(case.own[number][name], size) * size
-                sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
-            found.see(number, errors[-1], expected, actual)
-            if LOGITS in expected and case.untold:
-                errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
-            for name, axis in by_token.items():
-                tokens = case.open_tokens(int(name.rpartition(".")[2]))
-                if name in expected and tokens.any():
-                    rows = np.moveaxis(errors[-1][name], axis + 1, 2)[:, :, : tokens.shape[1]]
-                    rows[:, tokens[:, : rows.shape[2]]] = np.nan
-        open_rows = _open_behind(errors, turned)
-        same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
-        return cls(case, errors, units, least, sums, np.concatenate(same or [np.zeros(0, bool)]), found, open_rows)
-
-    def distance(self, output: str) -> float:
-        """The square of the difference of both sides, in parts of the square of PyTorch's."""
-        product, right, other = self.sums[output].tolist()[2:]
-        return float((right + other - 2 * product) / max(right, TINY))
-
-    def held(self, output: str) -> list[np.ndarray]:
-        """Of each call the errors of `output` that are held to bounds."""
-        each = [(errors[output], units.get(output)) for errors, units in zip(self.errors, self.units, strict=True)]
-        return [errors if unit is None else np.maximum(errors - unit, np.minimum(errors, 0)) for errors, unit in each]
-
-    def report(self, output: str, bounds: Bounds) -> OutputReport:
-        """Errors of `output`, and whether it keeps its bounds."""
-        each = [errors[output] for errors in self.errors]
-        total, count, product, *norms = self.sums[output].tolist()
-        least = [rows[output] for rows in self.least if output in rows]
-        verdict = bounds.judge(self.case, output, self.held(output), least)
-        mean, most = total / count if count else 0.0, bounds.mean(self.case, output)
-        if verdict.share <= 1 and mean > most:
-            verdict = replace(verdict, worst=mean, bound=most, call=0, place=(), median=False)
-        return OutputReport(
-            self.case.name,
-            output,
-            max(float(np.nan_to_num(errors[0], posinf=np.inf).max(initial=0)) for errors in each),
-            mean,
-            product / norm if (norm := math.sqrt(norms[0] * norms[1])) else 1.0,
-            self.case.own_mean[output],
-            verdict.bound,
-            verdict.worst,
-            verdict.call,
-            verdict.place,
-            verdict.median,
-            verdict.share <= 1,
-        )
-
-
-@dataclass
-class OutputReport:
-    """Errors of one output over all calls of a case.
-
-    `own_mean_abs` is that of PyTorch's own run in the package's type. `worst` is the error of the row that is nearest to its `bound` or
-    furthest beyond, in the call `worst_call`, counted from 1, at the indices `worst_place`; with `by_median` the median of a head's rows;
-    in call 0 the mean of all numbers.
-    """
-
-    case: str
-    output: str
-    max_abs: float
-    mean_abs: float
-    cosine: float
-    own_mean_abs: float
-    bound: float
-    worst: float
-    worst_call: int
-    worst_place: tuple[int, ...]
-    by_median: bool
-    passed: bool
-
-    @property
-    def of_bound(self) -> float:
-        """The judged error in parts of its bound."""
-        return self.worst / self.bound if self.bound else 0.0 if self.worst == 0 else math.inf
-
-    def told(self) -> str:
-        """Where its worst error is, in a line."""
-        part = "median error of head" if self.by_median else f"call {self.worst_call}, error of row"
-        part = part if self.worst_call else "mean error of all rows"
-        place = f"{self.case}, {self.output}: {part} {list(self.worst_place)}"
-        return f"{place} {self.worst:.1e}, bound {self.bound:.1e}"
-
-
-@dataclass
-class Report:
-    """The verdict on a package.
-
-    Args:
-        first_diverging_layer: The lowest one with a failed state.
-        command: Polygraphy's.
-        not_asked: What the proof leaves open, one line each; printed beside PASSED.
-    """
-
-    outputs: list[OutputReport]
-    top1: float
-    own_top1: float
-    selections: Choices
-    checks: list[Check]
-    first_diverging_layer: int | None
-    command: str
-    not_asked: list[str] = field(default_factory=list)
-    passed: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        good = all(r.passed for r in self.outputs) and all(c.passed for c in self.checks)
-        self.passed = good and not self.selections.wrong
-
-    def including(self, verdict: Verdict) -> Report:
-        """With the checks of another part of the proof."""
-        return replace(self, checks=self.checks + verdict.checks, not_asked=self.not_asked + verdict.not_asked)
-
-    @property
-    def mismatches(self) -> list[OutputReport]:
-        """Outputs that do not keep their bounds."""
-        return [each for each in self.outputs if not each.passed]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
-        return {
-            "passed": self.passed,
-            "proof_version": PROOF_VERSION,
-            "top1_agreement": self.top1,
-            "pytorch_half_top1_agreement": self.own_top1,
-            "selections": vars(self.selections),
-            **Verdict(self.checks, self.not_asked).to_dict(),
-            "first_diverging_layer": self.first_diverging_layer,
-            "polygraphy": self.command,
-            "outputs": [vars(o) for o in self.outputs],
-        }
 
 
 @dataclass
@@ -286,7 +91,7 @@ class Verifier:
         replays: Tokens of the runtime's own checks.
     """
 
-    def __init__(self, package: Package, cases: CaseSource, target: Target, replays: int = DECODE_STEPS) -> None:
+    def __init__(self, package: Package, cases: CaseSource, target: Subject, replays: int = DECODE_STEPS) -> None:
         check_dtype(package)
         self.package, self.cases, self.target, self.replays = package, cases, target, replays
         self.asked: tuple[list[Question], Answers] | None = None  # a second run asks nothing
@@ -514,13 +319,6 @@ def _rate() -> float:
     return 2 * 1024**3 / (time.perf_counter() - begin)
 
 
-def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """In what parts of their size PyTorch's own rows err [2, 1, ..]: roots of mean squares of both, in which small rows count little."""
-    rows, sizes = (np.where(np.isfinite(own), x, 0).reshape(2, -1).astype(np.float64) for x in (own, size))
-    share = np.linalg.norm(rows, axis=1) / np.maximum(np.linalg.norm(sizes, axis=1), np.finfo(np.float64).tiny)
-    return np.asarray(share.reshape(2, *[1] * (own.ndim - 1)))
-
-
 def _carries_more(case: Case, answer: Answer) -> bool:
     """Whether PyTorch's layers read more than the hidden states that the graph shows: RWKV-7's, the first layer's values, too."""
     return any(
@@ -529,24 +327,6 @@ def _carries_more(case: Case, answer: Answer) -> bool:
         for name, right in expected.items()
         if name.startswith(f"present_{HIDDEN}.")
     )
-
-
-def _open_behind(errors: Sequence[Arrays], turned: Sequence[Mapping[int, np.ndarray]]) -> int:
-    """Make NaN what no choice of the reference explains: of a sequence whose choice was turned in a layer, all that this layer and later
-    ones keep, and logits, from that call on. Returns the number of rows."""
-    count, lowest = 0, np.zeros(0)
-    for call, layers in zip(errors, turned, strict=False):
-        for layer, sequences in layers.items():
-            lowest = lowest if lowest.size else np.full(len(sequences), np.inf)
-            lowest = np.where(sequences, np.minimum(lowest, layer), lowest)
-        if not np.isfinite(lowest).any():
-            continue
-        for name, found in call.items():
-            if name == LOGITS or layer_of(name) < np.inf:
-                behind = np.flatnonzero(np.isfinite(lowest) & (lowest <= layer_of(name)))
-                count += int((~np.isnan(found[0, behind])).sum())
-                found[:, behind] = np.nan
-    return count
 
 
 def _not_compared(selections: Choices, rows: int) -> list[str]:

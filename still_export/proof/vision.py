@@ -16,9 +16,9 @@ from still_export.package.files import VISION, check_hash
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, errors_of
 from still_export.proof.judge import Bounds
+from still_export.proof.judged import Judged
 from still_export.proof.verdict import Check
-from still_export.proof.verify import Judged
-from still_export.runtime.ort import open_session
+from still_export.runtime.ort_session import open_session
 
 GRIDS = ((1, 2, 3), (1, 5, 1), (2, 3, 2))
 """Frames, rows and columns of squares that become one embedding."""

@@ -21,7 +21,7 @@ SHARED = (
     "program",
 )
 CHECKS = ("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format")
-RUNNERS = {"ort": ("head",), "tensorrt": ("trt_engine", "cuda_driver")}
+RUNNERS = {"ort": ("head", "ort_session"), "tensorrt": ("trt_engine", "cuda_driver")}
 """Runners by module, with the modules that they alone need."""
 PROGRAMS = {"ort": "run_ort.py", "tensorrt": "run_trt.py"}
 

@@ -9,11 +9,7 @@ Exports copy this file into the package, where run_ort.py starts it:
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,229 +18,35 @@ from typing import Any
 
 import numpy as np
 
-from still_export.package.external import listed_weights
-from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held, check_hash
-from still_export.package.refusals import CheckError
-from still_export.package.trust import UNTRUSTED, native_file
+from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held
 from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
 from still_export.runtime.head import Ahead, Head
+from still_export.runtime.ort_session import (
+    CUDA,
+    MOST_THREADS,
+    check_graph,
+    check_version,
+    default_threads,
+    native_library,
+    open_session,
+    weight_files,
+)
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation
-from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State, rows_after
+from still_graphs.states import AHEAD, GIVEN, LAST_HIDDEN, NEXT_TOKEN, REPLAY, State
 
-CUDA = "CUDAExecutionProvider"
-RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
-"""Entries of the graph's metadata: fields of the manifest, as JSON."""
 ONNX_TYPES = {"float32": 1, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}
-
-LEAST_VERSION = (1, 25)
-"""Of ONNX Runtime: older ones lack ops of function bodies, and 1.23 ends by SIGSEGV in the native kernels."""
 SPARE_TOKENS = 256
 """Least room that is added when a sequence outgrows its state; an eighth more of a long one. Function bodies read every row of some
 states, and copies do too, so spare room costs time."""
-
-
-BODIES_ON_CUDA = (
-    "this package has no kernels for CUDA: function bodies run, at 10 times the time a token or more. "
-    "Export with --native --arch sm_90 (or what your GPU is) for kernels"
-)
-
-KERNELS_OF_OURS = "plugin"
-"""Nodes of a package's quantized weights (quantization/policy.py) that the library computes on GPUs alone."""
-
-NEW_OPSET = 27
-"""Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
-
 GUESSED, APART, FOLDED = "guessed", "apart", "folded"
 """Calls of guesses that leave states as good where some do not hold, those that leave others in a second buffer, and those that take what
 holds into the states before."""
-
 ALIGNED = 32
 """Numbers of 8 bytes from input to input, a multiple: kernels read their first ones together."""
 NO_GRAPH = -1
 """Number of the CUDA graph of calls that are not captured."""
-
-MOST_THREADS = 1024
-"""More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
-
-
-def default_threads() -> int:
-    """OMP_NUM_THREADS, which other runtimes take too; 0, ONNX Runtime's choice, where it is not set or no number."""
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return min(int(first), MOST_THREADS) if first.isdecimal() else 0
-
-
-def native_library(folder: Path, manifest: dict[str, Any], provider: str = "cpu") -> Path | None:
-    """The package's native kernels, where they are for this kind of machine and provider and may be loaded; else one line on stderr
-    says why not.
-
-    Raises:
-        RunError: It is not the file that was exported.
-    """
-    native = manifest.get("native")
-    if provider == "cuda" and not (native and native.get("archs")):
-        print(BODIES_ON_CUDA, file=sys.stderr)
-        return None
-    if native is None:
-        return None
-    quantized = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
-    if provider == "cpu" and quantized and native.get("archs"):
-        print("the native kernels of this package's linear layers are for GPUs: running without them", file=sys.stderr)
-        return None
-    if (native["system"], native["machine"]) != (platform.system(), platform.machine()):
-        print(f"the native kernel is for {native['system']} {native['machine']}: running without it", file=sys.stderr)
-        return None
-    path = native_file(folder, manifest, native["library"])
-    if path is None:
-        print(f"the native kernel {folder / native['library']} {UNTRUSTED}: running without it", file=sys.stderr)
-    return path
-
-
-def allow_opset(manifest: dict[str, Any]) -> None:
-    """Let ONNX Runtime load graphs of the package's opset, which may be newer than the ones it counts as released."""
-    config = manifest.get("config")
-    if isinstance(config, dict) and config.get("opset") == NEW_OPSET:
-        os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
-
-
-def open_session(
-    folder: Path,
-    manifest: dict[str, Any],
-    options: Any,
-    provider: str = "cpu",
-    native: Path | None = None,
-    replay: bool = False,
-    graph: str | bytes = MODEL,
-) -> Any:
-    """An onnxruntime session of the package's model, or of another `graph` of it.
-
-    Args:
-        options: onnxruntime.SessionOptions, completed here.
-        provider: "cpu" or "cuda".
-        native: Library of kernels to load, from `native_library`.
-        replay: Let the CUDA provider capture calls into CUDA graphs.
-        graph: The file's name, or a graph in memory over the same weights.
-
-    Raises:
-        RunError: The model or the kernel cannot be loaded.
-    """
-    import onnxruntime
-
-    if native:
-        options.add_session_config_entry("still.provider", provider)  # which kernels the library registers
-        try:
-            options.register_custom_ops_library(str(native.resolve()))
-        except Exception as error:  # onnxruntime's own types, which have no common base
-            raise RunError(
-                f"{native} cannot be loaded: {error}. Export the model again, on this machine or without --native."
-            ) from error
-    # float32 is float32: its GEMMs would be rounded to 10 bits otherwise
-    cuda = [(CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(replay))})] if provider == "cuda" else []
-    path = folder / (graph if isinstance(graph, str) else MODEL)
-    allow_opset(manifest)
-    if isinstance(graph, bytes):
-        real = str((folder / MODEL).resolve().parent)
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", real)
-    try:
-        session = onnxruntime.InferenceSession(
-            graph if isinstance(graph, bytes) else str(path), options, providers=[*cuda, "CPUExecutionProvider"]
-        )
-    except Exception as error:
-        dtype = manifest["model"]["dtype"]
-        advice = (
-            " Its CPU provider has no bfloat16: use --provider cuda, or export float32." if dtype == "bfloat16" else ""
-        )
-        if native and provider == "cuda" and "archive" in str(error):
-            advice = " Export again with --native --arch and the name of this GPU."
-        weights = "".join(f" with {name}" for name in manifest["files"] if name.endswith(".data"))
-        raise RunError(
-            f"ONNX Runtime cannot load {path}{weights}: {' '.join(str(error).split()).rstrip('.')}.{advice}"
-        ) from error
-    if cuda and CUDA not in session.get_providers():  # it goes on without a provider whose libraries it cannot open
-        raise RunError(
-            "ONNX Runtime's CUDA provider cannot start: its libraries or the driver are missing, or of another CUDA than this "
-            "onnxruntime-gpu was made for. Install the nvidia-* packages that it names, or run with --provider cpu."
-        )
-    return session
-
-
-def check_version(version: str) -> None:
-    """Raise RunError for an ONNX Runtime that packages do not run in; some older ones end the process by SIGSEGV."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < LEAST_VERSION:
-        least = ".".join(map(str, LEAST_VERSION))
-        raise RunError(
-            f"onnxruntime {version} is installed, and packages need {least} or later: pip install -U 'onnxruntime>={least}'."
-        )
-
-
-def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> list[str]:
-    """Names of the files that a graph of the package takes its weights from; the graph itself is checked.
-
-    Raises:
-        RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
-    """
-    return listed_weights(check_hash(folder, manifest, graph), manifest)
-
-
-def recorded_text(manifest: dict[str, Any], field: str) -> str:
-    """A field of the manifest as the graph's metadata has it."""
-    return json.dumps(manifest.get(field), sort_keys=True)
-
-
-def check_graph(session: Any, manifest: dict[str, Any], source: Path, *others: Any) -> None:
-    """Raise RunError where the manifest says otherwise than the graph, and those of `others`, about states, vocabulary, capacity or
-    quantization."""
-    inputs = {i.name: i for each in (session, *others) for i in each.get_inputs()}
-    outputs = {o.name: o for each in (session, *others) for o in each.get_outputs()}
-    types = {
-        "tensor(float)": "float32",
-        "tensor(float16)": "float16",
-        "tensor(bfloat16)": "bfloat16",
-        "tensor(int32)": "int32",
-        "tensor(int64)": "int64",
-    }
-
-    def differs(field: str, here: Any, there: Any) -> CheckError:
-        return CheckError(
-            f"{source}: {field} is {here}, in {MODEL} it is {there}. Copy the package again, or export it again."
-        )
-
-    for i, state in enumerate(manifest["states"]):
-        if not state["op"]:
-            continue
-        found = inputs.get(f"past_{state['name']}")
-        if found is None or f"present_{state['name']}" not in outputs:
-            raise differs(f"states[{i}].name", state["name"], "not there")
-        if types.get(found.type) != state["dtype"]:
-            raise differs(f"states[{i}].dtype", state["dtype"], found.type)
-        # What a call decides has a name in the graph; rows that do not depend on the tokens are a number there.
-        growth: dict[str, Any] | None = state["growth"]
-        rows: int | str = ""
-        if growth is not None and (growth["fixed"] or not growth["rows"]):
-            rows = rows_after(growth, 0, manifest["capacity"]["capacity_tokens"])
-        sizes = [d if isinstance(d, int) else "" for d in found.shape]
-        if sizes != [d if isinstance(d, int) else "" if d == "batch" else rows for d in state["shape"]]:
-            raise differs(f"states[{i}].shape", state["shape"], found.shape)
-    for name in inputs:
-        if (
-            name.startswith("past_")
-            and name != "past_length"
-            and name[5:] not in {s["name"] for s in manifest["states"]}
-        ):
-            raise differs("states", f"without {name[5:]}", "with it")
-    vocabulary = outputs["logits"].shape[-1] if "logits" in outputs else None
-    if vocabulary != manifest["model"]["vocab_size"]:
-        raise differs("model.vocab_size", manifest["model"]["vocab_size"], vocabulary)
-    recorded = session.get_modelmeta().custom_metadata_map
-    for name, field in RECORDED.items():
-        here, there = (json.loads(text) for text in (recorded_text(manifest, field), recorded.get(name, "null")))
-        if name in recorded and here != there:
-            if isinstance(here, dict) and isinstance(there, dict):  # the first part that differs says enough
-                part = next(key for key in sorted({*here, *there}) if here.get(key) != there.get(key))
-                field, here, there = f"{field}.{part}", here.get(part), there.get(part)
-            raise differs(field, json.dumps(here), json.dumps(there))
 
 
 class OrtModel(Runner):

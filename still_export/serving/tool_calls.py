@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Call = tuple[str, Any]
+ToolCall = tuple[str, Any]
 """Name and arguments."""
 Tools = Sequence[Mapping[str, Any]]
 _ERRORS = (ValueError, TypeError, KeyError, AttributeError, SyntaxError, RecursionError, MemoryError)
@@ -29,13 +29,13 @@ class Form:
     """
 
     mark: str
-    calls: Callable[[str, Tools], list[Call]]
+    calls: Callable[[str, Tools], list[ToolCall]]
     named: tuple[str, ...]
     words: tuple[str, ...]
     bare: str = ""
 
 
-def _tagged(text: str, tools: Tools) -> list[Call]:
+def _tagged(text: str, tools: Tools) -> list[ToolCall]:
     """Of Qwen, Hermes and Nemotron: `<tool_call>` around a JSON object, or around `<function=NAME>` with `<parameter=NAME>`."""
     found, rest = [], text
     while rest.strip():
@@ -75,9 +75,9 @@ def _schema(tools: Tools, name: str) -> Mapping[str, Any]:
     return {}
 
 
-def _mistral(text: str, tools: Tools) -> list[Call]:
+def _mistral(text: str, tools: Tools) -> list[ToolCall]:
     """`[TOOL_CALLS]` before a list of JSON objects, or before each `NAME[ARGS]{...}`."""
-    found: list[Call] = []
+    found: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         if part.lstrip().startswith("["):
             found += [_object(call) for call in json.loads(part)]
@@ -87,7 +87,7 @@ def _mistral(text: str, tools: Tools) -> list[Call]:
     return found
 
 
-def _llama(text: str, tools: Tools) -> list[Call]:
+def _llama(text: str, tools: Tools) -> list[ToolCall]:
     """Objects of JSON with `parameters`, with a semicolon between them."""
     found, rest = [], text.removeprefix("<|python_tag|>").strip()
     while rest:
@@ -97,7 +97,7 @@ def _llama(text: str, tools: Tools) -> list[Call]:
     return found
 
 
-def _python(text: str, tools: Tools) -> list[Call]:
+def _python(text: str, tools: Tools) -> list[ToolCall]:
     """Of LFM2: `<|tool_call_start|>` around a list of Python's calls with constants."""
     inner, _ = _between(text, "<|tool_call_start|>", "<|tool_call_end|>")
     listed = ast.parse(inner.strip(), mode="eval").body
@@ -132,7 +132,7 @@ def _between(text: str, begin: str, end: str) -> tuple[str, str]:
     return inner, rest
 
 
-def _object(call: Any) -> Call:
+def _object(call: Any) -> ToolCall:
     given = call["arguments"] if "arguments" in call else call["parameters"]
     if not isinstance(call["name"], str):
         raise ValueError("the name is no text")

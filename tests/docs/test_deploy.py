@@ -1,4 +1,4 @@
-"""The files of deploy/ name what there is. Running them needs Ray or Kubernetes: tests/gpu/test_ray.py, docs/guide/scale-out.md."""
+"""The files of deploy/ name what there is. Running them needs Ray or Kubernetes: tests/gpu/test_ray.py, docs/guide/prefixes.md."""
 
 from __future__ import annotations
 

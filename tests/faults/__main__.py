@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.faults.campaign import MODELS, RUNTIMES, TYPES, Drawn, Outcome, Subject, outcomes, package_of
+from tests.faults.campaign import MODELS, RUNTIMES, TYPES, Broken, Drawn, Outcome, outcomes, package_of
 from tests.faults.registry import FAULTS
 
 ENOUGH = 1e-4
@@ -85,7 +85,7 @@ def main() -> None:
         share = -(-options.clean // len(clean)) if runtime != "native" else 0
         done = sum(e["package"] == name and e["runtime"] == runtime for e in known["clean"])
         for seed in range(done, share):
-            report = Subject(package, runtime, Drawn(package, 1000 + seed), scratch).clean()
+            report = Broken(package, runtime, Drawn(package, 1000 + seed), scratch).clean()
             worst = [(o.case, o.output, o.worst / o.bound) for o in report.outputs if not o.passed]
             used = max(o.worst / o.bound for o in report.outputs if o.bound)
             known["clean"].append(
@@ -102,7 +102,7 @@ def main() -> None:
         if not options.seeds or any(e["package"] == name and e["runtime"] == runtime for e in known["faults"]):
             continue
         drawn = Drawn(package, 0)
-        subject = Subject(package, runtime, drawn, scratch)
+        subject = Broken(package, runtime, drawn, scratch)
         subject.clean()
         found = [asdict(o) for o in outcomes(subject, range(options.first, options.first + options.seeds))]
         entry = {

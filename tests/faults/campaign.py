@@ -23,10 +23,11 @@ from still_export.proof.held_constants import check_constants
 from still_export.proof.held_settings import check_settings
 from still_export.proof.held_weights import check_weights
 from still_export.proof.judge import Bounds
+from still_export.proof.judged import Report
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.package import _torch_cases
-from still_export.proof.sessions import Session, Target
-from still_export.proof.verify import Report, Verifier
+from still_export.proof.sessions import Session, Subject
+from still_export.proof.verify import Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
 from still_export.targets.ort.runtime import _watched
@@ -126,7 +127,7 @@ class Outcome:
 
 
 @dataclass
-class Subject:
+class Broken:
     """A package on a runtime."""
 
     package: Package
@@ -161,7 +162,7 @@ class Subject:
 
     def judge(self, model: Any) -> tuple[Report, list[Any]]:
         """Verify a runner."""
-        verifier = Verifier(self.package, self.drawn, Target(self.package), replays=0)
+        verifier = Verifier(self.package, self.drawn, Subject(self.package), replays=0)
         session = Session(model, len(self.hidden(self.package.path)))
         answers = verifier.ask(session, self.drawn.calls)
         sharp = verifier.by_layer(session, chosen_for_layers(self.drawn.calls)) if session.hidden else []
@@ -246,7 +247,7 @@ class Subject:
         return self.open(folder)
 
 
-def outcomes(subject: Subject, seeds: Sequence[int], faults: Sequence[Fault] = ()) -> Iterator[Outcome]:
+def outcomes(subject: Broken, seeds: Sequence[int], faults: Sequence[Fault] = ()) -> Iterator[Outcome]:
     """Every fault with every seed."""
     for fault in faults or FAULTS:
         if fault.where in PLACES[subject.runtime]:

@@ -6,6 +6,7 @@
   python -m tests.gpu.prepare PLACE bodies [--only rat]                       # families without kernels
   python -m tests.gpu.prepare PLACE quantized --include HEADERS [--only gptq] # folders of quantizers, which have to be installed
   python -m tests.gpu.prepare PLACE trt --tensorrt-include INCLUDE [--model FOLDER] [--only demo,verified,mamba2]
+  python -m tests.gpu.prepare PLACE tasks --include HEADERS [--tensorrt-include INCLUDE] [--only delta]  # trained tasks, and their texts
   python -m tests.gpu.prepare PLACE moved --include HEADERS --tensorrt-include INCLUDE   # of one portable package, for three runtimes
   python -m tests.gpu.prepare PLACE speed --include HEADERS [--only smollm2]  # no weights, for tools.benchmarks.gpu_package
   python -m tests.gpu.prepare PLACE pack                                      # PLACE/part00, part01 ...: what travels, in small pieces
@@ -24,6 +25,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tools.benchmarks.geometries import LLAMA_8B, SMOLLM2, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +43,9 @@ EXPERTS = tuple(
 GUESSES = ("guesses-float32", "guesses-float16")
 OTHER_GPU, GENAI = "other-gpu", "genai"
 MOVED = ("moved-onnx", "moved-trt")
+TASKS = ("allmem", "conv", "delta", "gated", "gated_delta", "hybrid", "mamba2", "rwkv7")
+ENGINE_TASKS = ("conv", "delta", "gated", "gated_delta", "hybrid", "mamba2")
+"""Those whose ops have plugins."""
 QUANTIZED = {
     each.replace(", ", "-").replace(" ", "_"): each
     for each in (
@@ -186,6 +192,28 @@ def trt(options: argparse.Namespace) -> None:
             [*install, "--target", site, "typer", "rich", "pydantic", "filelock", "tokenizers", "safetensors"],
             check=True,
         )
+
+
+def tasks(options: argparse.Namespace) -> None:
+    """Trained models whose task is exact, in both types, and for TensorRT where its headers are given."""
+    from tests.still_export.evaluation.test_tasks import task_of
+
+    for name in wanted(options, TASKS):
+        np.savez(options.place / f"task-{name}.npz", **task_of(name)._asdict())
+        kernels = native(options) if name in ENGINE_TASKS else ()
+        for dtype in ("float32", "float16"):
+            given = (ROOT / "assets/tasks" / name, *kernels, "--dtype", dtype)
+            export("onnx", options.place, f"task-{name}-{dtype}", *given, lengths=None)
+        if options.tensorrt_include and name in ENGINE_TASKS:
+            sizes = ("--capacity-tokens", "512", "--prefill-tokens", "256", "--batch", "6")
+            given = (
+                ROOT / "assets/tasks" / name,
+                "--arch",
+                options.arch,
+                "--tensorrt-include",
+                options.tensorrt_include,
+            )
+            export("trt", options.place, f"trt-task-{name}", *given, *sizes, lengths=None)
 
 
 def moved(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import onnx
 import pytest
 import torch
 
-from still_export.runtime.ort import LEAST_VERSION
+from still_export.runtime.ort_session import LEAST_VERSION
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention
 from tests.still_graphs import test_functions as body

@@ -10,17 +10,35 @@ from transformers import AutoModelForCausalLM
 
 from still_export.models.families.experts import FLOAT32
 from still_export.models.families.linear_families import LINEAR_FAMILIES
+from tests.still_export.decay_models import Mamba3Model, SalaModel, TransNormerModel
 from tests.still_export.fla_models import SIZES as FLA_SIZES
 from tests.still_export.fla_models import SOFTMAX, FlaModel
 from tests.still_export.hype_models import HypeModel
 from tests.still_export.in_llama_models import SIZES as IN_LLAMA
 from tests.still_export.in_llama_models import InLlamaModel, ZebraModel
-from tests.still_export.own_models import OWN as TOKENWISE
+from tests.still_export.own_models import OwnModel
 from tests.still_export.radlads_models import SIZES as RADLADS
 from tests.still_export.radlads_models import RadladsModel
 from tests.still_export.routed_models import ROUTED
+from tests.still_export.rwkv_models import Rwkv6Model, Rwkv7Model
+from tests.still_export.system_models import FluxModel, MohModel, RatModel, VisionModel
 
-OWN = TOKENWISE | ROUTED
+OWN: dict[str, type[OwnModel]] = {
+    "mamba3": Mamba3Model,
+    "flux_qwen3": FluxModel,
+    "rat": RatModel,
+    "moh_llama": MohModel,
+    "transnormer": TransNormerModel,
+    "minicpm_sala": SalaModel,
+    "rwkv5": Rwkv6Model,
+    "rwkv6": Rwkv6Model,
+    "rwkv7": Rwkv7Model,
+    "polaformer": VisionModel,
+    "inline": VisionModel,
+    "mirrorla": VisionModel,
+    **ROUTED,
+}
+"""By model_type."""
 VOCAB = 61
 COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB,

@@ -8,15 +8,21 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from still_export.graph.options import ExportOptions
 from still_export.runtime.conversation import Conversation
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.text import Text
+from still_export.targets.export import export
 from still_export.targets.web.chats import CHATS, warn_of_chats
+from tests.gpu.prepare import TASKS
+from tests.still_export.evaluation.test_tasks import task_of
+from tests.task_checks import PIECES
 from tests.web.conftest import WEB
 
 pytestmark = pytest.mark.slow
@@ -89,3 +95,13 @@ def test_chats_that_the_engine_renders_otherwise_are_named(
     text = "{% for m in messages %}<{{ m.role }}>" + content + "{% endfor %}"
     warn_of_chats({"chat": {"templates": {"default": text}, "tokens": {}}})
     assert [record.args for record in caplog.records] == ([(", ".join(wrong),)] if wrong else [])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TASKS)
+def test_a_trained_task_is_solved(dist: Path, tmp_path: Path, name: str) -> None:
+    options = ExportOptions(str(WEB.parent / "assets/tasks" / name), dtype="float32")
+    made = export(options, tmp_path / "package", to="web", command="test").path
+    task = task_of(name)
+    likeliest = answered(made, texts=task.ids.tolist(), pieces=PIECES)["likeliest"]
+    assert task.queries.sum() > 100 and task.wrong(np.array(likeliest).T) == 0

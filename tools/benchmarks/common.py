@@ -114,6 +114,11 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def changes_in(text: str) -> dict[str, Any]:
+    """Options of a recipe in a text such as "finetune_rate=1e-3,retrieval=0.9"."""
+    return {name: json.loads(value) for name, value in (item.split("=") for item in text.split(",") if item)}
+
+
 class Findings:
     """What a benchmark finds: each row is a line of JSON on stdout at once, and all of them are the record's figures."""
 

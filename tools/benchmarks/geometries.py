@@ -31,6 +31,12 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
         tie_word_embeddings=True,
     ),
+    "qwen3.5-2b": dict(  # the text of Qwen3.5-2B
+        model_type="qwen3_5_text", hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, vocab_size=248_320, max_position_embeddings=262_144, linear_num_key_heads=16,
+        linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        tie_word_embeddings=True,
+    ),
     "qwen3.5-35b-a3b": dict(  # the text of Qwen3.5-35B-A3B
         model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16, num_key_value_heads=2,
         head_dim=256, vocab_size=248_320, max_position_embeddings=262_144, linear_num_key_heads=16, linear_num_value_heads=32,
@@ -49,6 +55,14 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         model_type="granitemoehybrid", hidden_size=1536, num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4,
         vocab_size=100_352, max_position_embeddings=131_072, position_embedding_type="nope", num_local_experts=0,
         num_experts_per_tok=0, intermediate_size=4096, shared_intermediate_size=4096, mamba_n_heads=48, mamba_d_head=64,
+        mamba_d_state=128, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, embedding_multiplier=12.0, logits_scaling=6.0,
+        attention_multiplier=0.0078125, residual_multiplier=0.22, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    ),
+    "granite-4-h-16-experts": dict(  # Granite-4.0-H-Tiny's with 16 of its 64 experts, for machines of little memory
+        model_type="granitemoehybrid", hidden_size=1536, num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4,
+        vocab_size=100_352, max_position_embeddings=131_072, position_embedding_type="nope", num_local_experts=16,
+        num_experts_per_tok=6, intermediate_size=512, shared_intermediate_size=1024, mamba_n_heads=48, mamba_d_head=64,
         mamba_d_state=128, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, embedding_multiplier=12.0, logits_scaling=6.0,
         attention_multiplier=0.0078125, residual_multiplier=0.22, tie_word_embeddings=True, rms_norm_eps=1e-5,
         layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],

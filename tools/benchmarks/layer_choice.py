@@ -1,10 +1,11 @@
-"""Softmax layers chosen by what layers need and by gates that learn on retrieval: what models of the same budget give.
+"""Softmax layers chosen by what layers need and by gates that learn on retrieval, and settings of `quick`: what models of a budget give.
 
   python -m tools.benchmarks.layer_choice BASE --text django.txt --counts 2,4 -o OUT
+  python -m tools.benchmarks.layer_choice BASE --layers 17,18,20,23 --set finetune_steps=26 --set finetune_rate=1e-3,retrieval=0.9 -o OUT
 
 Gates, after FlashMorph (arXiv:2606.30562): every layer's output is a mixture of softmax and of the untrained student. Only the mixtures'
 shares learn: by the answers of retrieval prompts, and by a price for each softmax layer. Each choice is then trained by the recipe `quick`
-with its layers fixed. Facts are natural sentences, 40 at 1,024 tokens and 40 at 4,096. Writes OUT/choice.json.
+with its layers fixed, once for each --set. Facts are natural sentences, 40 at 1,024 tokens and 40 at 4,096. Writes OUT/choice.json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from still_export.mixers.layers import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.turns import turn_pieces
-from tools.benchmarks.common import numbers, parser_of
+from tools.benchmarks.common import changes_in, numbers, parser_of
 
 STEPS, RATE, PRICE, TOKENS = 100, 0.1, 1.0, 2048
 """Of the gates: price of all layers together, and tokens of a prompt."""
@@ -78,15 +79,18 @@ def main() -> None:
     """As the head of the file says."""
     parser = parser_of(__doc__)
     parser.add_argument("base")
-    parser.add_argument("--text", action="append", required=True)
+    parser.add_argument("--text", action="append", default=[])
     parser.add_argument("--counts", type=numbers, default=[2, 4])
     parser.add_argument("--layers", type=numbers, default=[], help="train with these softmax alone, without a ranking")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument(
+        "--set", action="append", metavar="OPTION=NUMBER,...", help="of the recipe; each one is a model"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     measure.QUESTIONS.update({1024: 40, 4096: 40})
     given = {"base": options.base, "texts": tuple(options.text), "budget": "", "salient_per_chunk": 16}
-    recipe = read_recipe(preset("quick"), {**given, "finetune_steps": options.steps})
+    recipe = read_recipe(preset("quick"), given)
+    settings = {text: changes_in(text) for text in options.set or [""]}
 
     def begin(name: str, changes: dict[str, Any]) -> LinearizationRun:
         made = replace(recipe, **changes)
@@ -111,13 +115,14 @@ def main() -> None:
         for name, ranked in ranks.items():
             layers = sorted(ranked[:count])
             types = tuple(FULL if layer in layers else recipe.layer for layer in range(run.layers))
-            trial = begin(f"{name}-{count}", {"layer_types": types})
-            _, student, _ = trial.finetune()
-            with trial.accelerator.autocast():
-                reached = stick.measured(student)
-            found["models"].append({"choice": name, "layers": layers, **asdict(reached)})
-            print(f"{name}, softmax {layers}: {reached.beside(base)} of {reached.asked}", flush=True)
-            (options.output / "choice.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            for number, (setting, changes) in enumerate(settings.items()):
+                trial = begin(f"{name}-{count}-{number}", {"layer_types": types, **changes})
+                _, student, _ = trial.finetune()
+                with trial.accelerator.autocast():
+                    reached = stick.measured(student)
+                found["models"].append({"choice": name, "setting": setting, "layers": layers, **asdict(reached)})
+                print(f"{name}, softmax {layers}, {setting}: {reached.beside(base)} of {reached.asked}", flush=True)
+                (options.output / "choice.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -164,8 +164,11 @@ def _transformers(folder: Path, length: int, setting: BenchOptions) -> tuple[Cal
     return lambda: feed(tokens), lambda: feed(state["token"])
 
 
+RUNS = {GENAI: _genai, LLAMA_CPP: _llama_cpp, TRANSFORMERS: _transformers}
+
+
 def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> Measurement:
-    prompt, step = {GENAI: _genai, LLAMA_CPP: _llama_cpp, TRANSFORMERS: _transformers}[runtime](model, length, setting)
+    prompt, step = RUNS[runtime](model, length, setting)
     begin = time.perf_counter()
     prompt()
     prefill = time.perf_counter() - begin
@@ -180,6 +183,17 @@ def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> M
 def one(runtime: str, model: str, length: str, setting: str) -> None:
     """Print the measurement of one length; `setting` is of BenchOptions, in JSON."""
     print(json.dumps(asdict(_measure(runtime, Path(model), int(length), BenchOptions(**json.loads(setting))))))
+
+
+def first_token_command(runtime: str, model: Path, setting: BenchOptions) -> list[str]:
+    """A process that loads a model, reads 16 tokens, chooses one and ends."""
+    program = "import sys; from tools.benchmarks.peer import first; first(*sys.argv[1:])"
+    return [sys.executable, "-c", program, runtime, str(model), json.dumps(asdict(setting))]
+
+
+def first(runtime: str, model: str, setting: str) -> None:
+    """What `first_token_command` runs; `setting` as of `one`."""
+    RUNS[runtime](Path(model), 16, BenchOptions(**json.loads(setting)))[0]()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,13 +29,20 @@ PIECE = 1 << 24
 SPARSE = 32
 """With --sparse one in so many of a matrix's numbers is random, the first ones; the others are zeros that the disk does not store."""
 
+PUBLISHED = [
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+]
+"""Names in transformers' Granite, and in its published files."""
+
 
 def shapes(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the model's weights, of tied ones the first."""
+    """Names, as files have them, and shapes of the model's weights, of tied ones the first."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        yield name, tuple(parameter.shape)
+        yield next((name.replace(*pair) for pair in PUBLISHED if pair[0] in name), name), tuple(parameter.shape)
 
 
 def drawn(generator: torch.Generator, count: int) -> torch.Tensor:
@@ -90,7 +97,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sparse", action="store_true", help="Mostly zeros, in files with holes.")
     parser.add_argument("--repeat", action="store_true", help="Few random numbers, repeated.")
     given = parser.parse_args(arguments)
-    changed = {"num_hidden_layers": given.layers} if given.layers else {}
+    changed: dict[str, Any] = {}
+    if given.layers:
+        kinds = GEOMETRIES[given.geometry].get("layer_types")
+        changed = {"num_hidden_layers": given.layers} | ({"layer_types": kinds[: given.layers]} if kinds else {})
     config = config_of(given.geometry, dtype="bfloat16", **changed)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # which llama.cpp's converter needs
     given.folder.mkdir(parents=True)

@@ -20,6 +20,7 @@ import urllib.request
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -34,6 +35,30 @@ QUESTIONS = (
     "Which command is in it?",
     "What is asked next?",
 )
+
+
+@contextmanager
+def server_of(command: list[str]) -> Iterator[str]:
+    """The address of a server while it runs: the first one that it says on stderr."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        rest = Thread(target=deque, args=(server.stderr, 0))  # else the server waits when the pipe is full
+        try:
+            url = next((m[0] for line in server.stderr if (m := re.search(r"http://[\d.]+:\d+", line))), None)
+            if url is None:
+                raise SystemExit(f"{shlex.join(command)} ended before it said its address.")
+            rest.start()
+            yield url
+        finally:
+            server.terminate()
+            if rest.is_alive():
+                rest.join()
+
+
+def own_server(package: Path, options: str) -> list[str]:
+    """The command of `still-export serve`, with options in one text."""
+    own = ["serve", str(package), "--port", "0", "--name", "m", *shlex.split(options)]
+    return [sys.executable, "-m", "still_export.cli.main", *own]
 
 
 def first_token(url: str, path: str, body: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:
@@ -121,20 +146,11 @@ def main() -> None:
     given = parser.parse_args()
     found = Findings()
     document = document_of(Tokenizer.from_file(str(given.package / "tokenizer.json")), given.document_tokens)
-    own = ["serve", str(given.package), "--port", "0", "--name", "m", *shlex.split(given.serve)]
-    servers = [([sys.executable, "-m", "still_export.cli.main", *own], own_turns)]
+    servers = [(own_server(given.package, given.serve), own_turns)]
     servers += [(shlex.split(given.peer), peer_turns)] if given.peer else []
     for command, measured in servers:
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stderr is not None
-                url = next(m[0] for line in server.stderr if (m := re.search(r"http://[\d.]+:\d+", line)))
-                Thread(
-                    target=deque, args=(server.stderr, 0), daemon=True
-                ).start()  # else it waits when the pipe is full
-                measured(url, document, given, found)
-            finally:
-                server.terminate()
+        with server_of(command) as url:
+            measured(url, document, given, found)
     found.record(given.record, "serve turns", {"package": str(given.package)})
 
 

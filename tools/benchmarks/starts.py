@@ -20,7 +20,7 @@ from torch import Tensor
 from still_export.linearization.linearize import linearize
 from still_export.linearization.recipe import read_recipe
 from still_export.mixers.linearized.fitted import Fitted
-from tools.benchmarks.common import parser_of
+from tools.benchmarks.common import changes_in, parser_of
 
 
 def plain_start(module: Any, target: Tensor, hidden: Tensor, positions: tuple[Tensor, Tensor] | None) -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="option=number of the recipe")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    changes = {name: json.loads(value) for name, value in (item.split("=") for item in options.set)}
+    changes = changes_in(",".join(options.set))
     asked = read_recipe(options.config, {"base": options.base, "texts": tuple(options.text), **changes})
     runs = {}
     for run in options.runs.split(","):

@@ -9,7 +9,7 @@ from onnx import helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, INT64, Body, Scope
-from still_kernels.attention.body import MASKED, Call, cached_body
+from still_kernels.attention.body import MASKED, Attended, cached_body
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
 
 
@@ -20,7 +20,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
         raise UnsupportedError(f"{node.name or node.op_type}: block_size={block} must be at least 1.")
     heads, kv_heads, dim = dims["H"], dims["HK"], dims["D"]
 
-    def attend(b: Scope, call: Call) -> str:
+    def attend(b: Scope, call: Attended) -> str:
         chosen = b("Transpose", b.cast(b("GatherND", "blocks", call.token, batch_dims=1), INT64), perm=[0, 2, 1, 3])
         rows = b("Mul", b.dim("blocks", 3), block)  # of a step, [1]
         few = b("And", b("Equal", call.longest, 1), b("Less", b("Squeeze", rows), call.filled))
@@ -39,7 +39,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     return cached_body(BLOCK_ATTENTION, node, dtype, opset, dims, attend)
 
 
-def _gathered(b: Scope, call: Call, query: str, chosen: str, block: int, kv_heads: int, dim: int) -> str:
+def _gathered(b: Scope, call: Attended, query: str, chosen: str, block: int, kv_heads: int, dim: int) -> str:
     """Of a step: the rows of its blocks, gathered."""
     rows = b("Add", b("Mul", b.unsqueeze(chosen, 4), block), b.arange(block))  # [B, HK, 1, S, block]
     taken = b.reshape(rows, 0, kv_heads, -1)
@@ -57,7 +57,7 @@ def _gathered(b: Scope, call: Call, query: str, chosen: str, block: int, kv_head
     return b("MatMul", b("Softmax", logits, axis=-1), value)
 
 
-def _masked(b: Scope, call: Call, query: str, chosen: str, block: int, kv_heads: int, dim: int) -> str:
+def _masked(b: Scope, call: Attended, query: str, chosen: str, block: int, kv_heads: int, dim: int) -> str:
     """Of any call: every row up to the longest sequence's end, with a mask."""
     filled = b.unsqueeze(call.filled, 0)
     key, value = (b.wide(b("Slice", f"present_{name}", [0], filled, [2]), call.dtype) for name in ("key", "value"))

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Body, Scope
-from still_kernels.attention.body import MASKED, Call, cached_body
+from still_kernels.attention.body import MASKED, Attended, cached_body
 from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 
 
@@ -32,7 +32,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
             LANDMARK_ATTENTION, node, dtype, opset, dims, partial(_retrieve, heads, kept, dim, size, top, frequency)
         )
 
-    def attend(b: Scope, call: Call) -> str:
+    def attend(b: Scope, call: Attended) -> str:
         filled = b.unsqueeze(call.filled, 0)
         key, value = (b.wide(b("Slice", f"present_{name}", [0], filled, [2]), call.dtype) for name in ("key", "value"))
         query = b.reshape(b("Transpose", call.query, perm=[0, 2, 1, 3]), 0, kept, -1, dim)
@@ -54,7 +54,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _retrieve(
-    heads: int, kept: int, dim: int, size: int, top: int, frequency: list[float], b: Scope, call: Call
+    heads: int, kept: int, dim: int, size: int, top: int, frequency: list[float], b: Scope, call: Attended
 ) -> str:
     """The output of tokens that read `top` blocks each beside their own. Distances, not places, are turned by: they stay small."""
 

@@ -8,7 +8,7 @@ import onnx
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import BOOL, DOUBLE, FLOAT, INT64, Body, Scope
-from still_kernels.attention.body import Call, cached_body
+from still_kernels.attention.body import Attended, cached_body
 from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTENTION, MOST, NEAR, fault_of
 
 LEAST = 2.2250738585072014e-308
@@ -23,7 +23,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     heads, kept, dim = dims["H"], dims["HK"], dims["D"]
     exact = "ridge" in given
 
-    def attend(b: Scope, call: Call) -> str:
+    def attend(b: Scope, call: Attended) -> str:
         def wide(x: str) -> str:
             return b.cast(x, DOUBLE) if exact else b.wide(x, call.dtype)
 

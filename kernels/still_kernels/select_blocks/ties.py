@@ -12,7 +12,7 @@ from still_kernels.route.ties import MARGINS, RoutingTies
 from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from still_kernels.ties import Leads, Look, Scores
 
-FAR, EQUAL = 1e30, 1e-30
+LARGEST, EQUAL = 1e30, 1e-30
 """Margin of a block that is read, or not, whatever the scores; and at most that of one whose score equals another's, as those of blocks
 that share a mean do in every runtime."""
 
@@ -40,8 +40,8 @@ class BlockTies(RoutingTies):
         found = super().leads(apart, self._apart(own), counts * self.heads)
         for key, x in apart.items():
             margins, went = x[:, :, 0], x[:, :, 1] > 0
-            near = np.abs(margins).min(-1, initial=FAR)
-            open_ = ((near > EQUAL) & (near < FAR)) | (found[key] < 0)
+            near = np.abs(margins).min(-1, initial=LARGEST)
+            open_ = ((near > EQUAL) & (near < LARGEST)) | (found[key] < 0)
             other = ((margins > 0).sum(-1) != went.sum(-1)) & (np.arange(x.shape[1]) < counts[:, None] * self.heads)
             found[key] = np.where(other, -np.inf, np.where(open_, found[key], np.inf))
         return found
@@ -66,7 +66,7 @@ class BlockTies(RoutingTies):
 
 
 def _finite(scores: Scores) -> Scores:
-    return {key: np.nan_to_num(x, posinf=FAR, neginf=-FAR) for key, x in scores.items()}
+    return {key: np.nan_to_num(x, posinf=LARGEST, neginf=-LARGEST) for key, x in scores.items()}
 
 
 def _padded(margins: np.ndarray, size: int) -> np.ndarray:

@@ -118,6 +118,16 @@ def form_of(weight: Weight, role: str, asked: Quantization) -> Form | None:
     return Form(bits, method, base, zero_points, False, asked.layout.half_scales, pairs)
 
 
+def _widen_experts(weights: Weights, forms: dict[str, Form], asked: Quantization) -> None:
+    """Give both matrices of a layer's experts the bits of the wider one, for the op has one number: files of Q4_K_M have some in 6 bits."""
+    stacks = [name for name in forms if weights[name].dim() > 2]
+    for name in stacks:
+        form, layer = forms[name], name.rpartition(".")[0]
+        most = max(forms[other].bits for other in stacks if other.rpartition(".")[0] == layer)
+        if form.bits < most:
+            forms[name] = Form(most, DEFAULT_METHOD, form.base, half_scales=asked.layout.half_scales, pairs=form.pairs)
+
+
 def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) -> tuple[Quantization, dict[str, Form]]:
     """The forms of all weights that have one, by name, and `asked` with the block size that the source has.
 
@@ -145,6 +155,7 @@ def plan_forms(weights: Weights, roles: Mapping[str, str], asked: Quantization) 
                 f"{name} has {inputs} inputs, which blocks of {asked.block_size} do not divide. "
                 "Choose another --quantize-block, or export without --quantize."
             )
+    _widen_experts(weights, forms, asked)
     if thin:
         logging.getLogger(__name__).warning(
             "%d weights of low rank, whose few inputs blocks of %d do not divide, are not quantized: %s%s.",

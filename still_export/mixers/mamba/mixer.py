@@ -11,7 +11,7 @@ from torch.nn.functional import silu, softplus
 
 from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
-from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand_silu
+from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand_silu, sizes_of
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import repeated
 from still_export.mixers.roles import GATE, NORM, PROJECTION
@@ -123,6 +123,15 @@ MODULES: dict[str, type[Mamba]] = {
 """By the class of transformers that each takes the place of."""
 
 
+_NAMES = {
+    "channels": ("mamba_inner", "intermediate_size"),
+    "mixed": ("mamba_mixed", "mamba_inner", "intermediate_size"),
+    "dim": ("mamba_d_state", "state_size"),
+    "taps": ("mamba_d_conv", "conv_kernel"),
+}
+"""What hybrid families and Mamba itself call the sizes; "mixed" channels go through the convolution."""
+
+
 class MambaMixer(FixedStatesMixer):
     """Layers of type "mamba"."""
 
@@ -130,14 +139,9 @@ class MambaMixer(FixedStatesMixer):
     modules, what = MODULES, "Mamba"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        if hasattr(config, "mamba_inner"):  # Mamba-in-Llama
-            channels, dim, taps = config.mamba_inner, config.mamba_d_state, config.mamba_d_conv
-        elif hasattr(config, "mamba_expand"):  # Jamba
-            channels, dim, taps = config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_d_conv
-        else:
-            channels, dim, taps = config.intermediate_size, config.state_size, config.conv_kernel
-        mixed = channels if getattr(config, "mamba_repeat_first", True) else config.mamba_shared
+        sizes = sizes_of(config, _NAMES)
+        heads = {"H": sizes["channels"], "D": sizes["dim"], "V": 1}
         return (
-            LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": mixed, "P": taps - 1}),
-            LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": channels, "D": dim, "V": 1}),
+            LayerOp(CAUSAL_CONV, {"activation": "silu"}, {"C": sizes["mixed"], "P": sizes["taps"] - 1}),
+            LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, heads),
         )

@@ -12,7 +12,7 @@ from torch.nn.functional import silu, softplus
 
 from still_export.mixers.base import LayerOp
 from still_export.mixers.causal_conv.op import causal_conv
-from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, class_for, demand_silu
+from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, class_for, demand_silu, sizes_of
 from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import repeated
 from still_export.mixers.roles import NORM, PROJECTION
@@ -179,10 +179,7 @@ class Mamba2Mixer(FixedStatesMixer):
     name = "mamba2"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        sizes = {
-            what: int(next(getattr(config, name) for name in names if getattr(config, name, None) is not None))
-            for what, names in _NAMES.items()
-        }
+        sizes = sizes_of(config, _NAMES)
         heads, dim, size = sizes["heads"], sizes["dim"], sizes["size"]
         channels = heads * size + 2 * sizes["groups"] * dim
         return (

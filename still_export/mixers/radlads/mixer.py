@@ -4,7 +4,7 @@ RWKV-6 or RWKV-7 read behind the update. The token before is read where the fami
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from still_export.mixers.linear_attention.op import linear_attention
 from still_export.mixers.projections import rotated
 from still_export.mixers.rank_one_attention.op import rank_one_attention
 from still_export.mixers.roles import GATE, NORM, PROJECTION
-from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule
+from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule, rank_one_inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.linear_attention.meaning import Inputs as GatedInputs
+from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.rank_one_attention.meaning import Inputs
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 
 Turn = tuple[Tensor, Tensor] | None
@@ -28,6 +27,17 @@ LEAST_LOG = -5.0
 """What the logarithm of a decay of RWKV-6 is at least."""
 UNIT_SQUARE = 1e-24
 """Under the root of a key's length."""
+
+
+class Tokens(NamedTuple):
+    """What a rule reads: what each projection read, by letter; query, key, value [B, T, H, D]; the first layer's values; new tokens [B]."""
+
+    parts: dict[str, Tensor]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    first: Tensor | None
+    new_tokens: Tensor
 
 
 class QwenRule(ShiftedModule):
@@ -84,9 +94,8 @@ class QwenRule(ShiftedModule):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotated(query, key, position_embeddings)
         key, value = (x.unsqueeze(3).expand(-1, -1, -1, self.groups, -1).flatten(2, 3) for x in (key, value))
-        output, value, after["recurrent_state"] = self.rule(
-            parts, query, key, value, first, new_tokens, states["recurrent_state"]
-        )
+        tokens = Tokens(parts, query, key, value, first, new_tokens)
+        output, value, after["recurrent_state"] = self.rule(tokens, states["recurrent_state"])
         if layer is not None:
             layer.store(after)
         rows = output.to(hidden.dtype).flatten(2)
@@ -96,16 +105,7 @@ class QwenRule(ShiftedModule):
             rows = rows * self.g_lora(parts["g"])
         return self.o_proj(rows), value
 
-    def rule(
-        self,
-        parts: dict[str, Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first: Tensor | None,
-        new_tokens: Tensor,
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def rule(self, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Output [B, T, H, D] before the gate, what later layers read, and the state after the call."""
         raise NotImplementedError
 
@@ -127,21 +127,13 @@ class QwenRwkv6(QwenRule):
 
     read = "rkvwg"
 
-    def rule(
-        self,
-        parts: dict[str, Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first: Tensor | None,
-        new_tokens: Tensor,
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def rule(self, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        parts, query, key, value, _, new_tokens = tokens
         wide = torch.promote_types(query.dtype, torch.float32)
         decay = self.heads(-(self.w0.to(wide) + self.w_lora(parts["w"]).to(wide)).exp()).clamp_min(LEAST_LOG)
         if self.balanced:
             key = (key.to(wide) * (1 - decay.exp())).to(key.dtype)
-        inputs = GatedInputs(query.unsqueeze(3), key, value, decay, new_tokens=new_tokens, update_rule="gated")
+        inputs = Inputs(query.unsqueeze(3), key, value, decay, new_tokens=new_tokens, update_rule="gated")
         output, state = linear_attention(inputs, state)
         return self.normed(output.squeeze(3)), None, state
 
@@ -151,16 +143,8 @@ class QwenRwkv7(QwenRule):
 
     read = "rkvwag"
 
-    def rule(
-        self,
-        parts: dict[str, Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first: Tensor | None,
-        new_tokens: Tensor,
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def rule(self, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        parts, query, key, value, first, new_tokens = tokens
         wide = torch.promote_types(query.dtype, torch.float32)
         if first is not None and first.shape[-1]:
             share = self.heads((self.v0 + self.v_lora(parts["v"])).sigmoid())
@@ -176,16 +160,7 @@ class QwenRwkv7(QwenRule):
             key = (key.to(wide) * (1 - decay.exp() + rate)).to(key.dtype)
         elif hasattr(self, "k_a"):
             key = (key.to(wide) * (1 + (rate - 1) * self.heads(self.k_a[0, 0]).to(wide))).to(key.dtype)
-        # The op reads the state behind its decay, the model before it.
-        inputs = Inputs(
-            query,
-            key,
-            value,
-            decay,
-            (-moved * (-decay).exp()).to(value.dtype),
-            (moved * rate).to(value.dtype),
-            new_tokens,
-        )
+        inputs = rank_one_inputs(query, key, value, decay, moved, rate, new_tokens)
         output, state = rank_one_attention(inputs, state)
         rows = self.normed(output) if hasattr(self, "ln_x") else output * self.dim**-0.5
         if hasattr(self, "r_k"):

@@ -13,9 +13,8 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.rank_one_attention.op import rank_one_attention
 from still_export.mixers.roles import FEED_FORWARD, GATE, NORM, PROJECTION
-from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule
+from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule, rank_one_inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.rank_one_attention.meaning import Inputs
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 
 
@@ -66,16 +65,7 @@ class TimeMix(ShiftedModule):
         moved = moved * torch.rsqrt(moved.square().sum(-1, keepdim=True) + self.key_epsilon)
         key = of_heads(key).to(wide) * (1 + (rate - 1) * of_heads(self.k_a).to(wide))
         query, key, value = of_heads(query), key.to(value.dtype), of_heads(value)
-        # The op reads the state behind its decay, the model before it.
-        inputs = Inputs(
-            query,
-            key,
-            value,
-            decay,
-            (-moved * (-decay).exp()).to(value.dtype),
-            (moved * rate).to(value.dtype),
-            new_tokens,
-        )
+        inputs = rank_one_inputs(query, key, value, decay, moved, rate, new_tokens)
         output, state = rank_one_attention(inputs, states["recurrent_state"])
         if layer is not None:
             layer.store({"conv_state": column, "recurrent_state": state})

@@ -168,6 +168,12 @@ class FalconMambaModelMixin(Mamba2ModelMixin):
     block, norm = FalconMambaBlock, FalconMambaRMSNorm
 
 
+class JambaConfigMixin(LinearConfigMixin):
+    """The channels of its Mamba layers, as a size."""
+
+    mamba_inner = property(lambda self: self.mamba_expand * self.hidden_size)
+
+
 class MiniMaxConfigMixin(LinearConfigMixin):
     """Sizes of its Lightning layers, and what of MiniMax is not covered."""
 
@@ -279,6 +285,7 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
             JambaConfig,
             JambaForCausalLM,
             {"linear_attention": Place("mamba", ("mamba",)), "full_attention": Place(FULL, ("self_attn",))},
+            (JambaConfigMixin, LinearModelMixin),
         ),
         _family(
             MiniMaxConfig,

@@ -256,6 +256,11 @@ class InLlamaConfigMixin(LinearConfigMixin):
         return not self.model_type.endswith("mamba")  # type: ignore[attr-defined]
 
     @property
+    def mamba_mixed(self) -> int:
+        """Channels that go through Mamba's convolution."""
+        return self.mamba_inner if self.mamba_repeat_first else self.mamba_shared  # type: ignore[attr-defined]
+
+    @property
     def mamba_n_heads(self) -> int:
         """H."""
         return self.mamba_inner // self.mamba_d_state  # type: ignore[attr-defined]

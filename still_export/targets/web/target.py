@@ -11,7 +11,7 @@ from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import DEQUANTIZED, ONNXRUNTIME
 from still_export.package.files import DATA, MODEL
-from still_export.runtime.ort import RECORDED, recorded_text
+from still_export.runtime.ort_session import RECORDED, recorded_text
 from still_export.targets.ort.options import GenaiOptions
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import FUSE, OWN_OPS, STRIP, attach_own_functions

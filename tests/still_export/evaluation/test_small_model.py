@@ -215,7 +215,8 @@ def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_lm_eval_measures_a_package(package: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["still-export", "still-export-torch"])
+def test_lm_eval_measures_packages_and_models(kind: str, package: Path, tmp_path: Path) -> None:
     """A choice and a continuation of local files, by lm-evaluation-harness itself, as PyTorch gives them."""
     pytest.importorskip("lm_eval")
     (tmp_path / "rows.jsonl").write_text(
@@ -243,10 +244,11 @@ def test_lm_eval_measures_a_package(package: Path, tmp_path: Path) -> None:
         "still_export.evaluation.harness",
         "run",
         "--model",
-        "still-export",
+        kind,
         "--model_args",
     ]
-    command += [f"package={package},threads=1", "--tasks", "local", "--include_path", str(tmp_path), "--log_samples"]
+    named = f"package={package},threads=1" if kind == "still-export" else f"model={SMALL},dtype=float32"
+    command += [named, "--device", "cpu", "--tasks", "local", "--include_path", str(tmp_path), "--log_samples"]
     done = subprocess.run([*command, "--output_path", str(tmp_path / "out")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = (tmp_path / "out").rglob("samples_local_*.jsonl")

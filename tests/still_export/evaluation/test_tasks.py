@@ -13,31 +13,20 @@ from still_export.graph.options import ExportOptions
 from still_export.models.load import load_model
 from still_export.package.files import MODEL, PORTABLE
 from still_export.proof.reference import open_runner
-from still_export.runtime.base import Runner
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
-from tools.train_tasks import QUERY, RULES, TOKENS, UNASKED, Rule, texts
+from tests.task_checks import Task, answers_of
+from tools.train_tasks import QUERY, RULES, TOKENS, UNASKED, texts
 
 TASKS = Path(__file__).parents[3] / "assets/tasks"
 KEPT = sorted(folder.name for folder in TASKS.iterdir() if folder.is_dir())
-ROWS, READ, BYTES = 6, 320, 400_000
+ROWS, BYTES = 6, 400_000
 
 
-def wrong_answers(runner: Runner, rule: Rule, spoil: bool = False) -> tuple[int, int]:
-    """Queries of the last tokens that are answered wrongly, and all; `READ` tokens come in two pieces, the others one by one."""
-    ids, answers = (x.numpy() for x in texts(ROWS, TOKENS, rule.again, np.random.default_rng(7), rule.keys))
-    runner.start(ROWS, TOKENS)
-    runner.feed(ids[:, :129])
-    runner.feed(ids[:, 129:READ])
-    if spoil:  # a sequence goes on with the state of the one before it
-        runner.put(1, {name: x.copy() for name, x in runner.take(0).items()}, READ)
-    wrong = asked = 0
-    for t in range(READ, TOKENS):
-        said = runner.feed(ids[:, t : t + 1])[:, -1].argmax(-1)
-        queries = answers[:, t] != UNASKED
-        wrong += int((said != answers[:, t])[queries].sum())
-        asked += int(queries.sum())
-    return wrong, asked
+def task_of(name: str) -> Task:
+    """Its texts of a seed that training did not have."""
+    rule = RULES[name]
+    return Task(*(x.numpy() for x in texts(ROWS, TOKENS, rule.again, np.random.default_rng(7), rule.keys)))
 
 
 def test_texts_are_what_they_say() -> None:
@@ -85,8 +74,8 @@ def test_every_target_answers_every_query(name: str, target: str, tmp_path: Path
     if how.get("graph", MODEL) not in package.manifest["files"]:
         pytest.skip(f"{name} is one graph, {MODEL}")
     runner = open_runner(package.path, package.manifest, **{"runtime": "ort", "threads": 1, **how})
-    wrong, asked = wrong_answers(runner, RULES[name])
-    assert asked > 100 and wrong == 0
+    task = task_of(name)
+    assert task.queries.sum() > 100 and task.wrong(answers_of(runner, task)) == 0
 
 
 @pytest.mark.slow
@@ -96,6 +85,6 @@ def test_every_query_is_answered(name: str, tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in files) <= BYTES
     export(ExportOptions(str(TASKS / name), dtype="float32"), tmp_path / "package", command="test")
     runner = OrtModel(tmp_path / "package", threads=1)
-    wrong, asked = wrong_answers(runner, RULES[name])
-    assert asked > 100 and wrong == 0
-    assert wrong_answers(runner, RULES[name], spoil=True)[0] > 3
+    task = task_of(name)
+    assert task.queries.sum() > 100 and task.wrong(answers_of(runner, task)) == 0
+    assert task.wrong(answers_of(runner, task, spoil=True)) > 3

@@ -23,7 +23,7 @@ from still_export.linearization.budget import RANGES, Budget
 from still_export.linearization.linearize import linearize
 from still_export.linearization.measure import Measured, Yardstick
 from still_export.linearization.needs import Needs
-from still_export.linearization.plan import Plan, Planner
+from still_export.linearization.plan import BudgetPlan, Planner
 from still_export.linearization.recipe import Recipe
 from still_export.mixers.layers import FULL
 from still_export.models.load import load_model, load_tokenizer
@@ -171,7 +171,7 @@ def test_a_stopped_run_goes_on_by_its_plan(
     with pytest.raises(Stop):
         linearize(recipe, tmp_path / "model", progress=stop)
 
-    def again(self: Planner) -> Plan:
+    def again(self: Planner) -> BudgetPlan:
         raise AssertionError("the plan stands in the folder")
 
     monkeypatch.setattr(Planner, "_plan", again)
@@ -306,7 +306,7 @@ def test_a_yardstick_keeps_its_shortest_parts(rows: list[int], prompts: list[int
 def test_more_layers_by_what_is_left() -> None:
     needs = Needs(text=[0.4, 0.3, 0.2, 0.1], lookup=[0.0] * 4)
     bits = Measured({1024: 1.0})
-    plan = Plan(needs, count=1, most=4, salient=2, base=bits, tried=Measured({1024: 1.1}))
+    plan = BudgetPlan(needs, count=1, most=4, salient=2, base=bits, tried=Measured({1024: 1.1}))
     planner = Planner.__new__(Planner)
     planner.budget = Budget(loss=0.02)
     assert [planner.more(plan, 1, loss) for loss in (0.03, 0.05, 0.5, math.inf)] == [2, 3, 4, 4]

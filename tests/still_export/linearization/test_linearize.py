@@ -257,6 +257,8 @@ def test_adapter_is_a_start(base: Path, text: Path, tmp_path: Path) -> None:
     new = replace(recipe, start=str(tmp_path / "mixed" / "adapter"), transfer_steps=2, finetune_steps=0)
     factors = torch.tensor(Start(new).window_factors(new.still_config(3, 2), 3))
     assert torch.equal(factors[[0, 2]], torch.tensor(Start(new).still.window_factors)[[0, 2]])
+    untrained = replace(new, transfer_steps=0, finetune_maps=False)  # whose linear terms would do harm
+    assert torch.tensor(Start(untrained).window_factors(new.still_config(3, 2), 3))[1].eq(10_000).all()
     torch.testing.assert_close(factors[1], factors[[0, 2]].quantile(0.5).expand_as(factors[1]))
     linearize(new, tmp_path / "new")
     new_tensors = load_file(tmp_path / "new" / "adapter" / "adapter_model.safetensors")

@@ -208,8 +208,17 @@ def finished(
 ) -> tuple[str, Path, Linearization]:
     output = tmp_path_factory.mktemp(request.param) / "model"
     mixer = str(request.param)
-    types = (LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer)
-    return mixer, output, linearize(recipe(mixer, base, text, layer_types=types), output)
+    types, said = (LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer), list[str]()
+    result = linearize(recipe(mixer, base, text, layer_types=types), output, log=said.append)
+    fitted = [line for line in said if "closed form" in line]
+    if mixer == "liger-gla":  # has no start of its own
+        assert not fitted
+    else:
+        assert fitted[0].startswith(
+            "cost: a start in closed form, then 6 steps of attention transfer and 4 steps of LoRA"
+        )
+        assert fitted[1:] == ["start in closed form: 2 layers, 12 rows of 64 tokens"]
+    return mixer, output, result
 
 
 def test_stages_train_what_they_say(finished: tuple[str, Path, Linearization], base: Path, tmp_path: Path) -> None:

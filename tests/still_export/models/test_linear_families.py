@@ -27,8 +27,7 @@ from still_export.models.read.roles import weight_roles
 from still_export.systems.nats_l.family import NATS
 from tests.docs.pages import ROOT
 from tests.still_export.fla_models import SOFTMAX
-from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
-from tests.still_export.own_models import OWN
+from tests.still_export.linear_models import FAMILIES, OWN, SIZES, VOCAB, linear_config, linear_model
 from tests.still_export.routed_models import RoutedModel
 from tests.still_export.tiny import padded, plain_model
 

@@ -202,14 +202,16 @@ def save_processor(folder: Path) -> None:
 def test_the_example_answers_as_transformers_does(
     prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program of docs/guide/vision.md as it stands there, with an image of a file."""
+    """The program of docs/guide/onnxruntime.md as it stands there, with an image of a file."""
     pytest.importorskip("torchvision", reason="transformers' processor of images")
     image = pytest.importorskip("PIL.Image")
     drawn = np.random.default_rng(3).integers(0, 256, (30, 45, 3), np.uint8)
     image.fromarray(drawn).save(tmp_path / "cat.jpg")
     folder = Path(open_package(prompt.package).manifest["config"]["model"])
     save_processor(folder)
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/vision.md").read_text(encoding="utf-8"), re.S)
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/guide/onnxruntime.md").read_text(encoding="utf-8"), re.S
+    )
     monkeypatch.chdir(tmp_path)
     answers: list[np.ndarray] = []
     own = OrtModel.feed_seen
@@ -220,7 +222,7 @@ def test_the_example_answers_as_transformers_does(
 
     monkeypatch.setattr(OrtModel, "feed_seen", noted)
     names: dict[str, Any] = {"MODEL": str(folder), "DIR": str(prompt.package)}
-    exec(compile(program, "vision.md", "exec"), names)
+    exec(compile(program, "onnxruntime.md", "exec"), names)
     asked = {name: torch.from_numpy(np.asarray(x)) for name, x in names["asked"].items()}
     ids, pixels = asked["input_ids"], asked["pixel_values"].double()
     assert len(answers) == 21 and (ids == IMAGE).sum() > 4

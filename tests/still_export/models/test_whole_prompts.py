@@ -11,8 +11,8 @@ import torch
 
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
-from tests.still_export.linear_models import linear_model
-from tests.still_export.own_models import COMMON, OWN
+from tests.still_export.linear_models import OWN, linear_model
+from tests.still_export.own_models import COMMON
 from tests.still_export.verbs import call
 
 SPARSE = {**OWN["minicpm_sala"].sizes["sparse_config"], "dense_len": 80}

@@ -12,7 +12,7 @@ from polygraphy.json import load_json
 from still_export.package.folder import Package
 from still_export.proof.calls_file import PART, CallsFile
 from still_export.proof.cases import Case
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 
 MANIFEST: dict[str, Any] = {"target": "onnx", "states": [{"name": "key.0", "dtype": "float16"}], "engines": []}
 
@@ -24,7 +24,7 @@ def test_polygraphy_reads_the_calls_of_every_case(tmp_path: Path) -> None:
         feed = {"input_ids": np.array([[number, 7]]), "past_key.0": rng.standard_normal((1, rows, 2))}
         out = {"logits": rng.standard_normal((1, 1, 5), np.float32), "present_key.0": np.zeros((1, 3, rows))}
         cases.append(Case(f"case {number}", [feed] * (number + 1), [out] * (number + 1)))
-    with CallsFile(tmp_path, Target(Package(tmp_path, MANIFEST))) as file:
+    with CallsFile(tmp_path, Subject(Package(tmp_path, MANIFEST))) as file:
         for case in cases:
             file.add(case)
     inputs, results = load_json(str(tmp_path / "inputs.json")), RunResults.load(str(tmp_path / "outputs.json"))

@@ -20,13 +20,14 @@ from still_export.proof.answers import Told, silent
 from still_export.proof.cases import CaseSource
 from still_export.proof.chains import Chain, empty_feed
 from still_export.proof.judge import Bounds
+from still_export.proof.judged import Report
 from still_export.proof.layerwise import LayerwiseModel, _in_order
 from still_export.proof.prompts import Prompts
 from still_export.proof.recorded import RecordedCases, record_cases
 from still_export.proof.selections import Selections, write_selections
-from still_export.proof.sessions import Session, Target
+from still_export.proof.sessions import Session, Subject
 from still_export.proof.torch_cases import TorchCases
-from still_export.proof.verify import Report, Verifier
+from still_export.proof.verify import Verifier
 from still_export.runtime.torch import TorchModel
 from tests.still_export.proof.test_layerwise import MANIFEST, source_of, tokens
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
@@ -144,7 +145,7 @@ class Asked:
 
     def judged(self, cases: CaseSource) -> Report:
         """What verify says of the runner."""
-        verifier = Verifier(self.package, cases, Target(self.package), replays=0)
+        verifier = Verifier(self.package, cases, Subject(self.package), replays=0)
         answers = verifier.ask(self.session, [cases.begin(number) for number in range(cases.count)])
         drawn = cases.draw(range(cases.count), answers.told if cases.follows else {})
         judged = [each for number, case in enumerate(drawn) for each in verifier.compare(number, case, answers)]

@@ -9,14 +9,14 @@ import pytest
 
 from still_export.graph.options import ExportOptions
 from still_export.proof.answers import Question, chosen_for_layers
-from still_export.proof.chains import Call, Chain
+from still_export.proof.chains import Chain, ChainCall
 from still_export.proof.layer_inputs import layer_inputs
 from still_export.proof.layerwise import LayerwiseModel
 from still_export.proof.package import VerifyOptions, verify
 from still_export.proof.verify import BY_LAYER, NO_PROMPT
 from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
-from tests.faults.campaign import Drawn, Subject, outcomes, package_of
+from tests.faults.campaign import Broken, Drawn, outcomes, package_of
 from tests.faults.registry import FAULTS
 from tests.still_export.conftest import Exporter
 from tests.still_export.linear_models import linear_model
@@ -29,7 +29,7 @@ SMALL = ("the residual in the wrong precision", "a matrix times 1.005", "a row o
 
 def test_layers_that_read_their_own_outputs_give_what_the_whole_model_gives() -> None:
     layers = LayerwiseModel(MANIFEST, source_of(still_model("llama")))
-    call = Call(tokens(2, 30), np.array([30, 7]))
+    call = ChainCall(tokens(2, 30), np.array([30, 7]))
     start = layers.empty_feed(2, 30)
     passage = layers.begin([Chain(start, [call])])
     inputs = []
@@ -38,12 +38,12 @@ def test_layers_that_read_their_own_outputs_give_what_the_whole_model_gives() ->
         inputs.append(passage._work[0].hidden[0].numpy().copy())
     passage.answer()
     whole = passage.outputs[0][0]
-    read = Call(call.tokens, call.new_tokens, inputs=inputs[:-1])
+    read = ChainCall(call.tokens, call.new_tokens, inputs=inputs[:-1])
     (found,) = layers.run([Chain(start, [read])])[0]
     for name, right in whole.items():
         np.testing.assert_array_equal(found[name], right, err_msg=name)
     moved = [inputs[0], inputs[1] + 0.1]
-    (other,) = layers.run([Chain(start, [Call(call.tokens, call.new_tokens, inputs=moved)])])[0]
+    (other,) = layers.run([Chain(start, [ChainCall(call.tokens, call.new_tokens, inputs=moved)])])[0]
     for layer, same in ((0, True), (1, True), (2, False)):
         name = f"present_window_key.{layer}"
         assert np.array_equal(other[name], whole[name]) == same, (
@@ -92,7 +92,7 @@ def test_small_faults_of_half_precision_are_found_by_layer(tmp_path: Path) -> No
     package = package_of(tmp_path, "hybrid", "float16")
     layers = package.manifest["model"]["layers"]
     assert len(layer_inputs(package.path / "model.onnx", layers)) == layers
-    subject = Subject(package, "bodies", Drawn(package, 0), tmp_path)
+    subject = Broken(package, "bodies", Drawn(package, 0), tmp_path)
     report = subject.clean()
     assert report.passed and not report.not_asked
     assert {o.output for o in report.outputs if "by layer" in o.case} >= {f"present_hidden.{n}" for n in range(layers)}

@@ -13,7 +13,7 @@ from still_export.models.build import family_of
 from still_export.models.load import Source, open_source
 from still_export.models.read.weights import Deferred
 from still_export.package.calls import Arrays, next_feed
-from still_export.proof.chains import Call, Chain, nothing
+from still_export.proof.chains import Chain, ChainCall, nothing
 from still_export.proof.layerwise import MARGINS, LayerwiseModel, _Linear
 from still_export.runtime.torch import TorchModel
 from still_kernels.forms import has_kernels
@@ -40,16 +40,16 @@ def asked(model: Any) -> list[Chain]:
     def start(rows: int, room: int) -> Arrays:
         return model.empty_feed(rows, room)  # type: ignore[no-any-return]
 
-    def call(*shape: int, counts: list[int] | None = None) -> Call:
+    def call(*shape: int, counts: list[int] | None = None) -> ChainCall:
         new = [shape[1]] * shape[0] if counts is None else counts
-        return Call(tokens(*shape), np.array(new))
+        return ChainCall(tokens(*shape), np.array(new))
 
     prompt, ragged = 2 * CHUNK + 3, 3 * CHUNK + 1
     steps = [call(1, 1) for _ in range(CHUNK)]
     return [
         Chain(start(1, prompt + CHUNK), [call(1, prompt), *steps]),
         Chain(start(3, ragged), [call(3, ragged, counts=[ragged, 0, CHUNK + 1])]),
-        Chain(start(1, 5), [Call(tokens(1, 5), np.array([5]), nothing)]),
+        Chain(start(1, 5), [ChainCall(tokens(1, 5), np.array([5]), nothing)]),
     ]
 
 
@@ -91,7 +91,7 @@ def test_half_precision_of_rounded_results_is_half_precision() -> None:
     model = still_model("llama", torch.float16)
     half, wide = LayerwiseModel(MANIFEST, source_of(model)), LayerwiseModel(MANIFEST, source_of(model.float()))
     model = model.half()
-    chain = Chain(half.empty_feed(1, 20), [Call(tokens(1, 20), np.array([20]))])
+    chain = Chain(half.empty_feed(1, 20), [ChainCall(tokens(1, 20), np.array([20]))])
     (ours,), (exact,) = half.run([chain])[0], wide.run([chain])[0]
     native = TorchModel(MANIFEST, model).infer(
         {**chain.start, "input_ids": tokens(1, 20), "new_tokens": np.array([20])}
@@ -131,7 +131,7 @@ def test_pytorch_answers_in_the_place_of_kernels() -> None:
             layer.register_forward_hook(lambda *_: seen.append(has_kernels(torch.device("cuda"))))
 
     layers = LayerwiseModel(MANIFEST, source_of(still_model("llama", torch.float32)), prepare=watch)
-    layers.run([Chain(layers.empty_feed(1, 5), [Call(tokens(1, 5), np.array([5]))])])
+    layers.run([Chain(layers.empty_feed(1, 5), [ChainCall(tokens(1, 5), np.array([5]))])])
     assert seen and not any(seen) and has_kernels(torch.device("cuda")) and not has_kernels(torch.device("cpu"))
 
 

@@ -15,7 +15,8 @@ from still_export.package.folder import Package
 from still_export.proof.cases import Case, row_errors
 from still_export.proof.constants import LAYER_UNIT, SHARP_ROW, UNIT
 from still_export.proof.judge import Bounds
-from still_export.proof.verify import Judged, Verifier
+from still_export.proof.judged import Judged
+from still_export.proof.verify import Verifier
 from still_kernels.route.ties import RoutingTies
 from still_kernels.select_blocks.ties import BlockTies
 from still_kernels.ties import Ties

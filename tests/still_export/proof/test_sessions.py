@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from still_export.package.folder import Package
-from still_export.proof.sessions import Session, Target
+from still_export.proof.sessions import Session, Subject
 from tests.still_export.packages import trt_package
 
 
@@ -30,7 +30,7 @@ def call(tokens: int) -> dict[str, np.ndarray]:
 
 
 def test_saved_calls_have_the_engines_types_and_fit_its_profile(package: Package) -> None:
-    target = Target(package, "trt")
+    target = Subject(package, "trt")
     feeds, expected = target.saved([call(16), call(17)], [{"present_length": np.ones(1, np.int64)}] * 2)
     assert len(feeds) == len(expected) == 1
     kinds = {name: array.dtype.name for name, array in feeds[0].items()}
@@ -39,12 +39,12 @@ def test_saved_calls_have_the_engines_types_and_fit_its_profile(package: Package
 
 
 def test_polygraphys_command_loads_the_library_that_registers_itself(package: Package) -> None:
-    command = shlex.join(Target(package, "trt").command())
+    command = shlex.join(Subject(package, "trt").command())
     folder = package.path
     assert command == (
         f"polygraphy run {folder}/engine.plan --model-type engine --trt --plugins {folder}/libstill_tensorrt10_static.so"
     )
-    other = shlex.join(Target(package, "trt", plugin=folder / "mine.so").command())
+    other = shlex.join(Subject(package, "trt", plugin=folder / "mine.so").command())
     assert other.endswith(f"--plugins {folder}/mine_static.so"), "polygraphy only opens libraries"
 
 

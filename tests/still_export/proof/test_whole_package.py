@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package
+from still_export.proof import other_graphs, sessions
 from still_export.proof.answers import Told
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
 from still_export.proof.package import VerifyOptions, _torch_cases, verify
 from still_export.proof.package_programs import _check_copies, _run, check_programs
-from still_export.proof.sessions import Target
+from still_export.proof.sessions import Subject
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier
@@ -280,12 +282,14 @@ def other_op(op: str, other: str) -> Callable[[onnx.ModelProto], bool]:
     return change
 
 
+NATIVE = {"library": "none.so", "system": "of no machine", "machine": "x86_64"}
 GRAPHS = ("model.onnx", "portable.onnx")
 
 
 def compared(package: Package) -> Verdict:
-    lengths = other_lengths(StateTable.of(package.manifest).period)
-    return check_other_graphs(package, True, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"))
+    lengths, subject = other_lengths(StateTable.of(package.manifest).period), Subject(package)
+    subject.native = True
+    return check_other_graphs(package, subject, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"))
 
 
 @pytest.mark.slow
@@ -309,14 +313,40 @@ def test_every_fault_of_bodies_is_seen(export_tiny: Exporter, tmp_path: Path, mo
 
 
 @pytest.mark.slow
+def test_both_providers_are_asked(export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a package with kernels for GPUs, where there is one; the CPU stands for it here, and runs a fault."""
+    package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
+    package = replace(package, manifest={**package.manifest, "native": {**NATIVE, "archs": ["sm_90"]}})
+    assert any("kernels for GPUs" in line for line in compared(package).not_asked)
+    with planted(package, tmp_path / "planted") as folder:
+        graph = onnx.load(package.path / "model.onnx", load_external_data=False)
+        assert other_op("Exp", "Neg")(graph)
+        onnx.save(graph, folder / "model.onnx")
+    right = sessions.open_runner
+    monkeypatch.setattr(other_graphs, "cuda_missing", lambda: "")
+    for place, wrong in ((package.path, []), (folder, ["model.onnx on CUDA", "without the native kernels on CUDA"])):
+
+        def open_runner(
+            path: Path, manifest: Any, runtime: str, provider: str, place: Path = place, **more: Any
+        ) -> Any:
+            return right(place if provider == "cuda" else path, manifest, runtime, **more)
+
+        monkeypatch.setattr(sessions, "open_runner", open_runner)
+        verdict = compared(package)
+        failed = [check.name for check in verdict.checks if not check.passed]
+        assert len(verdict.checks) == 4 and not verdict.not_asked
+        assert len(failed) == len(wrong) and all(part in name for part, name in zip(wrong, failed, strict=True))
+
+
+@pytest.mark.slow
 def test_a_second_comparison_asks_the_runtime_nothing(
     export_tiny: Exporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
-    opened, right = list[Target](), Target.open
-    monkeypatch.setattr(Target, "open", lambda self, *more: opened.append(self) or right(self, *more))
+    opened, right = list[Subject](), Subject.open
+    monkeypatch.setattr(Subject, "open", lambda self, *more: opened.append(self) or right(self, *more))
     cases = _torch_cases(package, None, (1, 33), STEPS, 0, {}, "cpu")
-    verifier = Verifier(package, cases, Target(package), STEPS)
+    verifier = Verifier(package, cases, Subject(package), STEPS)
     first, second = (verifier.run(tmp_path / name) for name in ("first", "second"))
     assert first.passed and len(opened) == 1
     assert [vars(each) for each in first.outputs] == [vars(each) for each in second.outputs]

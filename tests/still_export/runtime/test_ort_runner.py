@@ -16,7 +16,8 @@ import torch
 
 from still_export.models.load import load_model
 from still_export.runtime.conversation import Conversation
-from still_export.runtime.ort import MOST_THREADS, OrtModel, default_threads
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.ort_session import MOST_THREADS, default_threads
 from still_export.runtime.program import talk
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling

@@ -17,7 +17,8 @@ from still_export.graph.quantization.read import with_held_weights
 from still_export.models.read.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
-from still_export.runtime.ort import OrtModel, native_library
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.ort_session import native_library
 from still_export.runtime.torch import TorchModel
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.registry import target_of

@@ -24,7 +24,8 @@ from still_export.graph.options import ExportOptions
 from still_export.package.folder import Package, open_package, write_manifest
 from still_export.package.refusals import CheckError
 from still_export.proof.sessions import Session
-from still_export.runtime.ort import OrtModel, native_library, open_session
+from still_export.runtime.ort import OrtModel
+from still_export.runtime.ort_session import native_library, open_session
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
