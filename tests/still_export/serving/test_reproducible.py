@@ -40,7 +40,8 @@ def model_of(kind: str) -> Any:
         sizes = dict(VOCABULARY, hidden_size=128, num_attention_heads=4, head_dim=32)
         return still_model("llama", torch.float32, sizes=sizes, layer_types=MIXED, capacity_tokens=CONTEXT)
     if kind == "granitemoehybrid":
-        return expert_model(kind, **{**published_sizes(kind), **VOCABULARY})
+        experts = dict(num_local_experts=16, num_experts_per_tok=6)
+        return expert_model(kind, **{**published_sizes(kind), **VOCABULARY, **experts})
     return linear_model(kind, **{**PUBLISHED[kind], **VOCABULARY})
 
 
