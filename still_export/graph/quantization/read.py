@@ -24,6 +24,7 @@ from still_export.models.read.blocks import BlockWeight, Float8Weight, unpack
 from still_export.models.read.super_blocks import from_tiles
 from still_export.models.read.weights import TOGETHER, Deferred, Pair, Weight, value_of
 from still_export.package.files import HEAD, MODEL
+from still_kernels.matmul_nbits.spec import TILE
 
 if TYPE_CHECKING:
     from still_export.models.load import Source
@@ -192,9 +193,11 @@ def held_rows(
             total = total.reshape(signed.shape).T
         for bits, part in K_QUANT.items():
             if f"{names}.{part}" in parts:
-                numbers = values(names, "numbers", 0, rows)
+                tiles = slice(rows.start // TILE * TILE, -(-rows.stop // TILE) * TILE)
+                numbers = values(names, "numbers", 0, tiles)
                 assert numbers is not None
-                total = from_tiles(np.ascontiguousarray(array(f"{names}.{part}")[rows]), numbers, bits)
+                total = from_tiles(np.ascontiguousarray(array(f"{names}.{part}")[tiles]), numbers, bits)
+                total = total[rows.start - tiles.start : rows.stop - tiles.start]
         if scales is not None:
             codes = values(names, "blocks", 0, rows)
             codes = values(names, ROWS, 0, rows) if codes is None else codes

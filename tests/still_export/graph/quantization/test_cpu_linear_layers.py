@@ -13,6 +13,7 @@ import torch
 
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
+from still_export.graph.quantization import read
 from still_export.graph.quantization.forms import EXACT, Form, form_of
 from still_export.graph.quantization.policy import ONNXRUNTIME, Layout, Quantization, rounds_activations
 from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
@@ -122,8 +123,11 @@ def k_quants(name: str, value: torch.Tensor) -> tuple[np.ndarray, gguf.GGMLQuant
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_k_quants_of_a_file_are_kept_to_the_last_bit(built: None, tmp_path: Path, tied: bool) -> None:
-    """Rows of an embedding, llama's rotated rows and several weights in one node among them."""
+def test_k_quants_of_a_file_are_kept_to_the_last_bit(
+    built: None, tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an embedding, llama's rotated rows and several weights in one node among them; read back from between tiles, too."""
+    monkeypatch.setattr(read, "TOGETHER_READ", 11 * 256)
     plain = plain_model("llama", torch.float32, tie_word_embeddings=tied, **K_QUANT_SIZES)
     write_gguf(tmp_path / "m.gguf", plain, k_quants)
     request = ExportOptions(str(tmp_path / "m.gguf"), attach_untrained=True, quantize="int4")
