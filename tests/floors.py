@@ -25,6 +25,7 @@ PACKAGES = {"still_export": ".", "still_kernels": "kernels", "still_graphs": "gr
 FLOORS = (
     ("errors", "extras", "version"),
     ("fields", "discovery"),
+    ("options",),
     ("package",),
     ("sources", "gguf"),
     ("folders",),

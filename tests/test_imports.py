@@ -50,6 +50,10 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
         pytest.param("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"], marks=pytest.mark.slow),
         ("still_export.cli.main", ["torch", "transformers", "onnx", "onnxruntime"]),
         ("still_export.runtime.ort", ["torch", "transformers", "onnx"]),
+        (
+            "still_export.evaluation.bench",
+            ["torch", "onnx", "pydantic", "ssl"],
+        ),  # their memory would count as the runtime's
         *(
             (module, ["torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "safetensors"])
             for module in (

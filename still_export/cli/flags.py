@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from still_export.errors import ConfigError
-from still_export.fields import flag_of, names_of
+from still_export.options import flag_of, names_of
 
 
 def add_verb(

@@ -68,6 +68,13 @@ def serve(
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Folder in which they outlive the server; as large as the cache at most.")
     ] = None,
+    reproducible: Annotated[
+        bool,
+        typer.Option(
+            "--reproducible",
+            help="Answers are the same to the last bit alone and among others, in one piece or many, cold or behind kept states.",
+        ),
+    ] = False,
     stop_timeout: Annotated[int, typer.Option(min=0, help="Seconds that SIGTERM leaves to what runs.")] = 30,
     trust_native: TrustNative = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
@@ -89,6 +96,10 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty: give one, or none.")
     out = Output(False, quiet)
+    if reproducible and asked.get("guess") not in (None, "none"):
+        raise ConfigError(
+            "--reproducible and --guess do not go together: guessed tokens are read in other pieces. Leave one of them out."
+        )
     name = name or os.path.basename(os.path.abspath(package)).removesuffix(".gguf")
     package = package_of(package, out)
 
@@ -100,8 +111,8 @@ def serve(
             )
         host_memory = isinstance(model.runner, OrtModel) and model.runner.device == "cpu"
         size = prefix_cache or ("1GiB" if host_memory else "0")
-        prefixes = open_prefixes(model.runner, size, prefix_dir)
-        return Scheduler(model.runner, model.text, rows, max_queue, max_context, piece_tokens, prefixes)
+        prefixes = open_prefixes(model.runner, size, prefix_dir, reproducible)
+        return Scheduler(model.runner, model.text, rows, max_queue, max_context, piece_tokens, prefixes, reproducible)
 
     with listen(host, port) as sock:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError
-from still_export.fields import option
+from still_export.options import option
 from still_export.package.checked import read_manifest
 from still_export.proof.reference import open_runner, runtime_of
 from still_export.runtime.options import RunnerOptions

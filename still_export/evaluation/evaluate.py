@@ -23,11 +23,11 @@ from still_export.evaluation.positions import perplexity_by_position
 from still_export.evaluation.questions import CHAT, LONGEST_QUESTION, about_texts
 from still_export.evaluation.served import AT_ONCE
 from still_export.evaluation.synthetic import MAKERS, PromptWriter, replied, words_of
-from still_export.fields import option
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL
 from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model, open_source
+from still_export.options import option
 from still_export.texts.files import read_text
 from still_export.texts.tasks import TaskWriter, task_named
 from still_export.texts.texts import check_ids, tokenize

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from still_export.errors import ModelNotFoundError, PackageError
 from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
 from still_export.extras import demand
-from still_export.fields import option
+from still_export.options import option
 from still_export.package.folder import Package, open_package
 from still_export.proof.judged import Report
 from still_export.proof.package import VerifyOptions, verify

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from still_export.errors import ConfigError
-from still_export.fields import check_types, option
 from still_export.graph.quantization.policy import (
     DEFAULT_LORA,
     DEFAULT_METHOD,
@@ -16,6 +15,7 @@ from still_export.graph.quantization.policy import (
     parse_budget,
 )
 from still_export.mixers.choices import MODEL
+from still_export.options import check_types, option
 from still_export.package.files import MANIFEST
 
 if TYPE_CHECKING:

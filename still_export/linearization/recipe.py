@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.discovery import Registry, systems
 from still_export.errors import ConfigError, unknown
-from still_export.fields import check_options, option
 from still_export.linearization.budget import Budget
 from still_export.mixers.layers import HYBRID, SELECTED, Linearizer
+from still_export.options import check_options, option
 
 if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig

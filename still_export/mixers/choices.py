@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from still_export.fields import option
+from still_export.options import option
 
 MODEL = "The model and its states"
 """Group of flags."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from still_export.fields import check_types
 from still_export.mixers.block_attention.settings import BlockSettings
 from still_export.mixers.hybrid_attention.settings import HybridSettings
 from still_export.mixers.layers import HYBRID, Deployment
 from still_export.mixers.registry import MIXERS
+from still_export.options import check_types
 from still_graphs.errors import ConfigError, unknown
 
 DEPLOYMENT = tuple(f.name for f in fields(Deployment))

@@ -6,6 +6,7 @@ Standard library only: exports copy this file into packages, for run_ort.py and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ _SPARSE = {1: _TENSOR, 2: _TENSOR}
 _ATTRIBUTE = {5: _TENSOR, 6: _GRAPH, 10: _TENSOR, 11: _GRAPH, 22: _SPARSE, 23: _SPARSE}
 _NODE = {5: _ATTRIBUTE}
 _GRAPH.update({1: _NODE, 5: _TENSOR, 15: _SPARSE})
+_INITIALIZERS = (7, 5)
+_DIMS, _TYPE, _NAME, _EXTERNAL = 1, 2, 8, 13
 _MODEL = {7: _GRAPH, 20: {1: _GRAPH, 2: _GRAPH}, 25: {7: _NODE}}
 
 
@@ -45,6 +48,49 @@ def external_files(graph: bytes, source: str) -> set[str]:
     return found
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """An initializer whose bytes lie in a file."""
+
+    name: str
+    type: int
+    """Of onnx.proto's TensorProto.DataType."""
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    size: int
+
+
+def stored_tensors(graph: bytes, source: str) -> list[StoredTensor]:
+    """The initializers of a serialized ONNX model that lie in files, each in a place that the graph names.
+
+    Raises:
+        CheckError: The bytes are no such model.
+    """
+    found = []
+    try:
+        for begin, end in _parts(graph, 0, len(graph), *_INITIALIZERS):
+            shape: list[int] = []
+            entries: dict[str, str] = {}
+            kind, name = 0, ""
+            for number, value, stop in _all_fields(graph, begin, end):
+                if number == _DIMS:
+                    shape.append(value)
+                elif number == _TYPE:
+                    kind = value
+                elif number == _NAME:
+                    name = graph[value:stop].decode("utf-8")
+                elif number == _EXTERNAL:
+                    pair = {key: graph[a:b].decode("utf-8") for key, a, b in _fields(graph, value, stop)}
+                    entries[pair.get(1, "")] = pair.get(2, "")
+            if {"location", "offset", "length"} <= entries.keys():
+                place = int(entries["offset"]), int(entries["length"])
+                found.append(StoredTensor(name, kind, tuple(shape), entries["location"], *place))
+    except (IndexError, ValueError) as error:
+        raise CheckError(f"{source} is no ONNX model ({error}). Copy the package again.") from error
+    return found
+
+
 def listed_weights(graph: Path, manifest: dict[str, Any]) -> list[str]:
     """Names of the files that the graph in the file `graph` takes its weights from.
 
@@ -60,8 +106,23 @@ def listed_weights(graph: Path, manifest: dict[str, Any]) -> list[str]:
     return names
 
 
+def _parts(data: bytes, begin: int, end: int, *path: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of the messages that fields of these numbers lead to."""
+    if not path:
+        yield begin, end
+        return
+    for number, a, b in _fields(data, begin, end):
+        if number == path[0]:
+            yield from _parts(data, a, b, *path[1:])
+
+
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Number, begin and end of the fields of a message that have a length."""
+    return (field for field in _all_fields(data, at, end) if field[2])
+
+
+def _all_fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The same with those that are a number: that in the place of the begin, and 0 in that of the end."""
     while at < end:
         key, at = _varint(data, at)
         kind = key & 7
@@ -72,7 +133,8 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
             yield key >> 3, at, at + size
             at += size
         elif kind == 0:
-            _, at = _varint(data, at)
+            value, at = _varint(data, at)
+            yield key >> 3, value, 0
         elif kind in (1, 5):
             at += 8 if kind == 1 else 4
         else:

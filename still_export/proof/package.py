@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
-from still_export.fields import option
+from still_export.options import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent

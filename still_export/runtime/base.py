@@ -104,6 +104,8 @@ class Runner(ABC):
     """Rows that a growing state has at least."""
     counts_rows = False
     """States whose rows are counted (`Growth.counted`) grow with what they hold; else they have the most that the tokens could need."""
+    reproducible = False
+    """A sequence's numbers do not depend on the others of a call, nor on how a prompt is cut at multiples of 64 tokens."""
     guesses = 0
     """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
     guessed: Guess | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from still_export.fields import option
+from still_export.options import option
 
 
 @dataclass(frozen=True)

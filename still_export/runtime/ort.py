@@ -105,6 +105,7 @@ class OrtModel(Runner):
             # Its ScatterND warns once a node that indices must not repeat. Those of bodies do, with equal values, for padding alone.
             onnxruntime.set_default_logger_severity(3)
         able = self.device == "cuda" and self.native is not None
+        self.reproducible = self.device == "cpu" and self.native is not None
         if replay and not able:
             raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
         self.replays = able if replay is None else replay

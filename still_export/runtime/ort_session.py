@@ -6,6 +6,7 @@ Exports copy this file into the package, for run_ort.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -14,7 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from still_export.package.external import listed_weights
+import numpy as np
+
+from still_export.package.external import StoredTensor, listed_weights, stored_tensors
 from still_export.package.files import MODEL, check_hash
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
@@ -38,6 +41,9 @@ KERNELS_OF_OURS = "plugin"
 
 NEW_OPSET = 27
 """Of ai.onnx: ONNX Runtime 1.31 has kernels for its ops, and loads such a model only where the environment asks for it."""
+
+NUMPY_TYPES = {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 10: "float16"}
+"""Of onnx.proto's numbers."""
 
 MOST_THREADS = 1024
 """More than any machine has for one session; ONNX Runtime ends the process where it cannot start as many as asked for."""
@@ -120,6 +126,7 @@ def open_session(
     if isinstance(graph, bytes):
         real = str((folder / MODEL).resolve().parent)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", real)
+    shared = _share_weights(folder, graph if isinstance(graph, bytes) else path, options) if provider == "cpu" else []
     try:
         session = onnxruntime.InferenceSession(
             graph if isinstance(graph, bytes) else str(path), options, providers=[*cuda, "CPUExecutionProvider"]
@@ -140,7 +147,40 @@ def open_session(
             "ONNX Runtime's CUDA provider cannot start: its libraries or the driver are missing, or of another CUDA than this "
             "onnxruntime-gpu was made for. Install the nvidia-* packages that it names, or run with --provider cpu."
         )
+    session.shared_weights = shared  # ONNX Runtime keeps pointers alone
     return session
+
+
+def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]:
+    """Let weights that are the same bytes of a file, such as an embedding that is the head's too, be mapped once.
+
+    Returns:
+        Values that must live as long as the session.
+    """
+    import onnxruntime
+
+    data = graph if isinstance(graph, bytes) else graph.read_bytes() if graph.is_file() else b""
+    places: dict[tuple[str, int, int], list[StoredTensor]] = {}
+    for tensor in stored_tensors(data, str(MODEL)):
+        places.setdefault((tensor.file, tensor.offset, tensor.size), []).append(tensor)
+    held = []
+    for (name, offset, size), tensors in places.items():
+        file = folder / name
+        whole = all(x.type in NUMPY_TYPES and _size(x) == size for x in tensors)
+        inside = offset >= 0 and file.is_file() and offset + size <= file.stat().st_size
+        if len(tensors) == 1 or size <= 0 or not whole or not inside:  # of what is wrong ONNX Runtime says more
+            continue
+        mapped = np.memmap(file, np.uint8, "c", offset, (size,))
+        for x in tensors:
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(mapped.view(NUMPY_TYPES[x.type]).reshape(x.shape))
+            options.add_initializer(x.name, value)
+            held.append(value)
+    return held
+
+
+def _size(tensor: StoredTensor) -> int:
+    """Bytes that its type and shape say."""
+    return math.prod(tensor.shape) * np.dtype(NUMPY_TYPES[tensor.type]).itemsize
 
 
 def check_version(version: str) -> None:

@@ -24,12 +24,15 @@ WAITING = 8
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def open_prefixes(model: Runner, size: str | int, folder: Path | None = None) -> PrefixCache | None:
+def open_prefixes(
+    model: Runner, size: str | int, folder: Path | None = None, reproducible: bool = False
+) -> PrefixCache | None:
     """A cache of a model's prefixes; None where `size` is 0, or the model asks for whole prompts or tokens of its own.
 
     Args:
         size: In bytes, or a text as "2GiB".
         folder: Where prefixes outlive the process, too; as large as the cache at most.
+        reproducible: Those of reproducible servers, which know no others.
 
     Raises:
         ConfigError: The size is none, or more than this machine's memory; there is a folder and no cache; it cannot be written.
@@ -49,7 +52,12 @@ def open_prefixes(model: Runner, size: str | int, folder: Path | None = None) ->
         return None
     if model.feeding.every or model.feeding.whole_prompts:
         return None
-    return PrefixCache(model.table, most, PrefixFolder(folder, digest(model), most) if folder else None)
+    shelf = None
+    if folder is not None:
+        package = digest(model)
+        own = hashlib.sha256(f"{package} reproducible".encode()).hexdigest() if reproducible else package
+        shelf = PrefixFolder(folder, own, most)
+    return PrefixCache(model.table, most, shelf)
 
 
 class PrefixFolder:

@@ -30,6 +30,9 @@ KEPT_TOKENS = 2048
 KEPT_S = 30.0
 """How long it keeps more, for the next turn of a conversation."""
 
+GRID = 64
+"""Tokens at whose multiples prompts of reproducible answers are cut: kernels for CPUs read whole chunks of so many in one call or in
+several with the same sums."""
 
 LEAST_FORK = 16
 """Tokens that two prompts share beyond what was kept, for a state of its own where they part: what is cheaper to read is read again."""
@@ -129,9 +132,11 @@ class Scheduler:
         context: Tokens of prompt and answer, at most; None: the package's capacity.
         piece: Tokens of a prompt that are read at once.
         prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
+        reproducible: A request's numbers are the same bits whoever is served beside it and whatever was read before. Prompts are cut at
+            multiples of GRID tokens, states are kept there alone, and nobody guesses.
 
     Raises:
-        RunError: The package does not take so many rows or tokens.
+        RunError: The package does not take so many rows or tokens, or cannot be reproducible.
     """
 
     def __init__(
@@ -143,6 +148,7 @@ class Scheduler:
         context: int | None = None,
         piece: int = 256,
         prefixes: PrefixCache | None = None,
+        reproducible: bool = False,
     ) -> None:
         feeding = Feeding.of(model.manifest)
         if feeding.every:
@@ -154,6 +160,12 @@ class Scheduler:
         self.context = context or model.table.capacity_tokens
         model.check_capacity(self.context - 1)  # the last token of an answer is not fed
         self.piece = model.prefill_tokens if feeding.whole_prompts else min(piece, model.prefill_tokens)
+        self.grid = 0  # tokens at whose multiples alone states are kept; 0: everywhere
+        if reproducible:
+            self._demand_reproducible()
+            model.speculation = None
+            if not feeding.whole_prompts:
+                self.grid, self.piece = GRID, max(self.piece // GRID, 1) * GRID
         model.start(rows)
         self.stopping = False
         self.broken = ""
@@ -166,6 +178,19 @@ class Scheduler:
         self._readers: deque[_Row] = deque()
         self._left: list[list[int]] = [[] for _ in range(rows)]  # what the states in free rows have read
         self._left_at = [0.0] * rows
+
+    def _demand_reproducible(self) -> None:
+        """Raise RunError where numbers depend on other rows, or on where prompts are cut."""
+        if not self.model.reproducible:
+            raise RunError(
+                "--reproducible needs the package's own kernels for CPUs: run it there in ONNX Runtime, exported with --native, and "
+                "loaded (--trust-native where another machine built them)."
+            )
+        if self.model.prefill_tokens < GRID:
+            raise RunError(
+                f"--reproducible cuts prompts every {GRID} tokens, and this package reads {self.model.prefill_tokens} at once at most. "
+                "Export it again with a larger --prefill-tokens."
+            )
 
     @property
     def places(self) -> int:
@@ -307,7 +332,13 @@ class Scheduler:
     def _place(self, row: _Row) -> int:
         """Where the next piece of a prompt ends: at multiples of the pieces, where prompts meet, and where others leave its beginning."""
         end = min((row.read // self.piece + 1) * self.piece, len(row.request.prompt))
+        if self.grid and row.read < self._on_grid(end):
+            end = self._on_grid(end)
         return row.fork if row.read < row.fork < end else end
+
+    def _on_grid(self, tokens: int) -> int:
+        """The last place up to `tokens` where states may be kept."""
+        return tokens // self.grid * self.grid if self.grid else tokens
 
     def _begin(self, row: _Row) -> None:
         """Put the row, which has what another request left, behind what is known of its prompt."""
@@ -321,7 +352,7 @@ class Scheduler:
         if self.prefixes:
             row.request.cached = row.read
             fork = self.prefixes.known(row.request.prompt)
-            row.fork = fork if fork - row.read >= LEAST_FORK else 0
+            row.fork = self._on_grid(fork) if fork - row.read >= LEAST_FORK else 0
             self.prefixes.asked += len(row.request.prompt)
             self.prefixes.found += row.read
 
@@ -335,15 +366,24 @@ class Scheduler:
         return [*row.request.prompt, *row.request.tokens][: int(self.model.length[row.number])]
 
     def _keep(self, row: _Row, lasting: bool = False) -> None:
-        """Keep the state of all that the row has read."""
+        """Keep the state of all that the row has read; on a grid, of a prompt's beginning alone, which was read in pieces of it."""
         if not self.prefixes:
             return
         read = self._read_by(row)
+        if self.grid:
+            if not self._bare(row):
+                return
+            lasting = len(read) == self._on_grid(len(row.request.prompt))
         try:
             self.prefixes.keep(read, self.model.take(row.number), len(read), lasting)
         except MemoryError:
             print("memory is full: the prefix cache is emptied. Give it less: --prefix-cache", file=sys.stderr)
             self.prefixes.clear()
+
+    def _bare(self, row: _Row) -> bool:
+        """The row has read the beginning of a prompt alone, which ends on the grid."""
+        read = int(self.model.length[row.number])
+        return read == row.read == self._on_grid(read)
 
     def _speak(self) -> None:
         """One more token of every answer that has begun, and those that were guessed."""
@@ -466,7 +506,8 @@ class Scheduler:
     def _free(self, row: _Row) -> None:
         self._rows[row.number] = None
         if self.prefixes:
-            self._left[row.number], self._left_at[row.number] = self._read_by(row), time.perf_counter()
+            kept = self._read_by(row) if not self.grid or self._bare(row) else []
+            self._left[row.number], self._left_at[row.number] = kept, time.perf_counter()
         if row in self._readers:
             self._readers.remove(row)
 

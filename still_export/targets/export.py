@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
-from still_export.fields import names_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.mixers.choices import StillChoices
+from still_export.options import names_of
 from still_export.package.files import MANIFEST
 from still_export.package.folder import Package, open_package, staged_folder
 from still_export.targets.dump import dumper

@@ -14,9 +14,9 @@ from typing import Any
 import onnx_ir as ir
 
 from still_export.errors import ConfigError, PackageError
-from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.weights_file import load_graph, place_weights, save_streaming
+from still_export.options import flag_of
 from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.runtime.bundle import PROGRAMS

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError, StillExportError, UnsupportedError
-from still_export.fields import names_of
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.policy import RUNTIME, Layout
+from still_export.options import names_of
 from still_export.package.folder import Package
 from still_export.targets.runtime import Runtime
 from still_graphs.pipelines import Dump, Step

@@ -26,8 +26,7 @@ from still_export.targets.ort.library import cross_compiler
 from still_export.targets.trt.plugins import SOURCE, run_cmake
 from still_kernels.experts_nbits.meaning import Inputs as ExpertsInputs
 from still_kernels.matmul_nbits.plan import Inputs
-from tests import matmul_nbits_cases
-from tests.matmul_nbits_cases import tokens, weight
+from tests.matmul_nbits_cases import Case, tokens, weight
 from tests.plugins.builds import locked
 from tests.super_block_cases import Case as SuperBlocks
 
@@ -172,7 +171,7 @@ def counted_calls() -> dict[str, Sequence[Call]]:
     """Layers as packages have them, by what they hold; a call for each of COUNTS."""
 
     def plain(bits: int) -> Sequence[Call]:
-        case = matmul_nbits_cases.Case(bits, zero_points=False, outputs=OUTPUTS, inputs=INPUTS)
+        case = Case(bits, zero_points=False, outputs=OUTPUTS, inputs=INPUTS)
         return [matmul_call(weight(case), tokens(case, 1, count, torch.float32)) for count in COUNTS]
 
     def kept(kind: str) -> Sequence[Call]:
@@ -183,22 +182,21 @@ def counted_calls() -> dict[str, Sequence[Call]]:
 
 
 def main() -> None:
-    """Print the table: instructions for a thousand products."""
+    """Print the table: instructions for a thousand products, by tokens of a call."""
     machines = (ARM[-1], X86)
     calls = counted_calls()
     with tempfile.TemporaryDirectory() as folder:
         programs = {machine: Products(machine.cpu, Path(folder)) for machine in machines}
-        heads = [f"{name}, {count}" for name in calls for count in COUNTS]
-        print("| |", " | ".join(heads), "|")
-        print("|---" * (len(heads) + 1) + "|")
+        print("| | " + " | ".join(calls) + " |")
+        print("|---" * (1 + len(calls)) + "|")
         for machine in machines:
             for index, name in enumerate(machine.sets):
                 cells = []
                 for row in calls.values():
-                    for call, count in zip(row, COUNTS, strict=True):
-                        executed = programs[machine].instructions(call, machine, index)
-                        cells.append(f"{1000 * executed / (OUTPUTS * INPUTS * count):.0f}")
-                print(f"| {machine.cpu}, {name} |", " | ".join(cells), "|", flush=True)
+                    counts = (programs[machine].instructions(call, machine, index) for call in row)
+                    each = zip(counts, COUNTS, strict=True)
+                    cells.append(" / ".join(f"{1000 * n / (OUTPUTS * INPUTS * count):,.0f}" for n, count in each))
+                print(f"| {machine.cpu}, {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

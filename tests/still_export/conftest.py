@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from still_export.fields import names_of
 from still_export.graph.options import ExportOptions
+from still_export.options import names_of
 from still_export.package.folder import Package, open_package
 from still_export.package.trust import trust_package
 from still_export.targets.export import export

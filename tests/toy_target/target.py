@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from still_export.fields import option
 from still_export.graph.quantization.policy import ONNXRUNTIME
+from still_export.options import option
 from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.runtime import ORT
 from still_export.targets.target import Lowering, Target

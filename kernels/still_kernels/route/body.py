@@ -38,7 +38,9 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     b.cast(chosen, TensorProto.INT32, out="expert")
     weight = b("GatherElements", scores, chosen, axis=-1)
     if set_["normalize"]:
-        total = b("ReduceSum", weight, [-1], keepdims=1)
+        # A runtime's sum along the last axis may depend on where a token's row lies in memory, and so on the tokens beside it.
+        k = int(set_["k"])
+        total = b("MatMul", weight, b.constant([[1.0] * k] * k, "float32"))
         weight = b("Div", weight, b("Add", total, float(set_["epsilon"])))
     b("Mul", weight, float(set_["scaling"]), out="weight")
     return b.function(ROUTE, node, {"": opset}, "router")

@@ -6,8 +6,6 @@ import errno
 import hashlib
 import io
 import os
-import tarfile
-import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,6 +82,9 @@ def fetch_headers() -> Path:
     Raises:
         PluginBuildError: They cannot be had, or are not the ones expected.
     """
+    import tarfile
+    import urllib.request
+
     folder = fetched_headers()
     if (folder / HEADER).is_file():
         return folder

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from still_export.errors import ConfigError, unknown
-from still_export.fields import check_types, option
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import demand_float8
+from still_export.options import check_types, option
 from still_export.package.files import MANIFEST
 from still_export.targets.ort.library import CPUS
 from still_graphs.ops import FUSED_OPSET, OPSET

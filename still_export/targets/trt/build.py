@@ -13,7 +13,7 @@ from typing import Any
 
 from still_export.errors import PackageError
 from still_export.extras import installation
-from still_export.fields import option
+from still_export.options import option
 from still_export.package.folder import BEFORE, GENERATED, MANIFEST, Package, open_package, write_manifest
 from still_export.package.trust import trust
 from still_export.runtime.tensorrt import TrtModel

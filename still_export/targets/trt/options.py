@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from still_export.errors import ConfigError, unknown
-from still_export.fields import check_types, option
+from still_export.options import check_types, option
 
 PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")

@@ -19,8 +19,8 @@ import torch
 from still_export.cli.main import PANELS, VERBS, app, main
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
-from still_export.fields import flag_of
 from still_export.graph.options import ExportOptions
+from still_export.options import flag_of
 from still_export.targets.registry import TARGETS
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model

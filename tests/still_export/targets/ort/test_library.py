@@ -232,7 +232,7 @@ def test_headers_are_fetched_once_and_checked(monkeypatch: pytest.MonkeyPatch, e
         asked.append(url)
         return io.BytesIO(package)
 
-    monkeypatch.setattr(headers.urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
     with pytest.raises(PluginBuildError, match="its SHA-256 differs"):
         fetch_headers()
     monkeypatch.setattr(headers, "SHA256", hashlib.sha256(package).hexdigest())
@@ -242,7 +242,7 @@ def test_headers_are_fetched_once_and_checked(monkeypatch: pytest.MonkeyPatch, e
     def fail(url: str, timeout: float) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(headers.urllib.request, "urlopen", fail)
+    monkeypatch.setattr("urllib.request.urlopen", fail)
     monkeypatch.setenv(CACHE_VARIABLE, str(empty_cache / "another"))
     with pytest.raises(PluginBuildError, match=r"no network.*--onnxruntime-include"):
         fetch_headers()

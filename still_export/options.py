@@ -1,0 +1,78 @@
+"""Options as fields of dataclasses: what is a flag, and what values it takes.
+
+pydantic, which takes 15 MB and a tenth of a second, is loaded where types are checked: `run` checks none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from still_export.errors import ConfigError, StillExportError, unknown
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A dataclass's field that is a flag of the command line, too (cli/flags.py).
+
+    Args:
+        default: Where nobody gives the flag.
+        text: The flag's help.
+        more: `flag`: its name, where that is not the field's with dashes. `shown`: the default in words. `panel`: title of the flags that
+            it stands among. `least`: smallest number. `below`: what it is smaller than. `choices`: all that it may be, of which the flag
+            says nothing. `commas`: of a tuple, values stand in one text; otherwise the flag is repeated.
+    """
+    return field(default=default, metadata={"help": text, **more})
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """Fields of the dataclass `kind` that are flags."""
+    return tuple(entry.name for entry in fields(kind) if "help" in entry.metadata)
+
+
+def flag_of(kind: type, name: str) -> str:
+    """The flag of the dataclass `kind`'s field `name`."""
+    entry = next(entry for entry in fields(kind) if entry.name == name)
+    return str(entry.metadata.get("flag", f"--{name.replace('_', '-')}"))
+
+
+def check_options(record: Any) -> None:
+    """Raise ConfigError where a field of the dataclass `record` is not within what its option allows."""
+    for entry in fields(record):
+        value, allowed = getattr(record, entry.name), entry.metadata
+        if value is None:
+            continue
+        if "choices" in allowed and value not in allowed["choices"]:
+            raise unknown(value, allowed["choices"], f"{entry.name}={value!r}")
+        if "least" in allowed and value < allowed["least"]:
+            raise ConfigError(f"{entry.name}={value}; it must be at least {allowed['least']}.")
+        if "below" in allowed and value >= allowed["below"]:
+            raise ConfigError(f"{entry.name}={value}; it must be less than {allowed['below']}.")
+
+
+def check_types(kind: type, values: Mapping[str, Any], source: str, fail: type[StillExportError]) -> None:
+    """Raise `fail` where a value, as JSON has it, is not of the type that the dataclass `kind` gives the field of that name."""
+    from pydantic import ValidationError
+
+    from still_export.fields import first_fault
+
+    for name, adapter in _adapters(kind).items():
+        if name not in values:
+            continue
+        try:
+            adapter.validate_json(json.dumps(values[name], default=str), strict=True)
+        except ValidationError as error:
+            fault = first_fault(error)
+            raise fail(f"{source}: {name}{fault if fault.startswith('[') else f': {fault}'}.") from error
+
+
+@cache
+def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
+    from pydantic import TypeAdapter
+
+    return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind).items()}
