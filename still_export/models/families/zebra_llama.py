@@ -16,15 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.folders.families import ZEBRA
 from still_export.mixers.layers import FULL
-from still_export.models.families import mamba_in_llama
 from still_export.models.families.linear_mixins import Place
-from still_export.models.families.mamba_in_llama import (
-    LINEAR,
-    InLlamaBlock,
-    InLlamaConfig,
-    InLlamaConfigMixin,
-    InLlamaModelMixin,
-)
+from still_export.models.families.mamba_in_llama import LINEAR, InLlamaBlock, InLlamaModelMixin
+from still_export.models.families.mamba_in_llama_config import InLlamaConfig, InLlamaConfigMixin
+from still_export.models.families.mamba_in_llama_config import values as in_llama_values
 from still_export.models.families.softmax_families import Published, make_family
 from still_export.models.families.stack import StackForCausalLM, demand_covered
 from still_export.models.read.weights import Deferred, Weight, value_of
@@ -61,7 +56,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
     demand_covered("a zebra_llama", said, covered)
     rank, heads = config.get("q_lora_rank"), int(config["num_attention_heads"])
     return {
-        **mamba_in_llama.values(config),
+        **in_llama_values(config),
         **{name: int(config[name]) for name in _SIZES},
         **({"num_key_value_heads": heads} if config.get("use_full_kv_head") else {}),
         "q_lora_rank": None if rank is None else int(rank),
