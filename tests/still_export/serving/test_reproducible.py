@@ -120,10 +120,11 @@ def served(
     cache = open_prefixes(model, "64MiB", reproducible=reproducible)
     other: list[int] = []
     assert cache is not None
-    for begin in range(0, count, 16):
-        rows, piece = int(random.integers(2, 7)), int(random.choice([1, 64, 100, 128, 300]))
+    group, most = (16, 6) if count < 100 else (65, 65)
+    for begin in range(0, count, group):
+        rows, piece = int(random.integers(2, most + 1)), int(random.choice([1, 64, 100, 128, 300]))
         together = Scheduler(model, text, rows, 64, piece=piece, prefixes=cache, reproducible=reproducible)
-        some = [(number, *wanted[number][0].request()) for number in range(begin, min(begin + 16, count))]
+        some = [(number, *wanted[number][0].request()) for number in range(begin, min(begin + group, count))]
         for _, request, _ in some:
             together.submit(request)
             for _ in range(int(random.integers(0, 6))):

@@ -21,11 +21,11 @@ from still_export.errors import CheckpointError
 from still_export.gguf.edits import AS_IT_IS, Edit, unpaired
 from still_export.gguf.types import BLOCKS
 from still_export.graph.options import ExportOptions
-from still_export.graph.quantization.forms import EXACT, form_of
+from still_export.graph.quantization.forms import EXACT, form_of, plan_forms
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import held_model, with_held_weights
-from still_export.mixers.roles import EMBEDDING, PROJECTION
+from still_export.mixers.roles import EMBEDDING, FEED_FORWARD, PROJECTION
 from still_export.models.gguf.tensors import Stored
 from still_export.models.gguf.tensors import weight as of_file
 from still_export.models.load import open_source
@@ -123,6 +123,20 @@ def test_forms_of_a_gguf_file() -> None:
     assert said(weight(8, offsets=True), EMBEDDING, "int8") == (8, "rtn")
     assert said(weight(6, blocks=False), PROJECTION, "int4") == (8, "rtn")
     assert said(weight(4), PROJECTION, "int4", "rtn", 64) == (4, "rtn")
+
+
+def test_both_matrices_of_experts_have_the_bits_of_the_wider_one() -> None:
+    """Files of Q4_K_M have some of them in 6 bits; layers of which both have 4 keep them."""
+
+    def stack(bits: int) -> Deferred:
+        source = SourceBlocks(4, False, True, lambda: pytest.fail("read"), zero_points=True) if bits == 4 else None
+        return Deferred(torch.Size((3, 64, 64)), torch.float32, lambda: pytest.fail("read"), source, bits)
+
+    bits = {"0.gate_up": 4, "0.down": 6, "1.gate_up": 4, "1.down": 4}
+    weights = {f"layers.{name}": stack(number) for name, number in bits.items()}
+    _, forms = plan_forms(weights, dict.fromkeys(weights, FEED_FORWARD), Quantization("int4"))
+    assert [form.bits for form in forms.values()] == [8, 8, 4, 4]
+    assert not forms["layers.0.gate_up"].zero_points and forms["layers.1.down"].zero_points
 
 
 @pytest.fixture
