@@ -147,7 +147,9 @@ class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     ) -> None:
         overlays = () if adapter is None else (adapter,)
         (found,) = load_any(model, None, dtype, generates=True, tokens=int(tokens), overlays=overlays).values()
-        device = pick_device(str(given.pop("device", None) or "auto"))
+        device = pick_device(
+            str(given.pop("device", None) or "auto").partition(":")[0]
+        )  # the command line says "cuda:0"
         super().__init__(found.to(device), tokenizer=load_tokenizer(model), max_length=int(tokens), **given)
 
 

@@ -38,6 +38,8 @@ MEASURING = 0.4
 MEASUREMENTS = 3.4
 PASSES = 4
 """Forward passes that a training step takes as long as, at least: the teacher's, the student's, and its gradients."""
+FULL_RATE_STEPS = 40
+"""Steps that are trained at the recipe's rate. More are trained at less, in proportion: ten times as many at a tenth."""
 FEW_STEPS = 100
 """Of the time that is advised where a budget has none for training."""
 RESERVED = 1.5
@@ -109,10 +111,11 @@ class Planner:
         )
 
     def recipe(self, plan: BudgetPlan, count: int) -> Recipe:
-        """The recipe of a plan with `count` softmax layers."""
+        """The recipe of a plan with `count` softmax layers, and with the rate that its steps allow."""
         kept = plan.needs.ranked()[:count]
         types = tuple(FULL if layer in kept else self.asked.layer for layer in range(self.run.layers))
-        return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps)
+        rate = self.asked.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps))
+        return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps, finetune_rate=rate)
 
     def _trial(self, salient: int) -> Recipe:
         """All layers linearized."""

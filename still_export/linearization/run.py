@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from still_export.errors import ConfigError
 from still_export.linearization import adapter
 from still_export.linearization.folder import rehearse_save, save_model
 from still_export.linearization.losses import cross_entropy as per_token
@@ -26,6 +27,7 @@ from still_export.linearization.recipe import Recipe
 from still_export.linearization.reuse import Reuse
 from still_export.linearization.run_folder import RunFolder
 from still_export.linearization.trainer import Progress, StageReport, Trainer
+from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.mixers.layers import FULL
 from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable, attention_mode, fuse_layers
 from still_export.models.load import load_model, load_tokenizer, open_source
@@ -34,6 +36,7 @@ from still_export.texts.forms import NaturalWriter
 from still_export.texts.tasks import TaskWriter, Weighing
 from still_export.texts.texts import Batches, Corpus, held_out_rows, read_chats, read_corpus
 from still_export.texts.turns import turn_pieces
+from still_kernels.hybrid_attention.call import refusals
 
 REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0
@@ -118,6 +121,8 @@ class LinearizationRun:
             parameter.requires_grad_(False)
             if name.endswith(".g_proj.bias"):
                 parameter.fill_(FRESH_GATE_BIAS)
+        if self.accelerator.device.type == "cuda":
+            demand_kernels(model)
         if self.start:
             adapter.load_tensors(model, self.start.still_tensors())
         return model
@@ -379,6 +384,15 @@ class LinearizationRun:
             save_model(model, self.tokenizer, folder)
             content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
             (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def demand_kernels(model: nn.Module) -> None:
+    """Raise ConfigError where hybrid layers of `model` are none that the kernels of CUDA compute, before texts are read."""
+    layers = {module.still: None for module in model.modules() if isinstance(module, HybridOpModule)}
+    if reasons := list(dict.fromkeys(line for layer in layers for line in refusals(layer, torch.float32))):
+        raise ConfigError(
+            f"the kernels of CUDA do not compute these layers: {' '.join(reasons)} Change the recipe, or use --device cpu."
+        )
 
 
 def weights_digest(model: nn.Module) -> str:

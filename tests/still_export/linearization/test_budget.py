@@ -201,6 +201,8 @@ def test_training_ends_with_its_time(base: Path, text: Path, tmp_path: Path, mon
     assert any(line.startswith("cost: 100 steps") for line in said)
     assert result.stages[0].steps == len(result.stages[0].losses) == 4 and result.stages[0].done
     assert load_model(tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "linearize.json").read_text())["recipe"]
+    assert written["finetune_rate"] == pytest.approx(recipe.finetune_rate * 40 / 100)  # of more steps than 40
     monkeypatch.setattr(module, "step_seconds", lambda *_: 61.0)  # of one minute nothing is left
     with pytest.raises(
         ConfigError, match=r"nothing can be trained in 1 minutes, since a step takes some 61.0 s here .*: time \d+$"

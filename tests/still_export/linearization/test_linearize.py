@@ -23,7 +23,7 @@ from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import Recipe, read_recipe
-from still_export.linearization.run import Linearization, cross_entropy
+from still_export.linearization.run import Linearization, cross_entropy, demand_kernels
 from still_export.linearization.trainer import plateau, schedule
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import far_attention, make_trainable, selection_loss
@@ -484,6 +484,13 @@ def test_schedule_and_plateau() -> None:
     assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0 and rates[-1] == pytest.approx(0.1, abs=1e-3)
     assert plateau([5.0, 4.0, 4.0, 4.1, 4.0], 3) and not plateau([5.0, 4.0, 4.0, 3.9], 3)
     assert not plateau([5.0, 5.0], 3) and not plateau([5.0] * 9, 0)
+
+
+def test_layers_that_no_kernel_computes_are_refused_before_texts_are_read() -> None:
+    """On CUDA; kernels keep 32 salient tokens of a chunk."""
+    demand_kernels(load_model(Path(__file__).parents[3] / "assets" / "small"))
+    with pytest.raises(ConfigError, match=r"salient_per_chunk=40; the kernels have at most 32.* use --device cpu"):
+        demand_kernels(attach_untrained(plain_model("llama"), StillConfig(salient_per_chunk=40)))
 
 
 def test_window_factors_reach_model_and_training(base: Path, text: Path, tmp_path: Path) -> None:
