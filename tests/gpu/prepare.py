@@ -340,7 +340,7 @@ def blank_folder(folder: Path, geometry: str, layers: list[str] | None, **change
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made = {each.__name__: each for each in (small, demo, linear, quantized, bodies, trt, moved, speed, pack)}
+    made = {each.__name__: each for each in (small, demo, linear, quantized, bodies, trt, tasks, moved, speed, pack)}
     parser.add_argument("place", type=Path)
     parser.add_argument("packages", choices=made)
     parser.add_argument("--include", help="folder of onnxruntime_c_api.h")
