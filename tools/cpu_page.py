@@ -1,4 +1,4 @@
-"""The page "Speed on CPUs", of records of `tools.benchmarks.peers`: a table a model, with its machine, and ratios above one in bold.
+"""The page "Speed on CPUs", of records of `tools.benchmarks.peers`: a table a model, with its files and machines; losses are bold.
 
 python -m tools.cpu_page
 """
@@ -18,8 +18,9 @@ USERS = {"tokens_per_s": "tokens a second", "first_s_p50": "first token, s: medi
 HEAD = """# Speed on CPUs
 
 Published hybrids beside llama.cpp on the **same GGUF file**: weights of the published shape with random values, written and quantized by
-llama.cpp's own tools. The package keeps every block of the file. Each cell is the median of the rounds, in which both take turns, each in a
-process of its own. **Bold** ratios are losses: llama.cpp is quicker there, or takes less.
+llama.cpp's own tools. The package keeps every block of the file. A cell is ours / llama.cpp's and their ratio, medians of the rounds, in
+which both take turns, each in a process of its own; start is from nothing to the first token. **Bold** ratios are losses. *One core busy*:
+a loop runs on one of the two cores. On the Xeon other programs ran on other cores.
 
     python -m tools.benchmarks.random_gguf lfm2-1.2b FOLDER --converter LLAMA.CPP --types Q4_K_M    # FILE
     still-export FILE --to onnx --quantize int4 -o PACKAGE
@@ -27,6 +28,7 @@ process of its own. **Bold** ratios are losses: llama.cpp is quicker there, or t
         --record docs/notebook/results/cpu
     python -m tools.benchmarks.serve_users PACKAGE --model NAME --peer "llama-server -m FILE ..." --record docs/notebook/results/cpu
     python -m tools.cpu_page                                               # writes this page
+
 """
 TAIL = """
 Trained models beside llama.cpp and onnxruntime-genai: [the notebook](../notebook/onnxruntime.md#beside-genai-and-llamacpp). Aims that
@@ -37,27 +39,54 @@ these figures miss: [aims](aims.md).
 def records() -> list[dict[str, Any]]:
     """All of them, by their model's name; a model's users behind its contexts."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in RECORDS.glob("*.json")]
-    return sorted(found, key=lambda record: (str(record["subject"]["model"]), record["name"]))
+    return sorted(found, key=lambda record: (str(record["subject"]["model"]), machine_of(record), record["name"]))
 
 
-def table(record: dict[str, Any]) -> str:
-    """A model's table under its heading."""
-    subject, found = record["subject"], record["figures"]["rows"]
-    rows = {(row["runtime"], row["context"]): row for row in found if "context" in row}
-    starts = {row["runtime"]: row["start_s"] for row in found if "start_s" in row}
-    head = [name for title in FIGURES.values() for name in (f"{title}: ours", PEER, "ratio")]
-    lines = [f"| context | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
-    for context in sorted({context for _, context in rows}):
-        cells = [f"{context:,}"]
-        for figure in FIGURES:
-            ours, theirs = (rows[name, context][figure] for name in (OURS, PEER))
-            ratio = f"{ours / theirs:.2f}"
-            cells += [f"{ours:,.4g}", f"{theirs:,.4g}", f"**{ratio}**" if float(ratio) > 1 else ratio]
-        lines.append(f"| {' | '.join(cells)} |")
-    if starts:
-        ratio = starts[OURS] / starts[PEER]
-        lines += ["", f"Start to the first token: {starts[OURS]} s, llama.cpp {starts[PEER]} s, ratio {ratio:.2f}."]
-    return f"\n## {subject['model']}\n\n{_where(record)}\n\n" + "\n".join(lines) + "\n"
+def machine_of(record: dict[str, Any]) -> str:
+    """Its processor's name in tables."""
+    return next(name for name in ("EPYC", "Xeon") if name in record["machine"]["processor"])
+
+
+def model_of(record: dict[str, Any]) -> tuple[str, str]:
+    """Its model, and of which file or under what load it was measured."""
+    model, _, kind = str(record["subject"]["model"]).partition(", ")
+    return model.partition(" at ")[0], kind or "Q4_K_M"
+
+
+def machines(found: list[dict[str, Any]]) -> str:
+    """Each machine with its runs, a line each."""
+    runs: dict[str, set[str]] = {}
+    for record in found:
+        machine = record["machine"]
+        where = f"- **{machine_of(record)}**: {machine['processor']}, {machine['cores']} cores"
+        run = f"{record['subject']['threads']} threads, rounds: {record['subject']['rounds']}, {record['date'][:10]}"
+        runs.setdefault(where, set()).add(f"{run}, behind commit `{record['commit'][:8]}`")
+    return "\n".join(f"{where}; {'; '.join(sorted(each))}." for where, each in sorted(runs.items()))
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """A model's table, of all its files and machines."""
+    lines = [
+        f"| file, machine | context | {' | '.join(FIGURES.values())} | start, s |",
+        "|---" * (3 + len(FIGURES)) + "|",
+    ]
+    for record in found:
+        rows = {(row["runtime"], row["context"]): row for row in record["figures"]["rows"] if "context" in row}
+        starts = {row["runtime"]: row["start_s"] for row in record["figures"]["rows"] if "start_s" in row}
+        kind = model_of(record)[1]
+        for context in sorted({context for _, context in rows}):
+            cells = [beside(*(rows[name, context][figure] for name in (OURS, PEER))) for figure in FIGURES]
+            start = beside(starts[OURS], starts[PEER]) if starts else ""
+            lines.append(f"| {kind}, {machine_of(record)} | {context:,} | {' | '.join(cells)} | {start} |")
+            starts = {}
+    return "\n".join(lines) + "\n"
+
+
+def beside(ours: float, theirs: float) -> str:
+    """Both figures, and their ratio."""
+    ratio = f"{ours / theirs:.2f}"
+    shown = (f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in (ours, theirs))
+    return f"{' / '.join(shown)} {f'**{ratio}**' if float(ratio) > 1 else ratio}"
 
 
 def users_table(record: dict[str, Any]) -> str:
@@ -66,21 +95,20 @@ def users_table(record: dict[str, Any]) -> str:
     lines = [f"| users | server | {' | '.join(USERS.values())} |", "|---" * (2 + len(USERS)) + "|"]
     for row in sorted(record["figures"]["rows"], key=lambda row: int(row["users"])):
         lines.append(f"| {row['users']} | {row['runtime']} | {' | '.join(f'{row[name]:,.4g}' for name in USERS)} |")
-    asked = f"{subject['prompt_tokens']} tokens in and {subject['answer_tokens']} out, all users at once"
-    return f"\n## Users of {subject['model']}\n\n{asked}; {_where(record)}\n\n" + "\n".join(lines) + "\n"
-
-
-def _where(record: dict[str, Any]) -> str:
-    """The machine and the run."""
-    subject, machine = record["subject"], record["machine"]
-    where = f"{machine['processor']} ({machine['kind']}), {machine['cores']} cores, {subject['threads']} threads"
-    return f"{where}; {subject['rounds']} rounds, {record['date'][:10]}, commit `{record['commit'][:8]}`."
+    asked = f"{subject['prompt_tokens']} tokens in and {subject['answer_tokens']} out, all users at once; {machine_of(record)}."
+    return f"\n## Users of {subject['model']}\n\n{asked}\n\n" + "\n".join(lines) + "\n"
 
 
 def page() -> str:
     """The page."""
-    tables = [(users_table if "prompt_tokens" in record["subject"] else table)(record) for record in records()]
-    return HEAD + "".join(tables) + TAIL
+    found = records()
+    models: dict[str, list[dict[str, Any]]] = {}
+    for record in found:
+        if "prompt_tokens" not in record["subject"]:
+            models.setdefault(model_of(record)[0], []).append(record)
+    tables = [f"\n## {model}\n\n{table(each)}" for model, each in models.items()]
+    users = [users_table(record) for record in found if "prompt_tokens" in record["subject"]]
+    return HEAD + machines(found) + "\n" + "".join([*tables, *users]) + TAIL
 
 
 def main() -> int:
