@@ -33,7 +33,7 @@ from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
-from still_export.proof.constants import ALIKE, LAYER_UNIT, SHARP_ROW, SOME, UNIT
+from still_export.proof.constants import ALIKE, LAYER_UNIT, RESIDUAL_SUMS, SHARP_ROW, SOME, UNIT
 from still_export.proof.judge import Bounds
 from still_export.proof.judged import Judged, OutputReport, Report
 from still_export.proof.layer_inputs import layer_inputs
@@ -241,8 +241,11 @@ class Verifier:
         found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
         total.add(found)
         turned = [] if followed else self.ties.turned(pairs, case.leads, case.own[: len(pairs)])
-        times = 0.0 if summed is None else SHARP_ROW * self.target.coarse
-        judged = Judged.of(case, pairs, self.by_token, self.summed if summed is None else summed, turned, times)
+        if summed is None:
+            judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
+        else:
+            times = SHARP_ROW * self.target.coarse
+            judged = Judged.of(case, pairs, self.by_token, summed, turned, times, RESIDUAL_SUMS * LAYER_UNIT)
         judged.guessed = guessed is not None
         return judged
 
