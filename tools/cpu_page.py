@@ -79,7 +79,26 @@ def table(found: list[dict[str, Any]]) -> str:
             start = beside(starts[OURS], starts[PEER]) if starts else ""
             lines.append(f"| {kind}, {machine_of(record)} | {context:,} | {' | '.join(cells)} | {start} |")
             starts = {}
-    return "\n".join(lines) + "\n"
+    bounds = [line for record in found for line in bounds_of(record)]
+    return "\n".join(["\n".join(lines), "", *bounds] if bounds else lines) + "\n"
+
+
+def bounds_of(record: dict[str, Any]) -> list[str]:
+    """What bounds a step and a prompt, and our share of it, where the record has its machine's rates: a step reads every weight once, a
+    prompt does two operations a weight and token. Attention and states come beside, so shares fall with the length."""
+    rows = record["figures"]["rows"]
+    said = []
+    for rates in (row for row in rows if "read_gb_s" in row):
+        ours = {row["context"]: row for row in rows if row.get("runtime") == OURS and "context" in row}
+        for context, row in ours.items():
+            read = rates["file_mb"] / row["decode_ms"]
+            done = 2e-9 * rates["parameters"] * context / row["prefill_s"]
+            said.append(
+                f"{context:,}: {read:.3g} GB/s, {read / rates['read_gb_s']:.2f} of {rates['read_gb_s']:.3g}; "
+                f"{done:.3g} GFLOP/s, {done / rates['gemm_gflop_s']:.2f} of {rates['gemm_gflop_s']:.3g}"
+            )
+    head = f"Bounds on the {machine_of(record)}, what a step reads and a prompt does, in parts of what the threads read and multiply:"
+    return [head, *(f"- {line}" for line in said)] if said else []
 
 
 def beside(ours: float, theirs: float) -> str:

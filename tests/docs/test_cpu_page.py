@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from tools.cpu_page import PAGE, page, records, table
+from tools.cpu_page import PAGE, bounds_of, page, records, table
 
 
 def test_the_page_is_of_its_records() -> None:
@@ -17,3 +17,11 @@ def test_a_loss_is_shown_as_one() -> None:
         row["decode_ms"] = 30.0 if row["runtime"] == "still-export" else 20.0
     contexts = {row["context"] for row in record["figures"]["rows"] if "context" in row}
     assert table([record]).count("30 / 20 **1.50**") == len(contexts)
+
+
+def test_a_share_of_what_the_machine_can_is_shown() -> None:
+    record = copy.deepcopy(next(each for each in records() if "prompt_tokens" not in each["subject"]))
+    ours = {"runtime": "still-export", "context": 1000, "decode_ms": 50.0, "prefill_s": 10.0, "peak_mb": 1.0}
+    rates = {"read_gb_s": 20.0, "gemm_gflop_s": 400.0, "file_mb": 500.0, "parameters": 10**9}
+    record["figures"]["rows"] = [rates, ours]
+    assert bounds_of(record)[1] == "- 1,000: 10 GB/s, 0.50 of 20; 200 GFLOP/s, 0.50 of 400"

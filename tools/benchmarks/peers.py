@@ -5,6 +5,7 @@
 Needs quiet cores, onnxruntime-genai and llama-cpp-python. The base is the GGUF file that the package was made from: llama.cpp reads it as
 it is, genai's builder makes a package of it in --work. Each measurement is a process of its own; of several rounds the median is kept.
 A start is a process from its beginning to the first token behind a prompt of 16, ours `still-export run`, when the files were read before.
+What bounds both is measured first: how fast so many threads read memory, and multiply matrices in float32.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +21,7 @@ from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, be
 from still_export.package.folder import open_package
 from still_export.package.trust import trust_package
 from still_export.targets.registry import packaged_target
-from tools.benchmarks.common import Findings, numbers, parser_of
+from tools.benchmarks.common import Findings, numbers, parser_of, time_in_turns
 from tools.benchmarks.peer import GENAI, LLAMA_CPP, build, first_token_command, measure_peer
 
 OURS = "still-export"
@@ -35,6 +37,21 @@ def start_s(command: list[str]) -> float:
     begin = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begin
+
+
+def machine_rates(threads: int, bytes_read: int = 1 << 30, size: int = 2048, runs: int = 5) -> dict[str, float]:
+    """Bytes that so many threads read from memory, and float32 operations of a GEMM that they do, 1e9 a second, the best of some runs."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(threads)
+    parts = np.array_split(np.ones(bytes_read // 8), threads)
+    matrix = torch.ones(size, size)
+    with ThreadPoolExecutor(threads) as pool:
+        calls = {"read": lambda: list(pool.map(np.sum, parts)), "multiply": lambda: matrix @ matrix}
+        best = {name: times.best for name, times in time_in_turns(calls, runs).items()}
+    read, done = bytes_read / best["read"], 2 * size**3 / best["multiply"]
+    return {"read_gb_s": float(f"{read / 1e9:.3g}"), "gemm_gflop_s": float(f"{done / 1e9:.3g}")}
 
 
 def rounded(figures: list[float]) -> float:
@@ -61,6 +78,11 @@ def main() -> int:
     if GENAI in peers:
         given.work.mkdir(parents=True, exist_ok=True)
         peers[GENAI] = build(given.base.resolve(), given.work, "int4" if quantized else "fp32")
+    sizes = {
+        "file_mb": round(given.base.stat().st_size / 1e6, 1),
+        "parameters": package.manifest["model"]["parameters"],
+    }
+    found.add(**machine_rates(given.threads), **sizes)
     for length in given.lengths:
         options = BenchOptions(threads=given.threads, lengths=(length,))
         runs: dict[str, list[Measurement]] = {}
