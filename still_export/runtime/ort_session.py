@@ -160,15 +160,19 @@ def _share_weights(folder: Path, graph: Path | bytes, options: Any) -> list[Any]
     import onnxruntime
 
     data = graph if isinstance(graph, bytes) else graph.read_bytes() if graph.is_file() else b""
+    try:
+        stored = stored_tensors(data, MODEL)
+    except CheckError:  # of what is wrong ONNX Runtime says more
+        return []
     places: dict[tuple[str, int, int], list[StoredTensor]] = {}
-    for tensor in stored_tensors(data, str(MODEL)):
+    for tensor in stored:
         places.setdefault((tensor.file, tensor.offset, tensor.size), []).append(tensor)
     held = []
     for (name, offset, size), tensors in places.items():
         file = folder / name
         whole = all(x.type in NUMPY_TYPES and _size(x) == size for x in tensors)
         inside = offset >= 0 and file.is_file() and offset + size <= file.stat().st_size
-        if len(tensors) == 1 or size <= 0 or not whole or not inside:  # of what is wrong ONNX Runtime says more
+        if len(tensors) == 1 or size <= 0 or not whole or not inside:
             continue
         mapped = np.memmap(file, np.uint8, "c", offset, (size,))
         for x in tensors:

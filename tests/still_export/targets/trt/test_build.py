@@ -94,7 +94,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
         ({"batch": 0}, "batch=0"),
         ({"prefill_tokens": 1}, "no prefill profile"),
         ({"workspace_mib": -1}, "must not be negative"),
-        ({"optimization_level": 6}, "lies in 0..5"),
+        ({"optimization_level": 6}, "choose one of 0..5"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrtOptions(**change)  # type: ignore[arg-type]
