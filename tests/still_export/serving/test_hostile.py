@@ -145,10 +145,13 @@ def test_malformed_heads_are_refused(served: Served, head: bytes) -> None:
     {"logit_bias": {str(i): i for i in range(50_000)}}, {"x" * 900_000: 1},
 ], ids=["stop", "prompt", "prompts", "stops", "biases", "name"])  # fmt: skip
 def test_a_large_wrong_body_is_refused_at_once(served: Served, change: dict[str, Any]) -> None:
-    begin = time.perf_counter()
-    status, said = served.ask("POST", "/v1/completions", {**BASE, **change})
-    assert status == 400 and len(said["error"]["message"]) < 1100
-    assert time.perf_counter() - begin < 1
+    took = []
+    for _ in range(2):  # garbage of all tests before may be collected in one of them
+        begin = time.perf_counter()
+        status, said = served.ask("POST", "/v1/completions", {**BASE, **change})
+        took.append(time.perf_counter() - begin)
+        assert status == 400 and len(said["error"]["message"]) < 1100
+    assert min(took) < 1
 
 
 def test_stop_texts_cost_linear_time() -> None:
