@@ -61,7 +61,9 @@ def machines(found: list[dict[str, Any]]) -> str:
         where = f"- **{machine_of(record)}**: {machine['processor']}, {machine['cores']} cores"
         run = f"{record['subject']['threads']} threads, rounds: {record['subject']['rounds']}, {record['date'][:10]}"
         runs.setdefault(where, set()).add(f"{run}, behind commit `{record['commit'][:8]}`")
-    return "\n".join(f"{where}; {'; '.join(sorted(each))}." for where, each in sorted(runs.items()))
+    return "\n".join(
+        f"{where}\n" + "\n".join(f"  - {run}" for run in sorted(each)) for where, each in sorted(runs.items())
+    )
 
 
 def table(found: list[dict[str, Any]]) -> str:
