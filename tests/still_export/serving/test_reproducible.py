@@ -36,9 +36,10 @@ TEXT = np.random.default_rng(7).integers(0, 256, CONTEXT).tolist()
 
 def model_of(kind: str) -> Any:
     """STILL beside softmax, a delta rule and a scan beside softmax, and experts; of widths as published models have them."""
-    if kind == "still":
+    if kind.startswith("still"):
         sizes = dict(VOCABULARY, hidden_size=128, num_attention_heads=4, head_dim=32)
-        return still_model("llama", torch.float32, sizes=sizes, layer_types=MIXED, capacity_tokens=CONTEXT)
+        chunk = {"chunk_size": 96} if kind == "still_96" else {}
+        return still_model("llama", torch.float32, sizes=sizes, layer_types=MIXED, capacity_tokens=CONTEXT, **chunk)
     if kind == "granitemoehybrid":
         experts = dict(num_local_experts=16, num_experts_per_tok=6)
         return expert_model(kind, **{**published_sizes(kind), **VOCABULARY, **experts})
@@ -47,6 +48,7 @@ def model_of(kind: str) -> Any:
 
 KINDS = [
     "still",
+    pytest.param("still_96", marks=pytest.mark.long),
     "qwen3_5_text int4",
     "granitemoehybrid int4",
     pytest.param("granitemoehybrid", marks=pytest.mark.long),
