@@ -105,7 +105,9 @@ class Recipe:
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.", least=0)
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.", least=0)
-    finetune_rate: float = option(1e-4, "Learning rate of stage 2. With a budget that allows more than 40 steps it falls in proportion.")
+    finetune_rate: float = option(
+        1e-4, "Learning rate of stage 2. With a budget that allows more than 40 steps it falls in proportion."
+    )
     sequence_length: int | None = option(
         None, "Tokens of a row; default: 1,024, or the model's context where that is less.", least=1
     )
