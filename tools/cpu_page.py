@@ -100,7 +100,7 @@ def bounds_of(record: dict[str, Any]) -> list[str]:
                 f"{done:.3g} GFLOP/s, {done / rates['gemm_gflop_s']:.2f} of {rates['gemm_gflop_s']:.3g}"
             )
     head = f"Bounds on the {machine_of(record)}, what a step reads and a prompt does, in parts of what the threads read and multiply:"
-    return [head, *(f"- {line}" for line in said)] if said else []
+    return [head, "", *(f"- {line}" for line in said)] if said else []
 
 
 def beside(ours: float, theirs: float) -> str:
