@@ -35,9 +35,3 @@ def last_logits(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
     if logits.shape[1] == 1:
         return logits
     return np.take_along_axis(logits, np.maximum(counts - 1, 0)[:, None, None], axis=1)
-
-
-def without_padding(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`logits` [B, 1 or T, V] with zeros where a row brought no token: nothing says what stands there."""
-    places = np.arange(logits.shape[1]) < np.minimum(counts, logits.shape[1])[:, None]
-    return np.where(places[..., None], logits, 0)

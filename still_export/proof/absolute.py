@@ -13,6 +13,8 @@ from still_export.proof.constants import USELESS
 from still_export.proof.verdict import Check
 
 LOGITS = "logits"
+NUMBERS = 1 << 22
+"""Of logits that are looked at together."""
 SAME = "one logit for every token of the vocabulary"
 
 
@@ -36,7 +38,18 @@ class Logits:
 
     @classmethod
     def of(cls, expected: np.ndarray, actual: np.ndarray) -> Logits:
-        """Of two outputs [B, T, V]."""
+        """Of two outputs [B, T, V], some rows after the other: what is computed on the way has several times their size."""
+        rows, vocabulary = expected.shape[:-1], expected.shape[-1]
+        sides = [x.reshape(math.prod(rows), vocabulary) for x in (expected, actual)]
+        size = max(1, NUMBERS // vocabulary)
+        parts = [
+            cls._of_rows(*(x[start : start + size] for x in sides)) for start in range(0, max(len(sides[0]), 1), size)
+        ]
+        whole = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*(np.concatenate(each).reshape(rows) for each in whole))
+
+    @classmethod
+    def _of_rows(cls, expected: np.ndarray, actual: np.ndarray) -> Logits:
         wide = expected.astype(np.float32, copy=False)
         two = np.partition(wide, -2, axis=-1)[..., -2:] if wide.shape[-1] > 1 else np.repeat(wide, 2, -1)
         return cls(

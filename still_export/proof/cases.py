@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from still_export.package.calls import Arrays, without_padding
+from still_export.package.calls import Arrays
 from still_export.proof.absolute import Overflow
 from still_export.proof.answers import EMPTY, Answer, DecisionsByCase, Progress, Question
 from still_export.proof.codes import as_numbers
+from still_export.proof.spill import room_for
 from still_kernels.ties import Leads, Pairs
 
 TINY = float(np.finfo(np.float64).tiny)
@@ -153,8 +154,19 @@ class CaseSource(Protocol):
 def fixed_pair(feed: Arrays, expected: Arrays, actual: Arrays) -> tuple[Arrays, Arrays]:
     """PyTorch's outputs of `feed` and another's, without what stands behind padding."""
     counts = feed["new_tokens"]
-    first, second = (as_numbers({**o, "logits": without_padding(o["logits"], counts)}) for o in (expected, actual))
+    first, second = (as_numbers({**o, "logits": _without_padding(o["logits"], counts)}) for o in (expected, actual))
     return first, second
+
+
+def _without_padding(logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`logits` [B, 1 or T, V] with zeros where a row brought no token: nothing says what stands there."""
+    real = np.minimum(counts, logits.shape[1])
+    if (real == logits.shape[1]).all():
+        return logits
+    found = room_for(logits.shape, logits.dtype)
+    for row, count in enumerate(real):
+        found[row, :count] = logits[row, :count]
+    return found
 
 
 def row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:

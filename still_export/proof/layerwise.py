@@ -20,6 +20,7 @@ from still_export.models.step import decode_given
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
 from still_export.proof.chains import HIDDEN, Chain, empty_feed, zeros
+from still_export.proof.spill import room_for
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
 
@@ -195,7 +196,7 @@ class Passage:
         asked = [each for chain in self._work for each in chain.asked(self._layers.all_logits)]
         vocabulary = self._layers.source.weights[EMBEDDING].shape[0]
         for hidden, outputs in asked:
-            outputs["logits"] = np.empty((*hidden.shape[:2], vocabulary), np.float32)
+            outputs["logits"] = room_for((*hidden.shape[:2], vocabulary), np.float32)
         with self._linear:
             for rows in self._layers.heads(self._model):
                 for hidden, outputs in asked:

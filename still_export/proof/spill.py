@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
 import sys
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +22,32 @@ def free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+LARGE = 16 << 20
+"""Bytes of an array that lies in a file."""
+
+
+def room_for(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An array of zeros. A large one, as logits of a large vocabulary are, lies in a temporary file of its own, so that the system can
+    have its memory at any time."""
+    kind, count = np.dtype(dtype), math.prod(shape)
+    if count * kind.itemsize < LARGE:
+        return np.zeros(shape, kind)
+    with tempfile.TemporaryFile() as file:
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and a signal where it is seen at the first write
+            os.posix_fallocate(file.fileno(), 0, count * kind.itemsize)
+        else:
+            file.truncate(count * kind.itemsize)
+        content = mmap.mmap(file.fileno(), count * kind.itemsize)
+    return np.frombuffer(content, kind).reshape(shape)
+
+
+def joined(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    """`parts` one behind the other along `axis`, in `room_for` all."""
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    return np.concatenate(parts, axis, out=room_for(shape, parts[0].dtype))
 
 
 class SpillFile:

@@ -19,7 +19,7 @@ from still_export.proof.codes import as_numbers
 from still_export.proof.constants import LAYER_DRAWS
 from still_export.proof.layerwise import MARGINS, LayerwiseModel
 from still_export.proof.prompts import LENGTHS, Draft, Prompts
-from still_export.proof.spill import SpillFile
+from still_export.proof.spill import SpillFile, joined
 from still_graphs.states import EMBEDDINGS
 from still_kernels.registry import ties_of
 from still_kernels.ties import CHOSEN, Look, Pairs, Scores, Ties
@@ -298,7 +298,7 @@ def _answered(chain: Chain, cut: list[list[ChainCall]], found: list[Arrays]) -> 
             if not calls[-1].every:  # those of each sequence's last token
                 for i, call in enumerate(calls[1:], 1):
                     logits[i] = np.where((call.new_tokens > 0)[:, None, None], logits[i], logits[i - 1])
-            outputs["logits"] = np.concatenate(logits, axis=1) if calls[-1].every else logits[-1]
+            outputs["logits"] = joined(logits, axis=1) if calls[-1].every else logits[-1]
         answered.outputs.append(outputs)
     return answered
 
@@ -314,7 +314,7 @@ def _case(draft: Draft, answers: list[Arrays]) -> Case:
     feeds = [draft.feeds[0], *(next_feed(after[place], draft.steps[place]) for place in draft.places)]
     expected = [after[0], *(after[place + 1] for place in draft.places)]
     logits = [answer["logits"] for answer in answers[1:] if "logits" in answer]
-    along = np.concatenate(logits, axis=1) if logits else None
+    along = joined(logits, axis=1) if logits else None
     return Case(draft.name, feeds, expected, {}, draft.steps, draft.places, along)
 
 

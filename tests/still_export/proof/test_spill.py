@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
+from collections.abc import Callable
+
 import numpy as np
 
-from still_export.proof.spill import SpillFile
+from still_export.proof.cases import Case
+from still_export.proof.judged import Judged
+from still_export.proof.spill import SpillFile, joined, room_for
 
 
 def test_arrays_come_back() -> None:
@@ -26,3 +32,52 @@ def test_arrays_come_back() -> None:
     first["a.0"][0] = 0  # nobody else's
     np.testing.assert_array_equal(second["c.0"][1:], wide[1:])
     SpillFile().restore()
+
+
+def traced_peak(work: Callable[[], object]) -> int:
+    """Bytes of memory that is the process's own, at most, while `work` runs."""
+    tracemalloc.start()
+    work()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_large_arrays_lie_in_files() -> None:
+    shape = (2, 60, 100_000)
+    size = 4 * math.prod(shape)
+    assert traced_peak(lambda: room_for(shape, np.float32)) < size / 100
+    found = room_for(shape, np.float32)
+    assert found.shape == shape and found.dtype == np.float32 and not found.any()
+    found[1, 59] = 7
+    assert found[1, 59, 99_999] == 7 and not found[1, 58].any()
+    whole = [joined([found, found[:, :3]], axis=1)]
+    np.testing.assert_array_equal(whole[0], np.concatenate([found, found[:, :3]], axis=1))
+    assert traced_peak(lambda: whole.append(joined([found, found], axis=1))) < size / 100
+    small = room_for((3, 4), np.float16)
+    assert small.dtype == np.float16 and not small.any()
+
+
+def test_comparing_logits_takes_no_copies_of_them() -> None:
+    """Padding, margins, errors: of calls whose vocabulary is large each copy is a gigabyte."""
+    rng = np.random.default_rng(0)
+    counts = np.array([300, 171])
+    right, found = (room_for((2, 300, 50_000), np.float32) for _ in range(2))
+    for row in range(2):
+        right[row] = rng.standard_normal((300, 50_000), np.float32)
+    found[:] = right
+    found[:, ::2, 7] += 1.5
+    feed = {"new_tokens": counts}
+
+    def compare() -> Judged:
+        case = Case("one", [feed], [{"logits": right}], own_mean={"logits": 0.0})
+        case.own = [{"logits": np.full((2, 2, 300), 1e-3, np.float32)}]
+        return Judged.of(case, case.pairs([{"logits": found}]))
+
+    assert traced_peak(compare) < right.nbytes / 2
+    logits = compare().found.logits[0]
+    assert logits.real.sum(1).tolist() == counts.tolist()
+    two = np.sort(right[1, :171], axis=-1)[:, -2:]
+    np.testing.assert_array_equal(logits.margin[1, :171], two[:, 1] - two[:, 0])
+    np.testing.assert_array_equal(logits.same[0], right[0].argmax(-1) == found[0].argmax(-1))
+    np.testing.assert_allclose(logits.spread[0], right[0].std(-1), rtol=1e-5)
