@@ -35,7 +35,9 @@ def room_for(shape: Sequence[int], dtype: Any) -> np.ndarray:
     if count * kind.itemsize < LARGE:
         return np.zeros(shape, kind)
     with tempfile.TemporaryFile() as file:
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and a signal where it is seen at the first write
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # a full disk is an error here, and a signal where it is seen at the first write
             os.posix_fallocate(file.fileno(), 0, count * kind.itemsize)
         else:
             file.truncate(count * kind.itemsize)
