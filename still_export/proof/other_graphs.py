@@ -30,7 +30,11 @@ def other_lengths(chunk: int) -> tuple[int, ...]:
 
 
 def check_other_graphs(
-    package: Package, compared: Subject, cases: Callable[[], CaseSource], progress: Progress = silent
+    package: Package,
+    compared: Subject,
+    cases: Callable[[], CaseSource],
+    progress: Progress = silent,
+    most: int | None = None,
 ) -> Verdict:
     """Compare with PyTorch what runs of a package where its native kernels are not loaded, on ONNX Runtime's other provider where it has
     kernels for GPUs, and its portable graph.
@@ -40,8 +44,9 @@ def check_other_graphs(
         compared: What was compared before.
         cases: Opens PyTorch's answers.
         progress: Called with phases, of each graph.
+        most: Cases that are asked at most, the first ones; None: all.
     """
-    verdict, drawn = Verdict(), DrawnOnce(cases())
+    verdict, drawn = Verdict(), DrawnOnce(cases(), most)
     providers = [compared.provider]
     if (package.manifest.get("native") or {}).get("archs"):
         if compared.provider == "cpu" and (missing := cuda_missing()):
@@ -81,13 +86,14 @@ class DrawnOnce:
 
     Args:
         source: PyTorch.
+        most: Of its cases the first so many; None: all.
 
     Attributes:
         again: Answers for an earlier target are given out.
     """
 
-    def __init__(self, source: CaseSource) -> None:
-        self.source, self.count, self.follows = source, source.count, source.follows
+    def __init__(self, source: CaseSource, most: int | None = None) -> None:
+        self.source, self.count, self.follows = source, min(most or source.count, source.count), source.follows
         self.head = getattr(source, "head", None)
         self.again = False
         self._questions: dict[int, Question] = {}

@@ -122,8 +122,7 @@ def verify(
         raise PackageError(str(error)) from error
     report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
     if options.quick:
-        left_out = f"--quick: prompts of other lengths than {', '.join(map(str, QUICK))}, and steps behind the first {QUICK_STEPS}"
-        report = report.including(Verdict([], [left_out]))
+        report = report.including(Verdict([], QUICK_LEAVES_OUT))
     if manifest.get("vision") and options.calls is None:
         from still_export.proof.vision import vision_check
 
@@ -210,11 +209,13 @@ def _all_that_runs(
 
     progress("comparing function bodies and the portable graph", 0, 0)
 
+    lengths = other_lengths(StateTable.of(manifest).period)
+
     def cases() -> CaseSource:
-        lengths = other_lengths(StateTable.of(manifest).period)
         return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
 
-    verdict.add(check_other_graphs(package, target, cases, progress))
+    most = len(lengths) if options.quick else None
+    verdict.add(check_other_graphs(package, target, cases, progress, most))
     return verdict
 
 
@@ -321,6 +322,10 @@ def _check_written(options: VerifyOptions, flag: str) -> None:
 
 QUICK, QUICK_STEPS = (1, 65), 4
 """Prompts and steps of `--quick`."""
+QUICK_LEAVES_OUT = [
+    f"--quick: prompts of other lengths than {' and '.join(map(str, QUICK))} tokens, and steps behind the first {QUICK_STEPS}",
+    "--quick: batches, pieces and steps of function bodies and of the portable graph",
+]
 TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
 
 

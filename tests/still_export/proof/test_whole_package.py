@@ -19,7 +19,7 @@ from still_export.package.folder import Package, open_package
 from still_export.proof import other_graphs, sessions
 from still_export.proof.answers import Decisions
 from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
-from still_export.proof.package import VerifyOptions, _torch_cases, verify
+from still_export.proof.package import QUICK_LEAVES_OUT, VerifyOptions, _torch_cases, verify
 from still_export.proof.package_programs import _check_copies, _run, check_programs
 from still_export.proof.sessions import Subject
 from still_export.proof.torch_cases import TorchCases
@@ -286,10 +286,12 @@ NATIVE = {"library": "none.so", "system": "of no machine", "machine": "x86_64"}
 GRAPHS = ("model.onnx", "portable.onnx")
 
 
-def compared(package: Package) -> Verdict:
+def compared(package: Package, most: int | None = None) -> Verdict:
     lengths, subject = other_lengths(StateTable.of(package.manifest).period), Subject(package)
     subject.native = True
-    return check_other_graphs(package, subject, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"))
+    return check_other_graphs(
+        package, subject, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"), most=most
+    )
 
 
 @pytest.mark.slow
@@ -308,8 +310,17 @@ def test_every_fault_of_bodies_is_seen(export_tiny: Exporter, tmp_path: Path, mo
                 graph = onnx.load(package.path / name, load_external_data=False)
                 assert change(graph)
                 onnx.save(graph, folder / name)
-        wrong = [check for check in compared(open_package(folder)).checks if not check.passed]
-        assert [check.where for check in wrong] == list(changes), wrong
+        for most in (None, 2):  # `--quick` asks prompts alone
+            wrong = [check for check in compared(open_package(folder), most).checks if not check.passed]
+            assert [check.where for check in wrong] == list(changes), wrong
+
+
+@pytest.mark.slow
+def test_quick_says_what_it_leaves_out(export_tiny: Exporter, tmp_path: Path) -> None:
+    package = export_tiny(options={"native": False}, sizes={"num_hidden_layers": 1})
+    report = verify(package.path, VerifyOptions(quick=True), tmp_path).report
+    assert report.passed and {"prefill 1", "prefill 65"} <= {each.case for each in report.outputs}
+    assert set(QUICK_LEAVES_OUT) <= set(report.not_asked)
 
 
 @pytest.mark.slow
