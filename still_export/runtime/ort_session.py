@@ -98,6 +98,8 @@ def keep_codes(options: Any, manifest: dict[str, Any], graph: str | bytes) -> No
     if (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS:
         if graph != MODEL or manifest["model"].get("parameters", 0) > UNPACKED_MOST:
             options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
+            # An arena keeps what the largest layer took on its way, and twice that where calls have other shapes.
+            options.enable_cpu_mem_arena = options.enable_mem_pattern = False
 
 
 def open_session(

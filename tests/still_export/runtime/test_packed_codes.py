@@ -52,6 +52,7 @@ def test_large_models_keep_their_codes(
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     graph = whole if portable else MODEL
     keep_codes(options, manifest, graph)
+    assert options.enable_cpu_mem_arena == unpacked
     session = open_session(tmp_path, manifest, options, graph=graph)
     kept = {x.data_type for x in onnx.load(tmp_path / "optimized.onnx").graph.initializer}
     assert kept == {TensorProto.FLOAT if unpacked else TensorProto.UINT8}
