@@ -20,7 +20,7 @@ from still_export.models.step import decode_given
 from still_export.package.calls import Arrays
 from still_export.proof.cases import are_zeros
 from still_export.proof.chains import HIDDEN, Chain, empty_feed, zeros
-from still_export.proof.spill import room_for
+from still_export.proof.spill import rooms_for
 from still_kernels.forms import pytorch_forms
 from still_kernels.ties import CHOSEN
 
@@ -193,10 +193,14 @@ class Passage:
     @torch.no_grad()
     def answer(self) -> None:
         """Logits of every call, of what the last layer gave."""
-        asked = [each for chain in self._work for each in chain.asked(self._layers.all_logits)]
+        asked = []
         vocabulary = self._layers.source.weights[EMBEDDING].shape[0]
-        for hidden, outputs in asked:
-            outputs["logits"] = room_for((*hidden.shape[:2], vocabulary), np.float32)
+        for chain in self._work:
+            of_chain = [*chain.asked(self._layers.all_logits)]
+            rooms = rooms_for([(*hidden.shape[:2], vocabulary) for hidden, _ in of_chain], np.float32)
+            for (_, outputs), room in zip(of_chain, rooms, strict=True):
+                outputs["logits"] = room
+            asked += of_chain
         with self._linear:
             for rows in self._layers.heads(self._model):
                 for hidden, outputs in asked:

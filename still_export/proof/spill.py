@@ -45,6 +45,13 @@ def room_for(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return np.frombuffer(content, kind).reshape(shape)
 
 
+def rooms_for(shapes: Sequence[Sequence[int]], dtype: Any) -> list[np.ndarray]:
+    """As `room_for` each, in one file: every file that is mapped is one of those that a process may have open."""
+    ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
+    whole = room_for(ends[-1:], dtype)
+    return [whole[ends[i] : ends[i + 1]].reshape(shape) for i, shape in enumerate(shapes)]
+
+
 def joined(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
     """`parts` one behind the other along `axis`, in `room_for` all."""
     shape = list(parts[0].shape)

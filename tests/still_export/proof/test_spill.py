@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tracemalloc
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from still_export.proof.cases import Case
 from still_export.proof.judged import Judged
-from still_export.proof.spill import SpillFile, joined, room_for
+from still_export.proof.spill import SpillFile, joined, room_for, rooms_for
 
 
 def test_arrays_come_back() -> None:
@@ -56,6 +57,12 @@ def test_large_arrays_lie_in_files() -> None:
     assert traced_peak(lambda: whole.append(joined([found, found], axis=1))) < size / 100
     small = room_for((3, 4), np.float16)
     assert small.dtype == np.float16 and not small.any()
+    opened = len(os.listdir("/proc/self/fd"))
+    rooms = rooms_for([shape, (0, 5), (3, 100_000)], np.float32)
+    assert len(os.listdir("/proc/self/fd")) <= opened + 1
+    assert [room.shape for room in rooms] == [shape, (0, 5), (3, 100_000)]
+    rooms[0][:], rooms[2][:] = 1, 2
+    assert rooms[0].min() == rooms[0].max() == 1 and rooms[2].min() == rooms[2].max() == 2
 
 
 def test_comparing_logits_takes_no_copies_of_them() -> None:
