@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from still_export.runtime.language_model import LanguageModel
+from still_export.loading.language_model import LanguageModel
 
 
 def load(
@@ -47,9 +47,9 @@ def load(
         ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.
         RunError: The package does not run here, it has no head or takes no guesses of a draft, or that has another tokenizer.
     """
+    from still_export.loading.runtimes import open_runner, runtime_of
     from still_export.package.folder import open_package
     from still_export.package.trust import trust_package
-    from still_export.proof.reference import open_runner, runtime_of
     from still_export.runtime.head import demand_head
     from still_export.runtime.prefix_folder import open_prefixes
     from still_export.runtime.speculation import Speculation
@@ -58,8 +58,8 @@ def load(
     manifest = open_package(folder, check_hashes=False).manifest  # the runner compares them
     if trust_native:
         trust_package(folder)
-    chosen = runtime_of(manifest["target"], runtime)
-    runner = open_runner(folder, manifest, chosen, provider, threads, plugin, check)
+    chosen = runtime_of(manifest["target"], runtime).name
+    runner = open_runner(folder, manifest, chosen, provider, threads=threads, plugin=plugin, check=check)
     if guess == "none":
         runner.speculation = None
     elif guess == "lookup":

@@ -154,8 +154,12 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
     """The engines of a package, where its target has some; or none, and why."""
     from still_export.targets.target import NoBuilderError
 
+    if not target.built:
+        return [], ""
+    from still_export.engines.build import build_engines
+
     try:
-        return ([], "") if target.build is None else (target.build(package, None, progress), "")
+        return build_engines(package, None, progress), ""
     except NoBuilderError as error:
         return [], str(error)
 

@@ -46,7 +46,7 @@ MODEL = ("still_export.graph.options.ExportOptions", "still_export.mixers.choice
 VERBS: dict[str, dict[str, Any]] = {
     "export": {"records": MODEL, "targets": True},
     "lower": {"targets": True},
-    "build": {"records": ("still_export.targets.trt.build.BuildOptions",)},
+    "build": {"records": ("still_export.engines.build.BuildOptions",)},
     "verify": {"records": ("still_export.proof.package.VerifyOptions",)},
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},

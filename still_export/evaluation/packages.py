@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from still_export.evaluation.bench import BenchOptions, bench
+from still_export.loading.runtimes import open_runner, runtime_of
 from still_export.package.folder import Package
-from still_export.proof.reference import open_runner, runtime_of
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import Sampling
 
@@ -90,8 +90,8 @@ def open_model(package: Package, setting: BenchOptions) -> PackageModel:
         ConfigError: The runtime or the provider is not one of the package.
         RunError: It does not run here.
     """
-    asked = runtime_of(package.manifest["target"], setting.runtime)
-    return PackageModel(open_runner(package.path, package.manifest, asked, setting.provider, setting.threads))
+    asked = runtime_of(package.manifest["target"], setting.runtime).name
+    return PackageModel(open_runner(package.path, package.manifest, asked, setting.provider, threads=setting.threads))
 
 
 def costs(package: Package, length: int, setting: BenchOptions) -> dict[str, float]:

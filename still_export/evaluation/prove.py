@@ -11,12 +11,13 @@ from typing import Any, Literal
 from still_export.errors import ModelNotFoundError, PackageError
 from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
 from still_export.extras import demand
+from still_export.loading.runtimes import runtime_of
 from still_export.options import option
 from still_export.package.folder import Package, open_package
 from still_export.proof.judged import Report
 from still_export.proof.package import VerifyOptions, verify
 from still_export.proof.records import Record, make_record, what_ran
-from still_export.targets.registry import packaged_target, runtime_of
+from still_export.targets.registry import packaged_target
 
 SHOWN = 5
 """Mismatches that a record names."""
@@ -66,11 +67,11 @@ def prove(
     target = packaged_target(opened.manifest)
     runtime = runtime_of(opened.manifest["target"], None)
     demand(*runtime.modules)
-    if target.build is not None and not opened.manifest["engines"]:
-        from still_export.targets.trt.build import BuildOptions
+    if target.built and not opened.manifest["engines"]:
+        from still_export.engines.build import build_engines
 
         say("building")
-        target.build(open_package(Path(package)), BuildOptions(), say)
+        build_engines(open_package(Path(package)), progress=say)
         opened = open_package(Path(package))
     missing: list[str] = []
     begin = time.monotonic()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
+from still_export.loading.runtimes import runtime_of
 from still_export.options import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, as_package_errors, open_package
@@ -23,7 +24,7 @@ from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
-from still_export.targets.registry import packaged_target, runtime_of
+from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def verify(
     added: dict[str, Any] = {}
     manifest, folder = proof.package.manifest, proof.package.path
     if options.adapter is not None:
-        from still_export.runtime.adapters import adapter_inputs, read_pairs
+        from still_export.models.read.adapters import adapter_inputs, read_pairs
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)

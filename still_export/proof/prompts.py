@@ -95,8 +95,8 @@ class Prompts:
         engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
         self.sequences = int(engine["batch"])
         # An engine holds at least the rows of a chunk.
-        runtime = packaged_target(manifest).runtime
-        self.least_room = 3 * self.chunk if runtime is not None and runtime.engines else 0
+        target = packaged_target(manifest)
+        self.least_room = 3 * self.chunk if target.built and target.runtime else 0
         limit = table.capacity_tokens if table.bounded else 1 << 62
         self.lengths = tuple(n for n in lengths if n <= limit)
         self.longest = max(self.lengths, default=1)

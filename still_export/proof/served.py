@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from still_export.loading.torch import TorchModel
 from still_export.package.calls import next_feed
-from still_export.runtime.torch import TorchModel
 from still_kernels.registry import ties_of
 from still_kernels.ties import Ties
 

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from still_export.loading.runtimes import Opening, open_runner, runtime_named
 from still_export.package.calls import Arrays, given_of, last_logits, typed_states
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.chains import HIDDEN
-from still_export.proof.reference import open_runner
 from still_export.proof.verdict import Check
 from still_export.runtime.base import NUMPY_TYPES, Runner
-from still_export.targets.registry import runtime_named
-from still_export.targets.runtime import Opening
 from still_graphs.states import StateTable
 
 

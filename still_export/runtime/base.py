@@ -1,6 +1,6 @@
 """What every runner does alike: room for tokens, prompts in pieces, generation. No torch, no runtime.
 
-Exports copy this file into packages, with the other runners (`still_export.runtime.bundle`).
+Exports copy this file into packages, with the other runners (`still_export.package.programs`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Runner(ABC):
         """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.
 
         Args:
-            inputs: By name, as `still_export.runtime.adapters` makes them; empty: none.
+            inputs: By name, as `still_export.models.read.adapters` makes them; empty: none.
             digest: Of them.
 
         Raises:

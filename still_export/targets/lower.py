@@ -19,7 +19,7 @@ from still_export.graph.weights_file import load_graph, place_weights, save_stre
 from still_export.options import flag_of
 from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
-from still_export.runtime.bundle import PROGRAMS
+from still_export.package.programs import PROGRAMS
 from still_export.targets import registry
 from still_export.targets.dump import dumper
 from still_export.targets.portable.narrow import demand_narrow, narrow_package

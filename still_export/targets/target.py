@@ -11,8 +11,6 @@ from still_export.errors import ConfigError, StillExportError, UnsupportedError
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.policy import RUNTIME, Layout
 from still_export.options import names_of
-from still_export.package.folder import Package
-from still_export.targets.runtime import Runtime
 from still_graphs.pipelines import Dump, Step
 
 FLOAT_WEIGHTS = "float weights"
@@ -81,9 +79,9 @@ class Target:
         takes: Whether options of `to` mean this record.
         portable: The package stays one that others are lowered from.
         dtype: That it is exported in where nobody says.
-        runtime: Who runs it here, None: nobody.
+        runtime: Name of what runs it here (still_export.loading.runtimes), None: nothing.
         host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
-        build: Builds its engines in a package, with options of its own, and tells each step; None: it has none.
+        built: It has engines, which `still-export build` builds in a package (still_export.engines).
         sees: Its packages may have images.
         speculates: Its packages may have steps of guessed tokens.
         decode_steps: Steps of greedy decoding that a verification compares.
@@ -108,17 +106,12 @@ class Target:
     takes: Callable[[Any], bool] = lambda options: True
     portable: bool = False
     dtype: str = "auto"
-    runtime: Runtime | None = None
+    runtime: str | None = None
     host: str | None = None
-    build: Callable[[Package, Any, Any], list[Path]] | None = None
+    built: bool = False
     sees: bool = False
     speculates: bool = False
     decode_steps: int = 72
-
-    @property
-    def built(self) -> bool:
-        """It has engines, which a later verb builds."""
-        return self.build is not None
 
     @property
     def flags(self) -> tuple[str, ...]:

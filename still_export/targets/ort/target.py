@@ -13,12 +13,11 @@ from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
 from still_export.package.files import FOLD, HEAD, MODEL
+from still_export.package.programs import write_programs
 from still_export.package.trust import trust
-from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.kernels import add_native
 from still_export.targets.ort.library import build_library, demand_build, find_library
 from still_export.targets.ort.options import OrtOptions, demand
-from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.scales import part_scales, scales_of_one_row
 from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Target
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, opset_at_least, still_nodes
@@ -212,7 +211,7 @@ ORT_CPU = Target(
     check=check,
     ready=ready,
     portable=True,
-    runtime=ORT,
+    runtime="ort",
 )
 
 ORT_CUDA = Target(
@@ -249,6 +248,6 @@ ORT_CUDA = Target(
     check=check,
     ready=ready,
     takes=lambda options: bool(options.archs),
-    runtime=ORT,
+    runtime="ort",
 )
 """Where a package has kernels for the CUDA provider; the CPU provider runs the bodies of what is fused."""

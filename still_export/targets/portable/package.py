@@ -20,10 +20,9 @@ from still_export.models.read.source import find_source
 from still_export.models.read.tokenizer_file import check_vocabulary, write_tokenizer
 from still_export.models.read.weights import is_coded
 from still_export.package.chat_format import chat_format
-from still_export.package.files import DATA, PORTABLE, VISION
+from still_export.package.files import DATA, PORTABLE, RECORDED, VISION, recorded_text
 from still_export.package.folder import Package, write_manifest
 from still_export.package.refusals import RunError
-from still_export.runtime.ort_session import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import PREFILL_TOKENS
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, still_nodes

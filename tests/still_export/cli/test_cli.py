@@ -418,7 +418,7 @@ def test_arguments_are_looked_at_before_the_work(
 SWALLOWED = """
 import sys, time
 from pathlib import Path
-import still_export.targets.trt.build as engines
+import still_export.engines.build as engines
 from still_export.cli.main import main
 def build(package, options, progress):
     folder = Path(sys.argv[1])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import still_export
+from still_export.loading.language_model import LanguageModel
 from still_export.runtime.draft import Draft, open_draft
-from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import RunError, Sampling

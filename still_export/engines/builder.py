@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from still_export.engines.builder_log import Progress, file_logger, progress_monitor
 from still_export.graph.quantization.policy import PLUGIN
 from still_export.package.archive import kernels_in
 from still_export.package.folder import MODEL, Package
@@ -23,7 +24,6 @@ from still_export.runtime.trt_engine import (
     load_plugin_library,
 )
 from still_export.targets.target import BuildError
-from still_export.targets.trt.builder_log import Progress, file_logger, progress_monitor
 from still_export.targets.trt.options import QUANTIZED_MAJOR, WORKAROUND, TrtOptions
 from still_graphs.states import StateTable
 
