@@ -37,7 +37,7 @@ def load(
         plugin: TensorRT's plugin library in the place of the package's.
         trust_native: Load native code of the package that this machine did not build, and remember it.
         check: Compare the weights with their hashes while they are loaded.
-        adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` takes another.
+        adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` exchanges it.
         prefix_cache: Bytes, or "2GiB", for states of prompts and answers: a call reads what is new in its prompt alone.
         prefix_dir: Folder in which they outlive the process.
         guess: Who guesses tokens, where the package was exported with --speculate: "mtp", a head that the model was published with,
@@ -45,7 +45,7 @@ def load(
 
     Raises:
         ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.
-        RunError: The package does not run here, it has no head or takes no guesses of a draft, or that has another tokenizer.
+        RunError: The package does not run here, it has no head or accepts no guesses of a draft, or the draft has another tokenizer.
     """
     from still_export.loading.runtimes import open_runner, runtime_of
     from still_export.package.folder import open_package

@@ -73,7 +73,7 @@ def bench(
             peer = [Measurement(**row) for row in json.loads(beside.read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{beside} holds no measurements: {error}. Give a file that `bench` or tools.benchmarks.peer wrote."
+                f"{beside} has no measurements: {error}. Give a file that `bench` or tools.benchmarks.peer wrote."
             ) from error
     folder = report_folder(output or package / "bench")
     with out.bar("measuring", len(wanted)) as progress:

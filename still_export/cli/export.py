@@ -136,7 +136,7 @@ def _build_kernels(out: Output) -> None:
     except PluginBuildError as error:
         out.log(f"no kernels: {str(error).splitlines()[0]}")
     else:
-        out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports take them")
+        out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports include them")
 
 
 def _check_dtype(to: str | None, asked: str, stored: str) -> None:

@@ -171,5 +171,7 @@ def has_gpu() -> bool:
 def reopen(path: Path) -> Package:
     """The package at `path`, hashes unchecked: a build reads the graph, and TensorRT checks it."""
     if not (path / MANIFEST).is_file():
-        raise PackageError(f"{path} has no {MANIFEST}: it is no exported package.")
+        raise PackageError(
+            f"{path} has no {MANIFEST}: it is no exported package. Export one: still-export MODEL --to trt -o {path}"
+        )
     return open_package(path, check_hashes=False, check_engines=False)

@@ -115,7 +115,7 @@ def bench(
         A measurement for each length, in seconds, milliseconds and MB.
 
     Raises:
-        PackageError: A measurement failed; the message holds its own.
+        PackageError: A measurement failed; the message has its error.
     """
     from still_export.errors import PackageError
 
@@ -134,7 +134,7 @@ def bench(
 
 
 def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
-    """Values that JSON can hold."""
+    """As values of JSON."""
     return [asdict(row) for row in rows]
 
 

@@ -84,7 +84,7 @@ class PackageModel:
 
 
 def open_model(package: Package, setting: BenchOptions) -> PackageModel:
-    """A package with the runner that `run` would take.
+    """A package with the runner of `run`.
 
     Raises:
         ConfigError: The runtime or the provider is not one of the package.
@@ -95,7 +95,7 @@ def open_model(package: Package, setting: BenchOptions) -> PackageModel:
 
 
 def costs(package: Package, length: int, setting: BenchOptions) -> dict[str, float]:
-    """What a package takes at a context of `length` tokens: size and peak memory in MB, seconds of prefill, ms of a decode step."""
+    """Costs of a package at a context of `length` tokens: size and peak memory in MB, seconds of prefill, ms of a decode step."""
     (row,) = bench(package.path, replace(setting, lengths=(length,)))
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     return {

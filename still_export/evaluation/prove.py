@@ -1,4 +1,4 @@
-"""All that this machine can show of a package, in one call: engines built, held to PyTorch, measured, and a record of it."""
+"""All that this machine can show of a package, in one call: engines built, compared with PyTorch, measured, recorded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProveOptions:
     """How a package is proven; every field is a flag of `still-export prove`, and means what it does for `verify` and `bench`."""
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
-    calls: Path | None = option(None, "Take PyTorch's answers from a file made with verify --record.")
+    calls: Path | None = option(None, "Read PyTorch's answers from a file made with verify --record.")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
     seed: int = option(0, "Seed of the prompts.")
@@ -127,7 +127,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     except ModuleNotFoundError as error:
         if options.calls is not None or error.name not in ("torch", "transformers"):
             raise
-        missing.append(f"a comparison with PyTorch: {error.name} is not installed; bring answers with --calls")
+        missing.append(f"a comparison with PyTorch: {error.name} is not installed; give answers with --calls")
     except ModelNotFoundError as error:
         missing.append(f"a comparison with PyTorch: {error}")
     return None

@@ -150,5 +150,6 @@ class ExportOptions:
             return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("overlays", "calibrate")}})
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{MANIFEST}: config is no export configuration that this version reads: {error}."
+                f"{MANIFEST}: config is no export configuration that this version reads: {error}. "
+                "Export the model again: still-export MODEL -o DIR"
             ) from error

@@ -47,7 +47,7 @@ class RunFolder:
             shown = ", ".join(f"{k} {theirs.get(k)} there, {mine.get(k)} here" for k in differing[:3])
             raise TrainingError(
                 f"{self.output} holds another run: {shown}. "
-                "Nothing was changed. Resume with the recipe that started it, or choose another folder."
+                "Nothing was changed. Resume with the recipe that started it, or choose another folder with -o."
             )
 
     def begin(self, mine: dict[str, Any], force: bool) -> None:

@@ -156,7 +156,10 @@ def runtime_of(target: str, asked: str | None) -> Runtime:
     """
     own = target_of(target).runtime
     if own is None:
-        raise ConfigError(f"a package for {target} is built here, not run: its engines are for programs of your own.")
+        raise ConfigError(
+            f"a package for {target} is built here, not run: its engines are for programs of your own. "
+            "Export with --to onnx or --to trt for one that runs here."
+        )
     if asked not in (None, own, TORCH.name):
         raise ConfigError(
             f"a package for {target} does not run with --runtime {asked}; it runs with {own}, and with {TORCH.name}."

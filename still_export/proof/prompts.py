@@ -20,7 +20,7 @@ from still_kernels.registry import ties_of
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 CPU_WORK = 5e12
-"""Parameters times tokens of the prompts that a CPU answers unless it is told lengths: 10 to 20 minutes on two cores."""
+"""Parameters times tokens of the prompts that a CPU answers unless lengths are given: 10 to 20 minutes on two cores."""
 ROWS = 4
 CHUNK = 64
 """Tokens at whose multiples calls end where no state grows by chunks: ops without such a state compute in chunks of so many."""

@@ -144,7 +144,7 @@ class Guessing(Session):
     """The same, where steps are calls of guessed tokens of which all, none or some hold, of each sequence others.
 
     Args:
-        model: A runner that takes guesses.
+        model: A runner that accepts guesses.
     """
 
     def __init__(self, model: Runner) -> None:
@@ -176,7 +176,7 @@ class Guessing(Session):
 
 
 def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:
-    """Outputs with zeros in the rows of states that nobody reads."""
+    """Outputs with zeros in the rows of states that nothing reads."""
     found = {name: array.copy() for name, array in outputs.items()}
     for state in [state for state in table if state.present in outputs]:
         for sequence, length in enumerate(outputs["present_length"]):
@@ -216,7 +216,7 @@ class Subject:
         self.record = runtime_named(runtime)
         self.name = self.record.polygraphy
         self.watch: tuple[str, ...] = ()
-        """Ops whose first outputs sessions tell, where the runtime can."""
+        """Ops whose first outputs sessions report, where the runtime can."""
         self.native = False
         """Whether the session that was opened last has the package's native kernel."""
 

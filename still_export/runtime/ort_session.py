@@ -48,7 +48,7 @@ MOST_THREADS = 1024
 
 
 def default_threads() -> int:
-    """OMP_NUM_THREADS, which other runtimes take too; 0, ONNX Runtime's choice, where it is not set or no number."""
+    """OMP_NUM_THREADS, as in other runtimes; 0, ONNX Runtime's choice, where it is not set or no number."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return min(int(first), MOST_THREADS) if first.isdecimal() else 0
 

@@ -52,7 +52,7 @@ class OrtOptions:
         if self.cpu not in (None, *CPUS):
             raise unknown(self.cpu, CPUS, f"--cpu {self.cpu}")
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
-            raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
+            raise ConfigError(f"--prefill-tokens {self.prefill_tokens}: it must be at least 1.")
         if self.opset not in (OPSET, FUSED_OPSET):
             raise ConfigError(f"--opset {self.opset}: graphs are written at opset {OPSET} or {FUSED_OPSET}.")
         if self.native is False and (self.archs or self.cpu):

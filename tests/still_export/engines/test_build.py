@@ -91,14 +91,14 @@ def test_only_packages_with_engines_are_built(tmp_path: Path) -> None:
 def test_options_are_checked(tmp_path: Path) -> None:
     for change, message in (
         ({"target": "tensorrt"}, "known: trt, trt-rtx"),
-        ({"batch": 0}, "batch=0"),
+        ({"batch": 0}, "--batch 0"),
         ({"prefill_tokens": 1}, "no prefill profile"),
         ({"workspace_mib": -1}, "must not be negative"),
         ({"optimization_level": 6}, "choose one of 0..5"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrtOptions(**change)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="batch=0"):
+    with pytest.raises(ConfigError, match="--batch 0"):
         build_engines(rtx_package(tmp_path / "rtx"), BuildOptions(batch=0))
 
 
