@@ -35,7 +35,7 @@ from tests.still_export.conftest import Exporter
 from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import MIXED, VOCAB, plain_model
 from tests.still_graphs.protos import attribute
-from tests.super_block_cases import Case as KQuants
+from tests.still_kernels.matmul_nbits.super_block_cases import Case as KQuants
 
 SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=True)
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, (1, 70))
