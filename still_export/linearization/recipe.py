@@ -46,7 +46,7 @@ OF_BLOCKS = ("block_size", "top_blocks", "local_blocks", "dense_length", "reuse"
 ROW_TOKENS = 1024
 """Of a row, where nobody says otherwise and the model holds so many."""
 DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LINEARIZERS}
-"""By mixer: the recipe where nobody names one."""
+"""By mixer: the default recipe."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Recipe:
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON and YAML can hold."""
+        """As values of JSON and YAML."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

@@ -60,7 +60,7 @@ def lower(
         The package.
 
     Raises:
-        StillExportError: The package is not portable or holds what the target cannot take, or a tool that it needs is not here.
+        StillExportError: The package is not portable, the target does not support its content, or a tool is missing.
     """
     source = open_package(Path(package))
     options = targets_of(to)[0].options() if options is None else options
@@ -181,7 +181,7 @@ def demand_portable(package: Package) -> Package:
 
 
 def portable_identity(files: dict[str, Any]) -> str:
-    """What tells a portable package from others: the hash of its weights, or of its graph where that holds them."""
+    """Identity of a portable package: the hash of its weights, or of its graph where that holds them."""
     return str(files.get(DATA, files[PORTABLE])["sha256"])
 
 

@@ -15,7 +15,7 @@ from still_export.targets.trt_rtx.target import TRT_RTX
 from still_export.targets.web.target import WEB
 
 TARGETS: tuple[Target, ...] = (ORT_CUDA, ORT_CPU, GENAI, WEB, TRT8, TRT, TRT_RTX)
-"""Of records that share a name for `--to`, the first that takes the options is meant."""
+"""Several records may share a name for `--to`; the first whose `takes` accepts the options is meant."""
 
 
 def names() -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def traits(options: OrtOptions) -> tuple[str, ...]:
 
 
 def has_kernels(options: OrtOptions) -> bool:
-    """Whether the package takes the library of kernels for CPUs, and may have nodes for it."""
+    """Whether the package gets the library of kernels for CPUs, and may have nodes for it."""
     return (
         options.native is not False
         and not options.archs
@@ -160,7 +160,7 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
 
 
 def _library(options: OrtOptions, manifest: dict[str, Any]) -> Path | None:
-    """The library of kernels for CPUs that the package takes: one that is there by now, and computes its types; None: none."""
+    """The library of kernels for CPUs for the package: built, and for its types; None: none."""
     dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
     if options.native is False or dtype not in NATIVE_DTYPES or (cache == "int8" and dtype != "float32"):
         return None
