@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from still_export.evaluation.prove import ProveOptions, prove
     from still_export.folders.demo import demo_model_path
     from still_export.graph.options import ExportOptions
+    from still_export.loading.language_model import LanguageModel
     from still_export.mixers.config import StillConfig
     from still_export.models import attach_untrained, forward_with_state
     from still_export.models.load import load_model, load_tokenizer
     from still_export.proof.package import VerifyOptions, verify
-    from still_export.runtime.language_model import LanguageModel
     from still_export.targets.export import export
     from still_export.targets.lower import lower
 
@@ -30,7 +30,7 @@ _HOME = {
     "BenchOptions": "still_export.evaluation.bench",
     "EvaluationOptions": "still_export.evaluation.evaluate",
     "ExportOptions": "still_export.graph.options",
-    "LanguageModel": "still_export.runtime.language_model",
+    "LanguageModel": "still_export.loading.language_model",
     "ProveOptions": "still_export.evaluation.prove",
     "StillConfig": "still_export.mixers.config",
     "VerifyOptions": "still_export.proof.package",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from still_export.runtime.language_model import LanguageModel
+from still_export.loading.language_model import LanguageModel
 
 
 def load(
@@ -37,7 +37,7 @@ def load(
         plugin: TensorRT's plugin library in the place of the package's.
         trust_native: Load native code of the package that this machine did not build, and remember it.
         check: Compare the weights with their hashes while they are loaded.
-        adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` takes another.
+        adapter: Folder of a LoRA adapter to add, where the package was exported with --adapters; `use_adapter` exchanges it.
         prefix_cache: Bytes, or "2GiB", for states of prompts and answers: a call reads what is new in its prompt alone.
         prefix_dir: Folder in which they outlive the process.
         guess: Who guesses tokens, where the package was exported with --speculate: "mtp", a head that the model was published with,
@@ -45,11 +45,11 @@ def load(
 
     Raises:
         ConfigError: The runtime or provider is not one of the package's, it has no place for the adapter, or the cache's size is none.
-        RunError: The package does not run here, it has no head or takes no guesses of a draft, or that has another tokenizer.
+        RunError: The package does not run here, it has no head or accepts no guesses of a draft, or the draft has another tokenizer.
     """
+    from still_export.loading.runtimes import open_runner, runtime_of
     from still_export.package.folder import open_package
     from still_export.package.trust import trust_package
-    from still_export.proof.reference import open_runner, runtime_of
     from still_export.runtime.head import demand_head
     from still_export.runtime.prefix_folder import open_prefixes
     from still_export.runtime.speculation import Speculation
@@ -58,8 +58,8 @@ def load(
     manifest = open_package(folder, check_hashes=False).manifest  # the runner compares them
     if trust_native:
         trust_package(folder)
-    chosen = runtime_of(manifest["target"], runtime)
-    runner = open_runner(folder, manifest, chosen, provider, threads, plugin, check)
+    chosen = runtime_of(manifest["target"], runtime).name
+    runner = open_runner(folder, manifest, chosen, provider, threads=threads, plugin=plugin, check=check)
     if guess == "none":
         runner.speculation = None
     elif guess == "lookup":

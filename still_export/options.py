@@ -1,6 +1,6 @@
-"""Options as fields of dataclasses: what is a flag, and what values it takes.
+"""Options as fields of dataclasses: flags and their allowed values.
 
-pydantic, which takes 15 MB and a tenth of a second, is loaded where types are checked: `run` checks none.
+pydantic costs 15 MB and a tenth of a second, so it is loaded only where types are checked: `run` checks none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def option(default: Any, text: str, **more: Any) -> Any:
     """A dataclass's field that is a flag of the command line, too (cli/flags.py).
 
     Args:
-        default: Where nobody gives the flag.
+        default: Without the flag.
         text: The flag's help.
         more: `flag`: its name, where that is not the field's with dashes. `shown`: the default in words. `panel`: title of the flags that
             it stands among. `least`: smallest number. `below`: what it is smaller than. `choices`: all that it may be, of which the flag
@@ -47,12 +47,13 @@ def check_options(record: Any) -> None:
         value, allowed = getattr(record, entry.name), entry.metadata
         if value is None:
             continue
+        typed = f"{flag_of(type(record), entry.name)} {value}"
         if "choices" in allowed and value not in allowed["choices"]:
-            raise unknown(value, allowed["choices"], f"{entry.name}={value!r}")
+            raise unknown(value, allowed["choices"], typed)
         if "least" in allowed and value < allowed["least"]:
-            raise ConfigError(f"{entry.name}={value}; it must be at least {allowed['least']}.")
+            raise ConfigError(f"{typed}: it must be at least {allowed['least']}.")
         if "below" in allowed and value >= allowed["below"]:
-            raise ConfigError(f"{entry.name}={value}; it must be less than {allowed['below']}.")
+            raise ConfigError(f"{typed}: it must be less than {allowed['below']}.")
 
 
 def check_types(kind: type, values: Mapping[str, Any], source: str, fail: type[StillExportError]) -> None:

@@ -27,15 +27,15 @@ FLOORS = (
     ("fields", "discovery"),
     ("options",),
     ("package",),
-    ("sources", "gguf"),
+    ("sources", "gguf", "runtime"),
     ("folders",),
     ("mixers",),
     ("models",),
     ("systems",),
     ("texts",),
-    ("runtime", "linearization"),
-    ("graph",),
+    ("linearization", "graph"),
     ("targets",),
+    ("loading", "engines"),
     ("proof",),
     ("evaluation", "serving", "doctor"),
     ("report",),
@@ -45,6 +45,15 @@ FLOORS = (
 )
 """Rooms of still_export from the ground up; each imports rooms of lower floors alone, and none of its own. "still_export" is its
 `__init__`."""
+
+NEVER = (
+    (("graph", "targets"), ("runtime", "serving", "loading", "engines", "linearization")),
+    (("runtime", "serving"), ("models", "systems", "graph", "targets", "linearization")),
+    (("evaluation",), ("linearization",)),
+)
+"""What floors alone allow: export never imports run or train, run never models, export or train, measure never train."""
+PLUGGED = "still_export.serving.vllm"
+"""vLLM's runner reads model folders itself: this room is models in another's runtime."""
 
 
 @dataclass(frozen=True, order=True)
@@ -93,6 +102,12 @@ class Sources:
         floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
         pairs = [(arrow, self.room(arrow.source), self.room(arrow.target)) for arrow in self.arrows]
         return [arrow for arrow, room, other in pairs if room != other and floor[other] >= floor[room]]
+
+    def never(self) -> list[Arrow]:
+        """Arrows that NEVER has."""
+        pairs = {(room, other) for rooms, others in NEVER for room in rooms for other in others}
+        own = [arrow for arrow in self.arrows if not arrow.source.startswith(PLUGGED)]
+        return [arrow for arrow in own if (self.room(arrow.source), self.room(arrow.target)) in pairs]
 
     def cycles(self, rooms: bool = False) -> list[list[str]]:
         """Modules, or rooms, that import one another in a circle."""

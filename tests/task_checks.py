@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from still_export.loading.runtimes import open_runner
 from still_export.package.trust import trust_package
-from still_export.proof.reference import open_runner
 from still_export.runtime.base import Runner
 
 PIECES = (129, 320)

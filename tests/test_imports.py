@@ -58,7 +58,7 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
             (module, ["torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "safetensors"])
             for module in (
                 "still_export.targets.registry",
-                "still_export.targets.trt.build",
+                "still_export.engines.build",
                 "still_export.evaluation.prove",
                 "still_export.proof.selections",
                 "still_export.serving.server",

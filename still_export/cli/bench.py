@@ -44,13 +44,13 @@ def bench(
     from still_export.doctor import machine
     from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
     from still_export.evaluation.bench import bench as measure
+    from still_export.loading.runtimes import runtime_of
     from still_export.package.folder import open_package
     from still_export.package.inspect import state_sizes
     from still_export.package.staging import staged_files
     from still_export.package.trust import trust_package
     from still_export.report import bench as looks
     from still_export.report.render import write_report
-    from still_export.targets.registry import runtime_of
 
     out = Output(as_json, quiet)
     package = package_of(package, out)
@@ -73,7 +73,7 @@ def bench(
             peer = [Measurement(**row) for row in json.loads(beside.read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{beside} holds no measurements: {error}. Give a file that `bench` or tools.benchmarks.peer wrote."
+                f"{beside} has no measurements: {error}. Give a file that `bench` or tools.benchmarks.peer wrote."
             ) from error
     folder = report_folder(output or package / "bench")
     with out.bar("measuring", len(wanted)) as progress:

@@ -30,8 +30,8 @@ def build(
 ) -> None:
     """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
     demand_package(package, "build")
+    from still_export.engines.build import BuildOptions, build_engines, discard_staged, reopen
     from still_export.package.trust import trust_package
-    from still_export.targets.trt.build import BuildOptions, build_engines, discard_staged, reopen
 
     out, opened = Output(as_json, quiet), reopen(package)
     if trust_native:

@@ -19,7 +19,7 @@ from still_export.runtime.text import Answer
 KEYS = "/help: commands. Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
 HELP = f"""\
 /help    these commands
-/stats   tokens read and written, speed, what the state holds
+/stats   tokens read and written, speed, tokens in the state
 /back    forget the last message and its answer; /back 3: the last three
 /reset   forget what was said
 /exit    leave
@@ -95,7 +95,7 @@ def opening(conversation: Conversation) -> str:
     name = Path(made_of).name if made_of else runner.manifest["model"]["family"]
     table = runner.table
     room = f"{table.capacity_tokens:,} tokens" if table.bounded else "conversations of any length"
-    return f"{name} ({runner.folder}) holds {room}.\n{KEYS}"
+    return f"{name} ({runner.folder}) has room for {room}.\n{KEYS}"
 
 
 def statistics(conversation: Conversation, last: Answer | None) -> str:

@@ -11,7 +11,7 @@ TICK_S = 2.0
 
 
 class Dots:
-    """Names on stderr a step that takes longer than two seconds, with a dot for each two of them and how long it took at its end."""
+    """Names on stderr a step that is longer than two seconds, with a dot for every two seconds and the time at its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class Dots:
         self.end_line()
 
     def step(self, name: str, at_once: bool = False) -> None:
-        """What is done from now on; `at_once`: it is named though it may take no time."""
+        """The step that begins; `at_once`: name it at once, however short it is."""
         with self._lock:
             if name != self._step:
                 self._end_line()

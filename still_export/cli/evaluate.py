@@ -62,7 +62,7 @@ def evaluate(
 
     options, out = EvaluationOptions(**asked), Output(as_json, quiet)
     if output is None and is_served(models[0]):
-        raise ConfigError("a server has no folder: name one for the tables with -o.")
+        raise ConfigError(f"{models[0]}: a server has no folder for the tables. Name one with -o OUTPUT.")
     folder = output or Path(models[0]) / "evaluation"
 
     def started(count: int) -> Callable[[str], None]:

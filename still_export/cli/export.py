@@ -136,7 +136,7 @@ def _build_kernels(out: Output) -> None:
     except PluginBuildError as error:
         out.log(f"no kernels: {str(error).splitlines()[0]}")
     else:
-        out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports take them")
+        out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports include them")
 
 
 def _check_dtype(to: str | None, asked: str, stored: str) -> None:
@@ -154,8 +154,12 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
     """The engines of a package, where its target has some; or none, and why."""
     from still_export.targets.target import NoBuilderError
 
+    if not target.built:
+        return [], ""
+    from still_export.engines.build import build_engines
+
     try:
-        return ([], "") if target.build is None else (target.build(package, None, progress), "")
+        return build_engines(package, None, progress), ""
     except NoBuilderError as error:
         return [], str(error)
 

@@ -1,4 +1,4 @@
-"""still-export inspect: what a package holds, or what was understood of a model's files."""
+"""still-export inspect: the content of a package, or what was understood of a model's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""still-export kernels: the library of kernels for CPUs, which exports take by themselves once it is there."""
+"""still-export kernels: the library of kernels for CPUs; exports include it once it is built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from still_export.cli.output import Output
 
 def register(app: typer.Typer, panel: str) -> None:
     """Add the verb to `app`."""
-    kernels = typer.Typer(help="Build the kernels for CPUs once; exports take them from then on.", no_args_is_help=True)
+    kernels = typer.Typer(help="Build the kernels for CPUs once; later exports include them.", no_args_is_help=True)
     kernels.command("build")(build)
     kernels.command("headers")(headers)
     kernels.command("flags")(flags)

@@ -46,7 +46,7 @@ MODEL = ("still_export.graph.options.ExportOptions", "still_export.mixers.choice
 VERBS: dict[str, dict[str, Any]] = {
     "export": {"records": MODEL, "targets": True},
     "lower": {"targets": True},
-    "build": {"records": ("still_export.targets.trt.build.BuildOptions",)},
+    "build": {"records": ("still_export.engines.build.BuildOptions",)},
     "verify": {"records": ("still_export.proof.package.VerifyOptions",)},
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
@@ -70,7 +70,7 @@ PANELS = {
 
 @functools.cache  # every call of `main` in a process would have all verbs more to build
 def app(verb: str = "") -> typer.Typer:
-    """The command line; of the verbs whose flags are made from records, whose imports take seconds, `verb` alone has them."""
+    """The command line. Flags made from records cost seconds of imports, so only `verb` gets them."""
     from still_export.cli import kernels
     from still_export.cli.flags import add_verb
 
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         said = " ".join(str(error).split())
         if "can't allocate memory" in said or "bad allocation" in said:
-            complain("OutOfMemory", f"this machine's memory does not hold what the model asks for: {said[-120:]}")
+            complain("OutOfMemory", f"this machine has too little memory for the model: {said[-120:]}")
             sys.exit(2)
         complain("Unexpected", f"{type(error).__name__}: {said[:300]} (--debug shows where; please report it)")
         sys.exit(2)

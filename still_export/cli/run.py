@@ -69,7 +69,7 @@ def run(
     ] = None,
     prefix_cache: Annotated[
         str,
-        typer.Option(help="Chat: memory for the states of turns, none of which is read again after /back; 0 = none."),
+        typer.Option(help="Chat: memory for states of earlier turns, so that /back reads nothing again; 0 = none."),
     ] = "1GiB",
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Chat: folder in which they outlive the program; as large as the cache at most.")

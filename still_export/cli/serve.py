@@ -62,7 +62,7 @@ def serve(
         str | None,
         typer.Option(
             help="Memory for states of prompts and answers, which are not read again; 0 = none.",
-            show_default="1GiB on a CPU, 0 elsewhere",
+            show_default="1GiB on a CPU, 0 on a GPU",
         ),
     ] = None,
     prefix_dir: Annotated[
@@ -94,7 +94,7 @@ def serve(
     from still_export.serving.worker import Worker
 
     if api_key is not None and not api_key.strip():
-        raise ConfigError("the API key is empty: give one, or none.")
+        raise ConfigError("--api-key (or STILL_API_KEY) is empty: give a key, or leave it out.")
     out = Output(False, quiet)
     if reproducible and asked.get("guess") not in (None, "none"):
         raise ConfigError(
@@ -129,7 +129,7 @@ def serve(
         where = f"[{host}]" if ":" in host else host
         url = f"http://{where}:{sock.getsockname()[1]}"
         out.log(
-            f"{settings.name} on {url}/v1: {rows} rows of {scheduler.context:,} tokens, whose state takes {size:,.0f} MB at most"
+            f"{settings.name} on {url}/v1: {rows} rows of {scheduler.context:,} tokens, whose state needs {size:,.0f} MB at most"
         )
         out.log(f"chat in a browser: {url}/\n{_curl(url, settings, bool(scheduler.text.chat))}")
         if api_key is None and not local:

@@ -58,7 +58,8 @@ def verify_served(
     demand("vllm")
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{folder} has no config.json: vLLM serves a STILL model's folder, which linearize writes, not an export of it."
+            f"{folder} has no config.json: vLLM serves a STILL model's folder, which linearize writes, not an export of it. "
+            f"Verify an export without --runtime vllm: still-export verify {folder}"
         )
     kind = dtype or str(source_dtype(folder)).removeprefix("torch.")
     model = load_model(folder, dtype="float32")

@@ -44,7 +44,7 @@ def verify_server(
         given: Other flags, which ask for nothing here; whether each was given.
 
     Raises:
-        ConfigError: No --model, a flag of other proofs, or nobody answers.
+        ConfigError: No --model, a flag of other proofs, or no server answers.
         StillExportError: The file cannot be read.
         RunError: The server refuses.
     """
@@ -67,8 +67,10 @@ def verify_server(
         reference, notes = proof.read_reference(model)
     first = proof.prompts_of(reference, [16], seed)[0]
     client.probe(reference.text(first), first)
-    notes += [] if client.tokens else ["the server takes texts alone: its tokenizer is part of what is compared"]
-    notes += [] if client.tells else ["the server tells no log-probabilities: its words are held to the file's margins"]
+    if not client.tokens:
+        notes.append("the server accepts texts only: its tokenizer is part of what is compared")
+    if not client.tells:
+        notes.append("the server reports no log-probabilities: its words are compared with the file's margins")
     job = proof.ServerProof(client, reference, lengths or proof.LENGTHS, seed=seed)
     with out.bar("asking", 6) as advance:
         found = job.run(advance)

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError
+from still_export.loading.runtimes import open_runner, runtime_of
 from still_export.options import option
 from still_export.package.checked import read_manifest
-from still_export.proof.reference import open_runner, runtime_of
 from still_export.runtime.options import RunnerOptions
 from still_export.runtime.sampling import checked_token, likeliest
 
@@ -74,8 +74,8 @@ class BenchOptions(RunnerOptions):
 def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
     """Measure one context length in this process: random tokens in pieces as a prompt is fed, then greedy decoding."""
     manifest = read_manifest(package)
-    runtime = runtime_of(manifest["target"], setting.runtime)
-    model = open_runner(package, manifest, runtime, setting.provider, setting.threads)
+    runtime = runtime_of(manifest["target"], setting.runtime).name
+    model = open_runner(package, manifest, runtime, setting.provider, threads=setting.threads)
     tokens = np.random.default_rng(0).integers(0, manifest["model"]["vocab_size"], (setting.batch, length))
     room = setting.room(length)
     if model.replays:  # the first call of a process loads code
@@ -115,7 +115,7 @@ def bench(
         A measurement for each length, in seconds, milliseconds and MB.
 
     Raises:
-        PackageError: A measurement failed; the message holds its own.
+        PackageError: A measurement failed; the message has its error.
     """
     from still_export.errors import PackageError
 
@@ -134,7 +134,7 @@ def bench(
 
 
 def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
-    """Values that JSON can hold."""
+    """As values of JSON."""
     return [asdict(row) for row in rows]
 
 

@@ -90,7 +90,7 @@ class EvaluationOptions:
             if name not in VARIANTS:
                 raise unknown(name, VARIANTS, f"the variant {name!r}")
         if not 0 <= self.chat <= len(CHAT):
-            raise ConfigError(f"chat={self.chat}: there are {len(CHAT)} questions. Choose as many at most.")
+            raise ConfigError(f"--chat {self.chat}: there are {len(CHAT)} questions. Choose as many at most.")
         if any(self.chat_lengths) and not (self.chat and self.texts):
             raise ConfigError(
                 "--chat-lengths puts a text before the questions of --chat: give --chat, and the text with --text."
@@ -102,7 +102,7 @@ class EvaluationOptions:
                 )
         shortest = min((*self.context_lengths, *self.lengths, self.by_position or 2))
         if shortest < 2 or self.depths < 1 or self.samples < 1:
-            raise ConfigError("lengths, depths and samples must be positive, contexts at least 2 tokens.")
+            raise ConfigError("--lengths, --depths and --samples must be positive, --contexts at least 2 tokens.")
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Evaluation:
     prompts: int = 0
 
     def add(self, other: Evaluation) -> None:
-        """Take in what was measured of other models."""
+        """Add what was measured of other models."""
         for name in ("bits_per_byte", "perplexity", "retrieval", "chat", "costs"):
             getattr(self, name).update(getattr(other, name))
         self.prompts = self.prompts or other.prompts
@@ -135,7 +135,7 @@ class Evaluation:
         return sum(row) / len(row)
 
     def table(self) -> str:
-        """A Markdown table with one row per variant; shares with the intervals that hold the truth in 95 cases of 100."""
+        """A Markdown table with one row per variant; shares with 95% confidence intervals."""
         variants = list(dict.fromkeys([*self.bits_per_byte, *self.perplexity, *self.retrieval, *self.chat]))
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
@@ -292,8 +292,8 @@ def load_any(
             opened = open_source(source, dtype=dtype, overlays=overlays, deployment={"capacity_tokens": tokens})
         if inserted := getattr(opened.config, "feeding", {}).get("inserted"):
             raise ConfigError(
-                f"{source} wants a token of its own behind every {inserted['every']}, which runners put there: export it, and evaluate the "
-                "package."
+                f"{source} needs a token of its own after every {inserted['every']}, which only runners insert. Export it and evaluate the "
+                f"package: still-export {source} -o PACKAGE"
             )
         models["still"] = opened.read()
     except NotLinearizedError:
@@ -344,7 +344,7 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: in
     ids = tokenize(text[: 16 * limit], tokenizer, int(model.config.vocab_size))[:limit]
     blocks = len(ids) // context
     if blocks == 0:
-        raise ConfigError(f"the text has {len(ids)} tokens, fewer than a context of {context}. Use a smaller one.")
+        raise ConfigError(f"the text has {len(ids)} tokens, fewer than a context of {context}. Use smaller --contexts.")
     rows = torch.from_numpy(ids[: blocks * context].reshape(blocks, context).astype(np.int64))
     size = len(tokenizer.decode(rows.flatten().tolist(), clean_up_tokenization_spaces=False).encode())
     nats, device = 0.0, model.device

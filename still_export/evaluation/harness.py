@@ -22,9 +22,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from still_export.evaluation.bench import BenchOptions
 from still_export.evaluation.evaluate import load_any, pick_device
 from still_export.evaluation.packages import open_model
+from still_export.loading.language_model import LanguageModel
 from still_export.models.load import load_tokenizer
 from still_export.package.folder import open_package
-from still_export.runtime.language_model import LanguageModel
 
 Answer = tuple[float, bool]
 """Log-probability of a continuation, and whether it is the greedy one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 DEVIATIONS = 1.96
-"""Of an interval that holds the truth in 95 cases of 100."""
+"""Of a 95% confidence interval."""
 
 
 def interval(value: float, prompts: int) -> tuple[float, float]:

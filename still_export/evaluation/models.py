@@ -78,7 +78,9 @@ def evaluate(
         known = variants_of(loaded["still"])
         absent = sorted(set(options.variants) - set(known)) if options.variants != VARIANTS else []
         if absent:
-            raise ConfigError(f"{model} has no layers for the variant {', '.join(absent)}; it has {', '.join(known)}.")
+            raise ConfigError(
+                f"{model} has no layers for the variant {', '.join(absent)}; --variants may be {', '.join(known)}."
+            )
         options = replace(options, variants=tuple(v for v in options.variants if v in known))
     setting = BenchOptions(threads=options.threads, provider=options.provider, runtime=options.runtime)
     measured = _measured(longest, packages, setting)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from still_export.evaluation.bench import BenchOptions, bench
+from still_export.loading.runtimes import open_runner, runtime_of
 from still_export.package.folder import Package
-from still_export.proof.reference import open_runner, runtime_of
 from still_export.runtime.base import Runner
 from still_export.runtime.sampling import Sampling
 
@@ -84,18 +84,18 @@ class PackageModel:
 
 
 def open_model(package: Package, setting: BenchOptions) -> PackageModel:
-    """A package with the runner that `run` would take.
+    """A package with the runner of `run`.
 
     Raises:
         ConfigError: The runtime or the provider is not one of the package.
         RunError: It does not run here.
     """
-    asked = runtime_of(package.manifest["target"], setting.runtime)
-    return PackageModel(open_runner(package.path, package.manifest, asked, setting.provider, setting.threads))
+    asked = runtime_of(package.manifest["target"], setting.runtime).name
+    return PackageModel(open_runner(package.path, package.manifest, asked, setting.provider, threads=setting.threads))
 
 
 def costs(package: Package, length: int, setting: BenchOptions) -> dict[str, float]:
-    """What a package takes at a context of `length` tokens: size and peak memory in MB, seconds of prefill, ms of a decode step."""
+    """Costs of a package at a context of `length` tokens: size and peak memory in MB, seconds of prefill, ms of a decode step."""
     (row,) = bench(package.path, replace(setting, lengths=(length,)))
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     return {

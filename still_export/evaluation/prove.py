@@ -1,4 +1,4 @@
-"""All that this machine can show of a package, in one call: engines built, held to PyTorch, measured, and a record of it."""
+"""All that this machine can show of a package, in one call: engines built, compared with PyTorch, measured, recorded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Literal
 from still_export.errors import ModelNotFoundError, PackageError
 from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
 from still_export.extras import demand
+from still_export.loading.runtimes import runtime_of
 from still_export.options import option
 from still_export.package.folder import Package, open_package
 from still_export.proof.judged import Report
 from still_export.proof.package import VerifyOptions, verify
 from still_export.proof.records import Record, make_record, what_ran
-from still_export.targets.registry import packaged_target, runtime_of
+from still_export.targets.registry import packaged_target
 
 SHOWN = 5
 """Mismatches that a record names."""
@@ -27,7 +28,7 @@ class ProveOptions:
     """How a package is proven; every field is a flag of `still-export prove`, and means what it does for `verify` and `bench`."""
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
-    calls: Path | None = option(None, "Take PyTorch's answers from a file made with verify --record.")
+    calls: Path | None = option(None, "Read PyTorch's answers from a file made with verify --record.")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
     seed: int = option(0, "Seed of the prompts.")
@@ -66,11 +67,11 @@ def prove(
     target = packaged_target(opened.manifest)
     runtime = runtime_of(opened.manifest["target"], None)
     demand(*runtime.modules)
-    if target.build is not None and not opened.manifest["engines"]:
-        from still_export.targets.trt.build import BuildOptions
+    if target.built and not opened.manifest["engines"]:
+        from still_export.engines.build import build_engines
 
         say("building")
-        target.build(open_package(Path(package)), BuildOptions(), say)
+        build_engines(open_package(Path(package)), progress=say)
         opened = open_package(Path(package))
     missing: list[str] = []
     begin = time.monotonic()
@@ -126,7 +127,7 @@ def _verified(package: Package, options: ProveOptions, missing: list[str], say: 
     except ModuleNotFoundError as error:
         if options.calls is not None or error.name not in ("torch", "transformers"):
             raise
-        missing.append(f"a comparison with PyTorch: {error.name} is not installed; bring answers with --calls")
+        missing.append(f"a comparison with PyTorch: {error.name} is not installed; give answers with --calls")
     except ModelNotFoundError as error:
         missing.append(f"a comparison with PyTorch: {error}")
     return None

@@ -67,5 +67,5 @@ class ServedModel:
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             reason = str(error) or type(error).__name__
         raise RunError(
-            f"{self.address}/{what} does not answer as OpenAI's interface does: {reason}. Start the server first."
+            f"{self.address}/{what} does not answer as OpenAI's interface does: {reason}. Start the server first: still-export serve DIR"
         )

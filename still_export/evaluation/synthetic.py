@@ -271,7 +271,7 @@ class PromptWriter:
             if not (fault := f"it has {len(ids)} tokens" if len(ids) > most else item.fault(text)):
                 return Prompt(ids, item)
         raise ConfigError(
-            f"none of {TRIES} prompts of {self.task} at {length} tokens came out whole: {fault}. Use another text or length."
+            f"none of {TRIES} prompts of {self.task} at {length} tokens came out whole: {fault}. Use another --text or --lengths."
         )
 
     def _filler(self, number: int) -> np.ndarray:
@@ -291,7 +291,7 @@ class PromptWriter:
                     f"{self.task}: {len(counts)} different words do not fill {room} tokens. Give more --text."
                 )
             if not counts[COMMON]:
-                raise ConfigError(f"{self.task}: its common words take more than {room} tokens. Use a greater length.")
+                raise ConfigError(f"{self.task}: its common words take more than {room} tokens. Use greater --lengths.")
         order = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         return np.concatenate([np.asarray(encoded[i], np.int64) for i in order])
 

@@ -29,7 +29,7 @@ class Progress(Protocol):
 
 
 def silent(step: str, done: int = 0, total: int = 0) -> None:
-    """A Progress that tells nobody."""
+    """A Progress that prints nothing."""
 
 
 BITS = "Quantization"
@@ -119,7 +119,7 @@ class ExportOptions:
         """How weights are quantized, None: not.
 
         Args:
-            layout: How the target holds them.
+            layout: The target's form of them.
             to: The target's name, for messages.
 
         Raises:
@@ -150,5 +150,6 @@ class ExportOptions:
             return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("overlays", "calibrate")}})
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{MANIFEST}: config is no export configuration that this version reads: {error}."
+                f"{MANIFEST}: config is no export configuration that this version reads: {error}. "
+                "Export the model again: still-export MODEL -o DIR"
             ) from error

@@ -124,7 +124,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], StillConfig]:
         raise CheckpointError(f"{folder} has no {CONFIG}, so it is no adapter. Give the folder that `linearize` wrote.")
     values = read_checked(path, Adapter)
     if not isinstance(values.get("still_config"), dict):
-        raise CheckpointError(f"{path} has no still_config, so it is no adapter of a STILL model.")
+        raise CheckpointError(
+            f"{path} has no still_config, so it is no adapter of a STILL model. --adapter is the folder STILL/adapter that "
+            "linearize writes."
+        )
     return values, StillConfig.from_dict(values["still_config"], f"{path}: still_config")
 
 

@@ -41,18 +41,18 @@ class Budget:
         for part in text.split(","):
             entry = ENTRY.fullmatch(part.strip())
             if entry is None:
-                raise ConfigError(f"budget {text!r}: {part.strip()!r} is no key with a number, as in {SHOWN!r}.")
+                raise ConfigError(f"--budget {text!r}: {part.strip()!r} is no key with a number, as in {SHOWN!r}.")
             key, number, percent = entry[1], float(entry[2]), bool(entry[3])
             if key not in RANGES:
-                raise unknown(key, RANGES, f"budget {text!r}: {key!r}")
+                raise unknown(key, RANGES, f"--budget {text!r}: {key!r}")
             if key in values:
-                raise ConfigError(f"budget {text!r} names {key} twice; give it once.")
+                raise ConfigError(f"--budget {text!r} names {key} twice; give it once.")
             if percent != (key != "time"):
                 unit = "minutes, without a sign" if key == "time" else "a percentage, with its sign"
-                raise ConfigError(f"budget {text!r}: {key} is {unit}, as in {SHOWN!r}.")
+                raise ConfigError(f"--budget {text!r}: {key} is {unit}, as in {SHOWN!r}.")
             least, most = RANGES[key]
             if not least <= number <= most:
-                raise ConfigError(f"budget {text!r}: {key} {entry[2]}{entry[3]} is outside {least:g} to {most:g}.")
+                raise ConfigError(f"--budget {text!r}: {key} {entry[2]}{entry[3]} is outside {least:g} to {most:g}.")
             values[key] = number / 100 if percent else number
         return cls(**values)
 

@@ -1,4 +1,4 @@
-"""What a linearization will take, said before it starts: tokens, and the time that one row takes on this machine."""
+"""Cost of a linearization, printed before it starts: tokens, and the time of one row on this machine."""
 
 from __future__ import annotations
 

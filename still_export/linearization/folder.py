@@ -17,7 +17,7 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
     """Write the STILL model that `adapter_folder` makes of `base`; returns it.
 
     Raises:
-        ConfigError: `output` exists and `force` is not given, or it holds something else than a model that was linearized.
+        ConfigError: `output` exists and `force` is not given, or its content is no linearized model.
         CheckpointError: The folder is no adapter, or of another base.
     """
     check_replaceable(output, force, "Pass --force to replace it.")

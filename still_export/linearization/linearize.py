@@ -28,12 +28,12 @@ def linearize(
     progress: Progress = lambda *_: None,
     log: Callable[[str], None] = lambda _: None,
 ) -> Linearization:
-    """Linearize `recipe.base` into the model folder `output`; `output`/adapter holds the adapter.
+    """Linearize `recipe.base` into the model folder `output`; the adapter is in `output`/adapter.
 
     Runs on one process, or on all that torchrun or `accelerate launch` started.
 
     Args:
-        resume: Continue the run whose checkpoints `output` holds.
+        resume: Continue the run whose checkpoints are in `output`.
         force: Replace an existing folder.
         command: Recorded in linearize.json.
         progress: Called after every step.

@@ -92,7 +92,7 @@ class Planner:
         least = self.state(0, 1)
         if least > self.budget.state:
             raise ConfigError(
-                f"budget {self.asked.budget!r}: a state of {self.budget.state:.0%} cannot be had; with no softmax layer and one salient "
+                f"--budget {self.asked.budget!r}: a state of {self.budget.state:.0%} cannot be had; with no softmax layer and one salient "
                 f"token a chunk it is {least:.0%} of the base's cache at {run.context:,} tokens."
             )
         path = run.work / PLAN_FILE
@@ -209,8 +209,8 @@ class Planner:
         steps = min(FEW_STEPS, self.asked.finetune_steps)
         enough = math.ceil((whole + (lacking_s + steps * step_s) / (1 - MEASURING)) / 60)
         raise ConfigError(
-            f"budget {self.asked.budget!r}: nothing can be trained in {self.budget.time:g} minutes, since a step takes some {step_s:.1f} s "
-            f"here beside reading and measuring. Some {enough} minutes leave {steps} steps: time {enough}"
+            f"--budget {self.asked.budget!r}: nothing can be trained in {self.budget.time:g} minutes, since a step takes some "
+            f"{step_s:.1f} s here beside reading and measuring. Some {enough} minutes leave {steps} steps: time {enough}"
         )
 
     def more(self, plan: BudgetPlan, count: int, loss: float) -> int:

@@ -46,7 +46,7 @@ OF_BLOCKS = ("block_size", "top_blocks", "local_blocks", "dense_length", "reuse"
 ROW_TOKENS = 1024
 """Of a row, where nobody says otherwise and the model holds so many."""
 DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LINEARIZERS}
-"""By mixer: the recipe where nobody names one."""
+"""By mixer: the default recipe."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ class Recipe:
         check_options(self)
         if not 0 <= self.natural <= 1 or self.retrieval + self.chat > 1:
             raise ConfigError(
-                f"natural={self.natural}, retrieval={self.retrieval}, chat={self.chat}: shares, the last two of one whole."
+                f"--natural {self.natural} --retrieval {self.retrieval} --chat {self.chat}: shares, the last two of one whole."
             )
         if self.chat and not self.chat_file:
-            raise ConfigError(f"chat={self.chat} needs conversations: name their file with --chat-file.")
+            raise ConfigError(f"--chat {self.chat} needs conversations: name their file with --chat-file.")
         for length in self.row_lengths or ():
             if length < 2 or self.batch_size * self.row_tokens % length:
                 raise ConfigError(
@@ -183,17 +183,19 @@ class Recipe:
                     "rows of it."
                 )
         if self.window_factor_scale <= 0:
-            raise ConfigError(f"window_factor_scale={self.window_factor_scale}; it must be positive.")
+            raise ConfigError(f"--window-factor-scale {self.window_factor_scale}: it must be positive.")
         self._check_mixer()
         self._check_budget()
         shortest = min(self.row_lengths or (self.row_tokens,))
         if self.mixer == "still" and self.transfer_steps and shortest <= 2 * self.chunk_size:
             raise ConfigError(
-                f"sequence_length={shortest}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
+                f"--sequence-length {shortest}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
                 "throughout, so stage 1 has nothing to train. Use longer rows or a smaller --chunk-size."
             )
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
-            raise ConfigError(f"micro_batch_size={self.micro_batch_size} is outside 1..batch_size={self.batch_size}.")
+            raise ConfigError(
+                f"--micro-batch-size {self.micro_batch_size} is outside 1 to --batch-size {self.batch_size}."
+            )
 
     def _check_budget(self) -> None:
         """Raise ConfigError where the budget is none, or the recipe sets what it chooses."""
@@ -217,12 +219,12 @@ class Recipe:
                     f"{', '.join(foreign)}: options of {owner}; layers of mixer={self.mixer} have no such thing."
                 )
         if self.reuse is not None and self.layer_types is not None:
-            raise ConfigError(f"reuse={self.reuse} says which layers stay softmax: leave out layer_types.")
+            raise ConfigError(f"--reuse {self.reuse} says which layers stay softmax: leave out --layer-types.")
         if self.mixer == "still":
             return
         if not LINEARIZERS[self.mixer].trained and self.transfer_steps:
             raise ConfigError(
-                f"transfer_steps={self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
+                f"--transfer-steps {self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
         unknown = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
         if unknown:
@@ -297,7 +299,7 @@ class Recipe:
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON and YAML can hold."""
+        """As values of JSON and YAML."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

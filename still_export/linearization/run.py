@@ -62,7 +62,7 @@ class Linearization:
     plan: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         stages = [asdict(stage) for stage in self.stages]
         return {"bits_per_byte": self.bits_per_byte, "stages": stages, **({"plan": self.plan} if self.plan else {})}
 
@@ -150,7 +150,7 @@ class LinearizationRun:
         return {**values, "training_tokens_sha256": tokens.hexdigest(), "base_weights": self.base_weights}
 
     def open_folder(self, resume: bool, force: bool) -> None:
-        """Make the output folder, or check that it holds this run; errors as of RunFolder."""
+        """Make the output folder, or check that its run is this one; errors as of RunFolder."""
         if resume:
             self.folder.resume(self.fingerprint())
         elif self.accelerator.is_main_process:

@@ -23,10 +23,10 @@ class RunFolder:
         self.output, self.work = output, output / WORK
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells the folder's run from others.
+        """Identity of the folder's run.
 
         Raises:
-            TrainingError: The folder holds no run.
+            TrainingError: The folder has no run.
         """
         try:
             return dict(json.loads((self.work / RUN_FILE).read_text(encoding="utf-8")))
@@ -36,7 +36,7 @@ class RunFolder:
             ) from error
 
     def resume(self, mine: dict[str, Any]) -> None:
-        """Check that the folder holds the run whose fingerprint is `mine`.
+        """Check that the folder's run has the fingerprint `mine`.
 
         Raises:
             TrainingError: It belongs to another run, or to none.
@@ -47,14 +47,14 @@ class RunFolder:
             shown = ", ".join(f"{k} {theirs.get(k)} there, {mine.get(k)} here" for k in differing[:3])
             raise TrainingError(
                 f"{self.output} holds another run: {shown}. "
-                "Nothing was changed. Resume with the recipe that started it, or choose another folder."
+                "Nothing was changed. Resume with the recipe that started it, or choose another folder with -o."
             )
 
     def begin(self, mine: dict[str, Any], force: bool) -> None:
         """Make the folder of a new run.
 
         Raises:
-            ConfigError: It exists and `force` is not given, or holds something else than a run.
+            ConfigError: It exists and `force` is not given, or its content is no run.
         """
         check_replaceable(self.output, force, TO_REPLACE)
         shutil.rmtree(self.work, ignore_errors=True)
@@ -89,11 +89,11 @@ def check_replaceable(folder: Path, force: bool, hint: str) -> None:
     if not force:
         raise ConfigError(f"{folder} exists. {hint}")
     if not ((folder / WORK / RUN_FILE).is_file() or is_still_folder(folder)):
-        raise ConfigError(f"{folder} holds no linearized model, so --force does not delete it. Choose another folder.")
+        raise ConfigError(f"{folder} has no linearized model, so --force does not delete it. Choose another folder.")
 
 
 def is_still_folder(folder: Path) -> bool:
-    """Whether the folder holds a STILL model."""
+    """Whether the folder has a STILL model."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return "still_config" in config

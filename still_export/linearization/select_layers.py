@@ -39,7 +39,7 @@ def select_reuse(
     """
     if recipe.mixer != "blocks":
         raise ConfigError(
-            f"mixer={recipe.mixer} chooses no blocks that layers could share. Give --find-reuse without a recipe of another mixer."
+            f"--mixer {recipe.mixer} chooses no blocks that layers could share. Give --find-reuse without a recipe of another mixer."
         )
     accelerator = make_accelerator(recipe)
     run = LinearizationRun(replace(recipe, layer_types=None, reuse=None), output, accelerator, lambda *_: None, log)

@@ -242,7 +242,7 @@ class Trainer:
         except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TrainingError(
-                f"the checkpoint {found[-1]} does not fit this run: {reason}. Resume with the recipe that wrote it, or remove it to "
+                f"the checkpoint {found[-1]} does not fit this run: {reason}. --resume needs the recipe that wrote it, or remove it to "
                 "continue from the one before."
             ) from error
         values["validation"] = [(step, loss) for step, loss in values["validation"]]

@@ -33,7 +33,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = inside(folder, MANIFEST)
     if not path.is_file():
-        raise CheckError(f"{folder} has no {MANIFEST}: it is no exported package.")
+        raise CheckError(
+            f"{folder} has no {MANIFEST}: it is no exported package. Export one: still-export MODEL -o DIR"
+        )
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -6,6 +6,7 @@ Standard library only: exports copy this file into packages, for run_ort.py and 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 import threading
@@ -28,6 +29,13 @@ VISION = "vision.onnx"
 """The graph of the encoder of images; its weights lie beside it."""
 PLUGIN = "libstill_tensorrt"
 """How the names of plugin libraries begin."""
+RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
+"""Entries of the graph's metadata: fields of the manifest, as JSON."""
+
+
+def recorded_text(manifest: dict[str, Any], field: str) -> str:
+    """A field of the manifest as the graph's metadata has it."""
+    return json.dumps(manifest.get(field), sort_keys=True)
 
 
 def check_name(name: str, where: str) -> None:

@@ -1,4 +1,4 @@
-"""What holds of any right package, whatever rounding does: finite numbers, logits that differ, likeliest tokens where they are clear."""
+"""True of any correct package, whatever rounding does: finite numbers, logits that differ, likeliest tokens where they are clear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in a zip file, each kept once and named by what it holds, and a head that says what they are of a package; without torch."""
+"""Arrays in a zip file, each stored once under the hash of its content, and a head that describes them; without torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ArrayFile:
     """
 
     def __init__(self, path: Path, kind: str, version: int, package: Package, holds: str, flag: str) -> None:
-        self._path = path
+        self._path, self._again = path, f"Record it again with {flag}."
         try:
             self._file = zipfile.ZipFile(path)
             head = json.loads(self._read(kind, MOST_HEAD_BYTES).tobytes())
@@ -113,16 +113,16 @@ class ArrayFile:
             raise PackageError(f"{path} holds no {holds} ({error}). Make it with {flag}.") from error
         if head.get("format") != version:
             raise PackageError(
-                f"{path} holds {holds} of format {head.get('format')}, this version reads format {version}. Record it again."
+                f"{path} holds {holds} of format {head.get('format')}, this version reads format {version}. {self._again}"
             )
         if head.get("weights") != _weights(package):
-            raise PackageError(f"{path} was recorded for other weights than those of {package.path}. Record it again.")
+            raise PackageError(f"{path} was recorded for other weights than those of {package.path}. {self._again}")
         if head.pop("digest", None) != _digest(head):
-            raise PackageError(f"{path} was changed after it was recorded. Record it again.")
+            raise PackageError(f"{path} was changed after it was recorded. {self._again}")
         self.head: dict[str, Any] = head
 
     def array(self, key: str) -> np.ndarray:
-        """The array of this name, which is what it holds.
+        """The array of this name, the hash of its content.
 
         Raises:
             PackageError: It is another, or is gone.
@@ -130,14 +130,12 @@ class ArrayFile:
         try:
             found = self._read(key)
         except UNREADABLE as error:
-            raise PackageError(f"{self._path} was changed after it was recorded: {error}. Record it again.") from error
+            raise PackageError(f"{self._path} was changed after it was recorded: {error}. {self._again}") from error
         except MemoryError as error:
-            raise PackageError(
-                f"{self._path} has an array that this machine's memory does not hold: {error}."
-            ) from error
+            raise PackageError(f"{self._path} has an array that this machine's memory cannot load: {error}.") from error
         if _name(np.ascontiguousarray(found)) != key:
             raise PackageError(
-                f"{self._path} was changed after it was recorded: {key} holds something else. Record it again."
+                f"{self._path} was changed after it was recorded: {key} holds something else. {self._again}"
             )
         return found
 
@@ -182,6 +180,6 @@ def _digest(head: dict[str, Any]) -> str:
 
 
 def _weights(package: Package) -> str:
-    """What tells the package's weights from others, whatever target they were lowered for."""
+    """Identity of the package's weights, the same for every target."""
     files = package.manifest["files"]
     return str(package.manifest.get("portable") or files.get(DATA, files[MODEL])["sha256"])

@@ -104,7 +104,7 @@ class Case:
         self.step_logits = known.step_logits
 
     def follows(self, seen: Sequence[np.ndarray]) -> bool:
-        """Whether PyTorch went where a runtime did, of which experts by place [B, N, k] were seen of each layer that has some."""
+        """Whether PyTorch chose the same experts [B, N, k] as the runtime in each layer that reports them."""
         for (_, went), chosen in zip(sorted(self.went.items()), seen, strict=False):
             count = min(went.shape[1], chosen.shape[1])
             went, chosen = went[:, :count], chosen[:, :count]

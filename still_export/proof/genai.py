@@ -61,7 +61,7 @@ def genai_checks(package: Package, steps: int) -> list[Check]:
 
 
 def check_library(package: Package) -> None:
-    """Raise RunError where genai would load native code that this project does not: it asks nobody."""
+    """Raise RunError if genai would load native code that this project does not trust: genai does not ask."""
     name = _config(package)["model"]["decoder"].get("session_options", {}).get("custom_ops_library")
     if name and native_file(package.path, package.manifest, name) is None:
         raise RunError(

@@ -1,4 +1,4 @@
-"""What a graph computes with beside weights, held to the model's: the epsilon of every norm, and tables such as frequencies of rotation.
+"""Constants of a graph beside weights, compared with the model's: epsilons of norms, and tables such as frequencies of rotation.
 
 Rounding hides them: an epsilon ten times as large moves no more than a float16 number's last bit.
 """
@@ -30,7 +30,7 @@ SHOWN = 4
 
 
 def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -> Check:
-    """Hold epsilons and tables of every graph of a package to those of the model `source`, where the graph names them."""
+    """Compare epsilons and tables of every graph of a package with those of the model `source`, where the graph names them."""
     import onnx
 
     model = source.outline()

@@ -1,4 +1,4 @@
-"""What a manifest says of the model, held to the model itself: a program that reads it trusts sizes, layers and states."""
+"""What a manifest says of the model, compared with the model: programs trust its sizes, layers and states."""
 
 from __future__ import annotations
 

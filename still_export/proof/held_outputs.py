@@ -32,7 +32,7 @@ SHOWN = 4
 
 
 def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, words: Sequence[int]) -> Verdict:
-    """Hold the outputs of every linear layer with searched codes to those with plainly rounded ones.
+    """Compare the outputs of every linear layer with searched codes to those with plainly rounded ones.
 
     Args:
         folder, manifest: The package.

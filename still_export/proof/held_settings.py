@@ -1,4 +1,4 @@
-"""What nodes of a graph are set to, held to what PyTorch calls as it computes the user's model.
+"""Settings of a graph's nodes, compared with what PyTorch calls when it computes the user's model.
 
 Attributes of this project's ops, one by one and in order. Of standard ops the functions that bend (Sigmoid, Gelu), of which a graph has
 no more than PyTorch calls; and the single numbers that it computes with, each of which PyTorch has. Rounding hides the one, a prompt within
@@ -62,7 +62,7 @@ FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bflo
 
 
 def check_settings(folder: Path, manifest: Mapping[str, Any], source: Source) -> Verdict:
-    """Hold the settings of every graph of a package to what PyTorch calls.
+    """Compare the settings of every graph of a package with what PyTorch calls.
 
     Args:
         folder, manifest: The package.

@@ -1,4 +1,4 @@
-"""Weights of a package held to the model's, every one of them, before anything runs.
+"""Weights of a package compared with the model's, every one, before anything runs.
 
 A float weight equals the source's in the package's type to the last bit. Codes of a method that rounds to nearest stand for numbers within
 half a step of the source's. Codes of the source's own, taken over as they are, stand for the same numbers. A method that moves weights
@@ -59,7 +59,7 @@ class Stored:
         bits: Of its codes.
         unit: Relative rounding of what the step is stored in.
         least: Rounding of a step that is too small for that: float16's below 6e-5.
-        place: Where its bytes lie, None: in the graph itself.
+        place: File and offset of its bytes; None: in the graph itself.
     """
 
     rows: Callable[[slice], Tensor]
@@ -95,7 +95,7 @@ class Finding:
 def check_weights(
     folder: Path, manifest: Mapping[str, Any], source: Source, say: Callable[[str, int, int], None] = lambda *_: None
 ) -> Verdict:
-    """Hold every weight of every graph of a package to the model's.
+    """Compare every weight of every graph of a package with the model's.
 
     Args:
         folder, manifest: The package.
@@ -121,7 +121,7 @@ def check_weights(
         if graph == MODEL:
             missing = dict.fromkeys(name for name in weights if name not in stored)
         for number, (name, held) in enumerate(stored.items()):
-            say("holding weights to the model's", number, len(stored))
+            say("comparing weights with the model's", number, len(stored))
             if held.place is not None and (name, held.place) in seen:
                 continue
             seen[name, held.place] = None
@@ -200,7 +200,7 @@ def _graph(path: Path) -> ir.Graph:
 
 
 def _place(tensor: ir.TensorProtocol, *more: object) -> tuple[object, ...] | None:
-    """Where the bytes of a tensor in a file lie."""
+    """File and offset of a tensor's bytes."""
     where = tuple(getattr(tensor, name, None) for name in ("location", "offset", "length"))
     return None if where[0] is None else (*where, *more)
 

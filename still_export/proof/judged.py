@@ -205,7 +205,7 @@ class Report:
         return [each for each in self.outputs if not each.passed]
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         return {
             "passed": self.passed,
             "proof_version": PROOF_VERSION,

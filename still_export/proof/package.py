@@ -1,4 +1,4 @@
-"""A package held to PyTorch in one call: its options, its answers from PyTorch or from a file, the verdict."""
+"""A package compared with PyTorch in one call: options, answers of PyTorch or from a file, verdict."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
+from still_export.loading.runtimes import runtime_of
 from still_export.options import option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, as_package_errors, open_package
@@ -23,7 +24,7 @@ from still_export.proof.verdict import Verdict
 from still_export.proof.verify import Verifier, check_dtype
 from still_export.runtime.cuda_driver import CudaError
 from still_export.runtime.sampling import RunError
-from still_export.targets.registry import packaged_target, runtime_of
+from still_export.targets.registry import packaged_target
 from still_graphs.states import StateTable
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """How a package is held to PyTorch; every field is a flag of `still-export verify`.
+    """How a package is compared with PyTorch; every field is a flag of `still-export verify`.
 
     Raises:
         ConfigError: Two options contradict each other.
@@ -53,8 +54,10 @@ class VerifyOptions:
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     plugin: Path | None = option(None, "trt: plugin library in the place of the package's.")
     adapter: Path | None = option(None, "LoRA adapter to run a package with that was exported with --adapters.")
-    calls: Path | None = option(None, "Take PyTorch's answers from a file made with --record.")
-    text: Path | None = option(None, "Quantized packages: a text to tell the quantization loss on, in bits per byte.")
+    calls: Path | None = option(None, "Read PyTorch's answers from a file made with --record.")
+    text: Path | None = option(
+        None, "Quantized packages: a text to measure the quantization loss on, in bits per byte."
+    )
     reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ class VerifyResult:
     loss: QuantizationLoss | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         return {**self.report.to_dict(), **({} if self.loss is None else {"quantization_loss": self.loss.to_dict()})}
 
 
@@ -107,7 +110,7 @@ def verify(
     added: dict[str, Any] = {}
     manifest, folder = proof.package.manifest, proof.package.path
     if options.adapter is not None:
-        from still_export.runtime.adapters import adapter_inputs, read_pairs
+        from still_export.models.read.adapters import adapter_inputs, read_pairs
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
     target = proof.ready(added)
@@ -226,7 +229,7 @@ def _found(package: Package) -> Iterator[None]:
         yield
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
-            f"{error} The package was exported from it; if the model lies elsewhere now, name it with --model."
+            f"{error} The package was exported from it; if the model was moved, name it with --model."
         ) from error
 
 
@@ -313,7 +316,7 @@ def select(
 
 
 def _check_written(options: VerifyOptions, flag: str) -> None:
-    """Raise ConfigError for what a verb that compares nothing does not take."""
+    """Raise ConfigError for flags of comparison in a verb that compares nothing."""
     if options.adapter is not None:
         raise ConfigError(f"--adapter is compared where PyTorch answers: give it without {flag} and --calls.")
     if options.calls is not None:
@@ -326,7 +329,7 @@ QUICK_LEAVES_OUT = [
     f"--quick: prompts of other lengths than {' and '.join(map(str, QUICK))} tokens, and steps behind the first {QUICK_STEPS}",
     "--quick: batches, pieces and steps of function bodies and of the portable graph",
 ]
-TEXT = "--text tells the quantization loss: give it with a quantized package, without --record and --calls."
+TEXT = "--text measures the quantization loss: give it with a quantized package, without --record and --calls."
 
 
 class _Proof:
@@ -460,7 +463,7 @@ def _torch_cases(
 
 
 def _options(package: Package, model: str | None, dtype: str) -> ExportOptions:
-    """What was exported, in `dtype`, read from where `model` lies now."""
+    """What was exported, in `dtype`, read from `model`."""
     from still_export.graph.options import ExportOptions
 
     options = ExportOptions.from_manifest(package.manifest)

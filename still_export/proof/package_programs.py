@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from still_export.errors import StillExportError
+from still_export.loading.runtimes import open_runner
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
+from still_export.package.programs import PROGRAMS, RUNTIME, write_programs
 from still_export.package.refusals import RunError
-from still_export.proof.reference import open_runner
 from still_export.proof.texts_asked import PROSE
 from still_export.proof.verdict import Check, Verdict
-from still_export.runtime.bundle import PROGRAMS, RUNTIME, write_programs
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.text import Answer, Text
 from still_export.targets.registry import packaged_target

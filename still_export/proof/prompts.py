@@ -20,7 +20,7 @@ from still_kernels.registry import ties_of
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4097)
 CPU_WORK = 5e12
-"""Parameters times tokens of the prompts that a CPU answers unless it is told lengths: 10 to 20 minutes on two cores."""
+"""Parameters times tokens of the prompts that a CPU answers unless lengths are given: 10 to 20 minutes on two cores."""
 ROWS = 4
 CHUNK = 64
 """Tokens at whose multiples calls end where no state grows by chunks: ops without such a state compute in chunks of so many."""
@@ -95,8 +95,8 @@ class Prompts:
         engine = next(iter(manifest.get("engines") or ()), manifest.get("trt", {"batch": ROWS}))
         self.sequences = int(engine["batch"])
         # An engine holds at least the rows of a chunk.
-        runtime = packaged_target(manifest).runtime
-        self.least_room = 3 * self.chunk if runtime is not None and runtime.engines else 0
+        target = packaged_target(manifest)
+        self.least_room = 3 * self.chunk if target.built and target.runtime else 0
         limit = table.capacity_tokens if table.bounded else 1 << 62
         self.lengths = tuple(n for n in lengths if n <= limit)
         self.longest = max(self.lengths, default=1)

@@ -42,7 +42,7 @@ class QuantizationLoss:
     original_bits_per_byte: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def quantization_loss_of(
 
 
 def _tokens(options: ExportOptions, manifest: dict[str, Any], text: Path | None) -> tuple[Tensor, int]:
-    """Tokens [1, T], and the bytes of text that all but the first stand for."""
+    """Tokens [1, T], and the bytes of text of all but the first."""
     capacity = manifest["capacity"]
     most = capacity["capacity_tokens"] if capacity["bounded"] else LOSS_TOKENS
     if text is None:

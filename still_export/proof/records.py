@@ -64,7 +64,7 @@ class Record(Strict):
 
     Attributes:
         name: What it is called in tables; with the machine and the date it is the file's name, too.
-        subject: What was run: package, model, target, runtime, type and whatever else tells it from its neighbours.
+        subject: What was run: package, model, target, runtime, type and whatever else identifies it.
         command: What repeats it.
         date: When it ended, with its zone.
         commit: Of the sources, with "-dirty" where files differed from it; None where that is not known.
@@ -118,7 +118,7 @@ def ops_ran(names: Iterable[str], device: Device) -> dict[str, str]:
 
 
 def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> list[str]:
-    """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared, which takes an export.
+    """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared: that needs an export.
 
     Args:
         judge: PROOF_VERSION of the run.
@@ -211,7 +211,7 @@ def read_record(path: Path) -> Record:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             where, said = f"{place}: " * bool(place), first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{path} is no record: {where}{said}. Run what made it again.") from error
+        raise ConfigError(f"{path} is no record: {where}{said}. Make it again: still-export prove DIR") from error
 
 
 def read_records(folder: Path) -> list[Record]:

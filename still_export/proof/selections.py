@@ -74,7 +74,7 @@ class Selections:
         """
         if [_tokens(cases.begin(number)) for number in range(cases.count)] != self.prompts:
             raise PackageError(
-                f"{self.path} holds what was selected in other prompts than those of this package: its engine takes other batches, "
+                f"{self.path} holds what was selected in other prompts than those of this package: its engine has other batches, "
                 "or another version wrote the file. Make it again with --selections, and give --record the package as it was built."
             )
 

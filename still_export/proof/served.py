@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from still_export.loading.torch import TorchModel
 from still_export.package.calls import next_feed
-from still_export.runtime.torch import TorchModel
 from still_kernels.registry import ties_of
 from still_kernels.ties import Ties
 
@@ -151,8 +151,8 @@ class Bound:
 
     Args:
         error: Of a log-probability, or of an answer's `median`.
-        tie: How far a token may lie behind the likeliest.
-        median: Whether answers are held by their median, as in half precision.
+        tie: How far a token may be behind the likeliest, nats.
+        median: Whether the median of an answer is compared, as in half precision.
     """
 
     error: float

@@ -65,7 +65,7 @@ class Followed:
     Args:
         best: The likeliest token's log-probability at each place, [n].
         chosen: That of the server's token, [n].
-        told: What the server says of it, [n] or empty.
+        told: Log-probabilities that the server reports, [n] or empty.
         own: Errors of PyTorch's own run in the file's type: of the server's and the likeliest token's log-probability, [2, n], or empty.
         lost: Where no likely token begins what the server says next, in words.
     """
@@ -203,7 +203,7 @@ def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[
 
 @dataclass
 class ServerProof:
-    """Asks a server in every way and holds its answers to a file.
+    """Asks a server in every way and compares its answers with a file.
 
     Args:
         server: What is proven.
@@ -244,11 +244,11 @@ class ServerProof:
         return made if self.server.tokens else [self._told(ids) for ids in made]
 
     def _told(self, ids: list[int]) -> list[int]:
-        """The ids of the text that is sent where a server takes no ids."""
+        """The ids of the text that is sent to a server without ids."""
         return self.reference.ids(self.reference.text(ids))
 
     def _alone(self) -> Iterator[tuple[list[int], Answer, Answer | None]]:
-        """Prompts that nobody sent before, one after another."""
+        """New prompts, one after another."""
         self._cold = [(ids, self._ask(ids)) for ids in self._prompts(0)]
         yield from ((ids, said, None) for ids, said in self._cold)
 
@@ -310,7 +310,7 @@ def bound_of(followed: Sequence[Followed]) -> float:
 def judge(
     name: str, rows: Sequence[tuple[list[int], Answer, Answer | None]], followed: Sequence[Followed], bound: float
 ) -> WayReport:
-    """Hold the answers of one way to the reference along them."""
+    """Compare the answers of one way with the reference along them."""
     report = WayReport(name, requests=len(rows), bound=bound)
     for number, ((ids, said, alone), found) in enumerate(zip(rows, followed, strict=True)):
         behind = found.best - found.chosen
@@ -416,6 +416,6 @@ def _with_activations_in_8_bits(model: Any) -> Callable[[Sequence[int]], np.ndar
 
 
 def to_dict(reports: Sequence[WayReport], notes: Sequence[str]) -> dict[str, Any]:
-    """Values that JSON can hold."""
+    """As values of JSON."""
     ways = [asdict(report) | {"passed": report.passed} for report in reports]
     return {"passed": all(report.passed for report in reports), "ways": ways, "not_asked": list(notes)}

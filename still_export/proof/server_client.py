@@ -79,7 +79,7 @@ class Client:
             )
 
     def probe(self, prompt: str, ids: list[int]) -> None:
-        """Find out whether the server takes token ids (`tokens`), tells log-probabilities (`tells`) and knows of `penalties`.
+        """Find out whether the server accepts token ids (`tokens`), reports log-probabilities (`tells`) and knows `penalties`.
 
         Raises:
             RunError: It answers neither form.

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from still_export.loading.runtimes import Opening, open_runner, runtime_named
 from still_export.package.calls import Arrays, given_of, last_logits, typed_states
 from still_export.package.files import MODEL
 from still_export.package.folder import Package
 from still_export.proof.chains import HIDDEN
-from still_export.proof.reference import open_runner
 from still_export.proof.verdict import Check
 from still_export.runtime.base import NUMPY_TYPES, Runner
-from still_export.targets.registry import runtime_named
-from still_export.targets.runtime import Opening
 from still_graphs.states import StateTable
 
 
@@ -146,7 +144,7 @@ class Guessing(Session):
     """The same, where steps are calls of guessed tokens of which all, none or some hold, of each sequence others.
 
     Args:
-        model: A runner that takes guesses.
+        model: A runner that accepts guesses.
     """
 
     def __init__(self, model: Runner) -> None:
@@ -178,7 +176,7 @@ class Guessing(Session):
 
 
 def empty_unread(table: StateTable, outputs: Arrays) -> Arrays:
-    """Outputs with zeros in the rows of states that nobody reads."""
+    """Outputs with zeros in the rows of states that nothing reads."""
     found = {name: array.copy() for name, array in outputs.items()}
     for state in [state for state in table if state.present in outputs]:
         for sequence, length in enumerate(outputs["present_length"]):
@@ -218,7 +216,7 @@ class Subject:
         self.record = runtime_named(runtime)
         self.name = self.record.polygraphy
         self.watch: tuple[str, ...] = ()
-        """Ops whose first outputs sessions tell, where the runtime can."""
+        """Ops whose first outputs sessions report, where the runtime can."""
         self.native = False
         """Whether the session that was opened last has the package's native kernel."""
 

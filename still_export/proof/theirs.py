@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 ROOM = 0.5
-"""Of the free memory that another program's model may take."""
+"""Share of the free memory for another program's model."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def too_large(parameters: int) -> str:
 
 
 def room() -> int:
-    """Bytes that a model may take."""
+    """The largest size of a model, bytes."""
     return int(min(ROOM * _free_memory(), 1 << 62))
 
 

@@ -37,7 +37,7 @@ class TorchCases:
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
         seed: Of the prompts.
-        words: Tokens of texts that they hold.
+        words: Tokens of texts in the prompts.
 
     Attributes:
         head: Questions to the head that guesses tokens ahead, which a package may have.
@@ -101,7 +101,7 @@ class TorchCases:
     def _answered(
         self, drafts: Sequence[Draft], meanings: _Meanings | None = None, draws: int = 0
     ) -> tuple[list[Case], list[bool]]:
-        """The cases, and of each whether it follows keys of which the reference cannot say whose they are. `draws` runs more of PyTorch's
+        """Returns (cases, unsure). unsure[i]: a selected key could belong to more than one token. `draws` runs more of PyTorch's
         own, in which linear layers round by chance, say what rounding does."""
         reference = _Asked(self.reference, [[d.chain, *d.further] for d in drafts], self.ties)
         cases = [_case(draft, found[0].outputs) for draft, found in zip(drafts, reference.answers(), strict=True)]

@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold, beside the comparison of outputs.
+    """One thing that must be true, beside the comparison of outputs.
 
     Args:
-        name: What must hold, in words: "scales equal the file's".
+        name: What must be true, in words: "scales equal the file's".
         passed: Whether it does.
         what: What was found, in one sentence.
         where: The tensor, layer, file or token of the worst finding.
@@ -60,5 +60,5 @@ class Verdict:
         return cls(list(checks))
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         return {"checks": [vars(check) for check in self.checks], "not_asked": self.not_asked}

@@ -64,7 +64,7 @@ class Answers:
 
     Args:
         cases, guessed: By number of a case; `guessed`: the same with guessed tokens in the steps.
-        checks: What must hold of the runtime by itself.
+        checks: What must be true of the runtime by itself.
         heads: Verdicts on the head that guesses tokens ahead.
         selections: Counts of what it chose, filled while cases are compared.
     """
@@ -293,7 +293,7 @@ class Verifier:
         return ([], [BY_LAYER]) if far and whole else (reports, [])
 
     def _absolute(self, judged: Sequence[Judged], bounds: Bounds) -> list[Check]:
-        """What holds of any right package, before errors are compared with rounding."""
+        """What is true of any correct package, before errors are compared with rounding."""
         cases = [each.case for each in judged]
         findings = {each.case.name: each.found for each in judged}
         checks = overflow_checks(
@@ -359,5 +359,5 @@ def check_dtype(package: Package) -> None:
     if dtype not in ("float32", "float16"):
         raise UnsupportedError(
             f"the package's weights are {dtype}; polygraphy compares NumPy arrays, which have no bfloat16. "
-            "Verify a float32 or float16 export of the same model."
+            "Verify an export of the same model with --dtype float32 or float16."
         )

@@ -1,4 +1,4 @@
-"""The encoder of images held to transformers' own class, in float64: features of images of several sizes, and of two frames."""
+"""The encoder of images compared with transformers' own class, in float64: features of images of several sizes, and of two frames."""
 
 from __future__ import annotations
 

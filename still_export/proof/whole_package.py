@@ -1,4 +1,4 @@
-"""All else that a user runs of a package, held to the model's own: tokenizer, chat format, end tokens and generation settings."""
+"""All else that a user runs of a package, compared with the model's: tokenizer, chat format, end tokens and generation settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SINGLE, IDS = ("bos_token_id", "pad_token_id"), ("_token_id", "_token_ids")
 
 
 def check_files(package: Package, source: Path) -> Verdict:
-    """Hold tokenizer, chat format, end tokens and generation settings to those of the model folder or GGUF file `source`."""
+    """Compare tokenizer, chat format, end tokens and generation settings with those of the model folder or GGUF file `source`."""
     verdict = Verdict()
     if TOKENIZER in package.manifest["files"]:
         verdict.add(_check_texts(package, source))
@@ -240,13 +240,13 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
                 wrong.append(f"{len(messages)} messages are refused ({error})")
             continue
         if right is None:
-            wrong.append(f"{len(messages)} messages are taken, which the model's template refuses ({reason})")
+            wrong.append(f"{len(messages)} messages are accepted that the model's template refuses ({reason})")
             continue
         asked += 1
         if (ids := own(right, add_special_tokens=False)["input_ids"]) != found:
             wrong.append(_first_difference(f"{len(messages)} messages", ids, found))
     if not asked and not wrong:
-        return Verdict(not_asked=["chats: the model's template takes none of those that are asked"])
+        return Verdict(not_asked=["chats: the model's template accepts none of those that are asked"])
     return Verdict.of(
         [Check(name, not wrong, wrong[0] if wrong else "", "manifest.json: chat" * bool(wrong), notes=tuple(wrong[1:]))]
     )

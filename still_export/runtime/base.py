@@ -1,6 +1,6 @@
 """What every runner does alike: room for tokens, prompts in pieces, generation. No torch, no runtime.
 
-Exports copy this file into packages, with the other runners (`still_export.runtime.bundle`).
+Exports copy this file into packages, with the other runners (`still_export.package.programs`).
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def peak_mb() -> float:
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """A call of guessed tokens that waits for what of them holds.
+    """A call of guessed tokens that waits for `accept`.
 
     Args:
         apart: States after some of the tokens are not those after all of them.
         first: First of its sequences.
         part: Of them those that were asked.
-        brought: Tokens of each, [R].
+        brought: Number of tokens of each, [R].
         tokens: Columns of the call.
     """
 
@@ -103,7 +103,7 @@ class Runner(ABC):
     least_rows = 0
     """Rows that a growing state has at least."""
     counts_rows = False
-    """States whose rows are counted (`Growth.counted`) grow with what they hold; else they have the most that the tokens could need."""
+    """States whose rows are counted (`Growth.counted`) grow with their rows; else they have room for the most that tokens could need."""
     reproducible = False
     """A sequence's numbers do not depend on the others of a call, nor on how a prompt is cut at multiples of 64 tokens."""
     guesses = 0
@@ -111,7 +111,7 @@ class Runner(ABC):
     guessed: Guess | None = None
     """The call of `guess` that waits for `accept`; None: there is none."""
     speculation: Speculation | None = None
-    """Guesses in `generate`; None: nobody does."""
+    """Guesses in `generate`; None: no guesses."""
     head: Any = None
     """Guesses tokens ahead (`still_export.runtime.head`); None: the package has none, or this runner cannot."""
     adapter = ""
@@ -128,14 +128,14 @@ class Runner(ABC):
 
     @cached_property
     def feeding(self) -> Feeding:
-        """`prefill`, `step`, `greedy` and `generate` feed as it says, `feed` takes tokens as they are; `length` counts all of them."""
+        """`prefill`, `step`, `greedy` and `generate` feed as it says, `feed` feeds tokens as they are; `length` counts all of them."""
         return Feeding.of(self.manifest)
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.
 
         Args:
-            inputs: By name, as `still_export.runtime.adapters` makes them; empty: none.
+            inputs: By name, as `still_export.models.read.adapters` makes them; empty: none.
             digest: Of them.
 
         Raises:
@@ -154,14 +154,14 @@ class Runner(ABC):
 
     @property
     def most_rows(self) -> int | None:
-        """Sequences that it takes at most; None: as many as memory holds."""
+        """The largest number of sequences; None: as many as fit into memory."""
         return None
 
     def start(self, batch: int = 1, tokens: int = 0) -> None:
         """Forget everything; `batch` sequences, room for `tokens` tokens at once.
 
         Raises:
-            RunError: The package does not take so many sequences or tokens, or memory ends.
+            RunError: More sequences or tokens than the package allows, or out of memory.
         """
         self.batch, self.room = batch, 0
         self.length = np.zeros(batch, np.int64)
@@ -213,7 +213,7 @@ class Runner(ABC):
         return most | {n: min(most[n], rows) for n, rows in self._counted_rows.items()}
 
     def check_capacity(self, tokens: int) -> None:
-        """Raise RunError where `tokens` tokens are more than the package can hold."""
+        """Raise RunError if `tokens` tokens exceed the package's capacity."""
         if self.table.bounded and tokens > self.table.capacity_tokens:
             raise RunError(
                 f"{tokens} tokens exceed this package's capacity of {self.table.capacity_tokens} tokens. Shorten the prompt or "
@@ -238,7 +238,7 @@ class Runner(ABC):
 
         Args:
             input_ids: Integers [R, T], right-padded.
-            new_tokens: Tokens that each of them brings, [R]; None = T.
+            new_tokens: Number of new tokens of each sequence, [R]; None = T.
             first: Of the sequences.
 
         Returns:
@@ -255,7 +255,7 @@ class Runner(ABC):
 
     @staticmethod
     def _counts(input_ids: np.ndarray, new_tokens: np.ndarray | None) -> np.ndarray:
-        """Tokens that each sequence brings, [R]."""
+        """Number of new tokens of each sequence, [R]."""
         count, tokens = input_ids.shape
         return np.full(count, tokens, np.int64) if new_tokens is None else np.asarray(new_tokens, np.int64)
 
@@ -269,11 +269,11 @@ class Runner(ABC):
             rows.
 
         Raises:
-            RunError: The package was exported without --speculate, this runner takes no guesses, or they are too many.
+            RunError: The package was exported without --speculate, this runner accepts no guesses, or they are too many.
         """
         if not self.guesses:
             raise RunError(
-                "this runner takes no guesses: use --runtime ort or trt, and a package exported with --speculate."
+                "this runner accepts no guesses: use --runtime ort or trt, and a package exported with --speculate."
             )
         if input_ids.shape[1] > 1 + self.guesses:
             raise RunError(
@@ -291,10 +291,10 @@ class Runner(ABC):
         raise NotImplementedError
 
     def accept(self, accepted: np.ndarray) -> None:
-        """Keep, of the tokens that each of the R sequences brought to the last `guess`, the first `accepted` [R].
+        """Keep the first `accepted` [R] tokens of each sequence's last `guess`.
 
         Raises:
-            RunError: They are more than it brought, or nothing was guessed.
+            RunError: More than were guessed, or nothing was guessed.
         """
         call = self.guessed
         if call is None:
@@ -331,7 +331,7 @@ class Runner(ABC):
         self.length[sequence] = length
 
     def take(self, sequence: int = 0) -> dict[str, np.ndarray]:
-        """The state of one sequence by name, [1, ...], cut to the rows that hold something; the next call may write over it."""
+        """The state of one sequence by name, [1, ...], cut to the rows in use; the next call may write over it."""
         length = int(self.length[sequence])
         arrays = {n: array[sequence : sequence + 1] for n, array in self._views().items()}
         held = self._rows_held(arrays) if self._counted_rows else {}
@@ -353,7 +353,7 @@ class Runner(ABC):
         return self.state_arrays()
 
     def _among_all(self, input_ids: np.ndarray, counts: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """A call on some sequences as one on all [B], where the others bring nothing."""
+        """A call on some sequences as one on all [B]; the others have no new tokens."""
         if len(input_ids) == self.batch:
             return input_ids, counts
         sequences = slice(first, first + len(input_ids))

@@ -69,14 +69,16 @@ def open_draft(model: Runner, draft: Runner) -> Speculation:
     """Guesses of the model `draft` for `model`.
 
     Raises:
-        RunError: `model` takes no guesses, `draft` makes none, or they have different tokenizers.
+        RunError: `model` accepts no guesses, `draft` makes none, or they have different tokenizers.
     """
     if not model.guesses:
         raise RunError(
-            f"{model.folder} takes no guesses of a draft: export it with --speculate for ONNX Runtime or TensorRT."
+            f"{model.folder} accepts no guesses of a draft: export it with --speculate for ONNX Runtime or TensorRT."
         )
     if draft.feeding.every or draft.feeding.whole_prompts:
-        raise RunError(f"the draft {draft.folder} wants tokens of its own, or whole prompts. Give another.")
+        raise RunError(
+            f"the draft {draft.folder} inserts tokens of its own, or needs whole prompts. Give another draft with --guess."
+        )
     if Text(model).tokenizer.get_vocab() != Text(draft).tokenizer.get_vocab():
         raise RunError(
             f"the draft {draft.folder} has another tokenizer than {model.folder}: its tokens mean something else. "

@@ -32,7 +32,7 @@ ROWS = 3
 
 @dataclass(frozen=True)
 class ForeignState:
-    """A tensor that a call takes as `past` and gives as `present`.
+    """A state: input `past`, output `present`.
 
     Args:
         name: What both names share: "layers.0.key".
@@ -49,7 +49,7 @@ class ForeignState:
 
 
 def shared_name(name: str) -> str:
-    """The name of a state without what tells past from present."""
+    """The name of a state without the words for past and present."""
     return re.sub(r"(^|(?<=[._]))(past_key_values|present_key_values|past|present|input|output|cache)[._]?", "", name)
 
 
@@ -141,7 +141,7 @@ class ForeignModel:
         self.first, self.next = (Graph(file, head_size) for file in (files[0], files[-1]))
         if not self.next.states:
             raise UnsupportedError(
-                f"{files[-1]} has no past and present states, so a conversation cannot be told from its last call: export the decoder "
+                f"{files[-1]} has no past and present states, so each call forgets the conversation: export the decoder "
                 "with its cache."
             )
         self.states = self.next.states

@@ -122,7 +122,7 @@ class Ahead(Guessed):
 
     Args:
         head: Of the runner that reads it.
-        tokens: Known so far, of which the model has read all but the last.
+        tokens: Known so far; the model has read all but the last.
         sequence: Its number.
     """
 

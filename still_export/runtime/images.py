@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt with images lie: mRoPE's positions in time, height and width. No torch, no runtime.
+"""Positions of the tokens of a prompt with images (mRoPE) in time, height and width. No torch, no runtime.
 
 Source: transformers, models/qwen3_5, `get_rope_index`.
 """
@@ -16,7 +16,7 @@ def image_positions(seen: np.ndarray, grids: Sequence[Sequence[int]], merge: int
     Args:
         seen: Which of the T tokens stand for images: a run of them for each image, or frame of a video.
         grids: Time, rows and columns of patches of each image, as transformers' processor says them; of a frame the time is 1.
-        merge: Patches side by side that one token stands for.
+        merge: Number of patches in a row that become one token.
         first: Position of the first token.
 
     Raises:

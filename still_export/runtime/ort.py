@@ -85,7 +85,7 @@ class OrtModel(Runner):
 
         check_version(onnxruntime.__version__)
         if not 0 <= threads <= MOST_THREADS:
-            raise RunError(f"threads={threads} is outside 0..{MOST_THREADS}. Choose another number of threads.")
+            raise RunError(f"--threads {threads} is outside 0..{MOST_THREADS}. Choose another number.")
         self._open(folder)
         weights = weight_files(self.folder, self.manifest)
         self.device = "cuda" if provider == "cuda" else "cpu"
@@ -381,7 +381,7 @@ class OrtModel(Runner):
         return self._call(input_ids, new_tokens, first, NEXT_TOKEN)
 
     def _call(self, input_ids: np.ndarray, new_tokens: np.ndarray | None, first: int, wanted: str) -> np.ndarray:
-        """Run one call; its output `wanted`."""
+        """Run one call; return its output `wanted`."""
         rows, tokens = input_ids.shape
         counts = self._counts(input_ids, new_tokens)
         self.guessed = None

@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 
 from still_export.package.external import StoredTensor, listed_weights, stored_tensors
-from still_export.package.files import MODEL, check_hash
+from still_export.package.files import MODEL, RECORDED, check_hash, recorded_text
 from still_export.package.refusals import CheckError
 from still_export.package.trust import UNTRUSTED, native_file
 from still_export.runtime.sampling import RunError
 from still_graphs.states import rows_after
 
 CUDA = "CUDAExecutionProvider"
-RECORDED = {"still.capacity": "capacity", "still.quantization": "quantization"}
-"""Entries of the graph's metadata: fields of the manifest, as JSON."""
 
 LEAST_VERSION = (1, 25)
 """Of ONNX Runtime: older ones lack ops of function bodies, and 1.23 ends by SIGSEGV in the native kernels."""
@@ -54,7 +52,7 @@ MOST_THREADS = 1024
 
 
 def default_threads() -> int:
-    """OMP_NUM_THREADS, which other runtimes take too; 0, ONNX Runtime's choice, where it is not set or no number."""
+    """OMP_NUM_THREADS, as in other runtimes; 0, ONNX Runtime's choice, where it is not set or no number."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return min(int(first), MOST_THREADS) if first.isdecimal() else 0
 
@@ -224,11 +222,6 @@ def weight_files(folder: Path, manifest: dict[str, Any], graph: str = MODEL) -> 
         RunError: The graph is not the one that was exported, or names a file that the manifest does not list.
     """
     return listed_weights(check_hash(folder, manifest, graph), manifest)
-
-
-def recorded_text(manifest: dict[str, Any], field: str) -> str:
-    """A field of the manifest as the graph's metadata has it."""
-    return json.dumps(manifest.get(field), sort_keys=True)
 
 
 def check_graph(session: Any, manifest: dict[str, Any], source: Path, *others: Any) -> None:

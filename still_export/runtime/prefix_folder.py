@@ -39,16 +39,18 @@ def open_prefixes(
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]i?B)?", str(size).strip())
     if found is None or (found[2] or "") not in UNITS:
-        raise ConfigError(f"the prefix cache's size is {size!r}; give bytes, or as 512MiB or 2GiB; 0 is none.")
+        raise ConfigError(f"--prefix-cache {size!r} is no size: give bytes, or as 512MiB or 2GiB; 0 is none.")
     most = int(float(found[1]) * UNITS[found[2] or ""])
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if most > memory:
         raise ConfigError(
-            f"a prefix cache of {size} is larger than this machine's {memory / 2**30:.1f} GiB of memory. Choose a smaller one."
+            f"--prefix-cache {size} is larger than this machine's {memory / 2**30:.1f} GiB of memory. Choose a smaller one."
         )
     if most == 0:
         if folder is not None:
-            raise ConfigError(f"{folder} is to hold prefixes, and the prefix cache has 0 bytes: give it a size.")
+            raise ConfigError(
+                f"--prefix-dir {folder}: the prefix cache has 0 bytes. Give it a size with --prefix-cache."
+            )
         return None
     if model.feeding.every or model.feeding.whole_prompts:
         return None
@@ -83,13 +85,13 @@ class PrefixFolder:
             if not os.access(folder, os.W_OK):
                 raise PermissionError(13, "no right to write there")
         except OSError as error:
-            raise ConfigError(f"{folder} cannot hold prefixes: {error.strerror}. Choose another folder.") from error
+            raise ConfigError(f"{folder} cannot keep prefixes: {error.strerror}. Choose another folder.") from error
         self._waiting: queue.Queue[Snapshot | None] = queue.Queue(WAITING)
         self._writer = threading.Thread(target=self._write, name="still-export prefixes", daemon=True)
         self._writer.start()
 
     def prefixes(self) -> list[np.ndarray]:
-        """Tokens of all states that lie here."""
+        """Tokens of all states in the folder."""
         found = []
         for path in self._files():
             try:

@@ -58,7 +58,7 @@ class PrefixCache:
         shelf: For states that outlive the process.
 
     Attributes:
-        bytes: Held now. asked, found: Tokens of prompts, and those among them that were not read again.
+        bytes: Memory in use. asked, found: Tokens of prompts, and those among them that were not read again.
     """
 
     def __init__(self, table: StateTable, most_bytes: int, shelf: PrefixFolder | None = None) -> None:
@@ -83,7 +83,7 @@ class PrefixCache:
 
     @property
     def states(self) -> int:
-        """How many are held now."""
+        """Number of cached states."""
         return len(self._holders)
 
     def known(self, tokens: Sequence[int]) -> int:
@@ -234,7 +234,7 @@ class Reader:
             settled: As many of them begin later prompts, too; where they are not all, their state is read and kept.
 
         Returns:
-            How many need not be read, and what shall be told of the pieces of the others.
+            Number of tokens that need not be read, and the pieces of the others.
         """
         has, self._has = self._has, []
         live = len(has) if tokens[: len(has)] == has and len(has) < len(tokens) else 0

@@ -1,4 +1,4 @@
-"""An answer's reasoning and its content, told apart as they come.
+"""Separates an answer's reasoning from its content as it is generated.
 
 Exports copy this file into packages.
 """
@@ -49,7 +49,7 @@ class Reasoning:
         return thought, content
 
     def end(self) -> tuple[str, str]:
-        """What was held back."""
+        """Text that was not shown yet."""
         held, self._held = self._held, ""
         if self._state in ("thought", "blank"):
             return held.rstrip(), ""

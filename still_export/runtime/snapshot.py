@@ -58,7 +58,8 @@ class Snapshot:
         """
         if self.package != digest(model):
             raise RunError(
-                "this state is of another package, another export of the model, or another adapter. Read the text again."
+                "this state is of another package, another export of the model, or another adapter. "
+                "Read the text again: still-export run DIR --prompt-file TEXT --save-state FILE"
             )
         model.load(self.arrays, np.array([self.length]), more)
 
@@ -104,7 +105,10 @@ class Snapshot:
         read, tokens = tuple(described["unread"]), tuple(described.get("tokens", ()))
         found = cls(arrays, described["length"], described["package"], described["place"], read, tokens)
         if described.get("sha256") not in (None, found._hash()):  # a browser's file has none
-            raise RunError(f"{path} is damaged: its content has another SHA-256 than it says. Read the text again.")
+            raise RunError(
+                f"{path} is damaged: its content has another SHA-256 than it says. "
+                "Read the text again: still-export run DIR --prompt-file TEXT --save-state FILE"
+            )
         return found
 
     @staticmethod

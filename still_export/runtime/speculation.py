@@ -54,7 +54,7 @@ class Guessed:
         tokens: Known so far.
 
     Attributes:
-        tokens: All that it knows. guesses: The last ones, until they are told.
+        tokens: All tokens so far. guesses: The last ones, until their outcome is known.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -165,7 +165,7 @@ class Speculation:
         return guesser.guess(best) if rates[best] * self._time(sequences, 0) > 1 else []
 
     def plain(self, seconds: float, sequences: int = 1) -> None:
-        """A step without guesses took so long."""
+        """Record the time of a step without guesses."""
         self._times.setdefault((sequences, 0), deque(maxlen=MEASURED)).append(seconds)
         self._balance += SHARE * seconds if self._balance < 0 else 0
         self._since += 1
@@ -175,7 +175,7 @@ class Speculation:
                     times.popleft()
 
     def guessed(self, seconds: float, guesses: Sequence[int], held: Sequence[int]) -> None:
-        """A step took so long, in which each sequence had so many guesses, of which so many held."""
+        """Record the time of a step with guesses: guessed and accepted tokens of each sequence."""
         self.steps += 1
         self.guesses += sum(guesses)
         self.held += sum(held)
@@ -207,7 +207,7 @@ class Speculation:
         return plain + more * (min(guesses, near) + FURTHER * max(0, guesses - near))
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         return {
             "steps": self.steps,
             "guessed_tokens": self.guesses,

@@ -11,7 +11,7 @@ MOST_STOP_CHARACTERS = 1000
 
 
 class StopTexts:
-    """A text in pieces up to the first of `stops`; what may be the beginning of one is held back.
+    """A text in pieces up to the first of `stops`; what may be the beginning of one waits.
 
     Raises:
         RunError: One is empty, or has more than MOST_STOP_CHARACTERS.
@@ -49,7 +49,7 @@ class StopTexts:
         return held[: len(held) - keep]
 
     def end(self) -> str:
-        """What was held back."""
+        """Text that was not shown yet."""
         return self._held
 
 

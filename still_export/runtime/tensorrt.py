@@ -61,7 +61,7 @@ class TrtModel(TrtEngine, Runner):
         return DECODE if self.batch == 1 else DECODE_ROWS
 
     def peak_mb(self) -> float:
-        """Device memory taken since this process came to the device, MB: what others held before is not in it."""
+        """Device memory used since this process began, MB, without that of other processes."""
         return (self.driver.free_at_start - self.driver.memory()[0]) / 2**20
 
     def _clear(self) -> None:
@@ -90,7 +90,7 @@ class TrtModel(TrtEngine, Runner):
         try:
             self._io = {name: Buffer(self.driver, size) for name, size in sizes.items()}
         except CudaError as error:
-            raise TrtError(f"{error} Use a smaller batch.") from error
+            raise TrtError(f"{error} Use a smaller --batch.") from error
         self._io["past_length"].zero()
 
     def _rows(self, tokens: int) -> int:
@@ -162,7 +162,7 @@ class TrtModel(TrtEngine, Runner):
             addresses[state.past] = addresses[state.present] = self._state[state.name].address
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
-                raise TrtError(f"the engine does not take {name} of shape {list(shape)}. {self.again}")
+                raise TrtError(f"the engine does not accept {name} of shape {list(shape)}. {self.again}")
         for name, address in addresses.items():
             if not context.set_tensor_address(name, address):
                 raise TrtError(f"the engine has no tensor {name}; it was built from another graph. {self.again}")
@@ -239,7 +239,7 @@ class TrtModel(TrtEngine, Runner):
         self.length = self.length + accepted
 
     def _drop_guess(self) -> None:
-        """Let states be those before a call of guesses of which nothing was accepted."""
+        """Restore the states from before a call of guesses if none was accepted."""
         if self.guessed is not None and self.guessed.apart:
             self._copy_states(back=True)
         self.guessed = None

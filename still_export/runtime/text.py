@@ -73,7 +73,7 @@ class Text:
         return {token: text for text in texts if (token := self.tokenizer.token_to_id(text)) is not None}
 
     def reasoning(self, prompt: Sequence[int]) -> Reasoning:
-        """What tells the reasoning of an answer to a chat from its content."""
+        """Separates the reasoning of an answer to a chat from its content."""
         thoughts = self.chat.thoughts if self.chat else None
         if thoughts is None:
             return Reasoning(None, False)
@@ -101,7 +101,7 @@ class Text:
             reply: End with what begins the assistant's answer.
 
         Raises:
-            RunError: The template does not take them, or the package has none.
+            RunError: The template refuses them, or the package has none.
         """
         chat = self.format()
         given: dict[str, Any] = {"tools": tools, "arguments": arguments}
@@ -117,7 +117,7 @@ class Text:
         """Token ids of the beginning of a chat whose first message begins with `text` and is not at its end.
 
         Raises:
-            RunError: The package has no chat template, or it takes no system message.
+            RunError: The package has no chat template, or it has no system message.
         """
         return self.encode(self.format().opening(system, arguments=arguments) + text, special=False)
 
@@ -284,7 +284,7 @@ class Answer:
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,

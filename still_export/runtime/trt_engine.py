@@ -82,14 +82,18 @@ def load_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plu
             if int(major) < 10:
                 ctypes.CDLL(str(plugin.resolve()))
             elif registry.load_library(str(plugin.resolve())) is None:
-                raise TrtError(f"{refused}; it was built for another version.")
+                raise TrtError(
+                    f"{refused}; it was built for another version. Export again, or name a library with --plugin."
+                )
         except (OSError, RuntimeError) as error:
             raise TrtError(f"{refused}: {error}. It is damaged, or built for another version or processor.") from error
     versions = _versions(registry)
     for name in ops:
         wanted = str(manifest["ops"][name])
         if name not in versions:
-            raise TrtError(f"{refused}: it registered no plugin {name}. It was built for another version.")
+            raise TrtError(
+                f"{refused}: it registered no plugin {name}. It is of another version. Export again, or name another with --plugin."
+            )
         if wanted not in versions[name]:
             raise TrtError(
                 f"{plugin} has version {', '.join(sorted(versions[name]))} of the plugin {name}, the package needs version {wanted}. "
@@ -195,7 +199,7 @@ class TrtEngine:
             check_hash(self.folder, self.manifest, name)
         if not parser.refit_from_file(str(model)) or not refitter.refit_cuda_engine():
             said = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors)) or "its reason stands above"
-            raise TrtError(f"the engine's weights cannot be taken from {model}: {said}. {self.again}")
+            raise TrtError(f"the engine's weights cannot be read from {model}: {said}. {self.again}")
 
     def _make_contexts(self) -> None:
         """One context for each profile, over one scratch memory: they never run at the same time."""

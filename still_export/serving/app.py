@@ -158,14 +158,14 @@ class _Server:
         return Response(text.replace('data-mode="local"', 'data-mode="api"', 1), headers=headers, media_type=kind)
 
     async def health(self, request: HttpRequest) -> Response:
-        """200 while requests are taken and the model answers."""
+        """200 while the server accepts requests and the model answers."""
         scheduler = self.worker.scheduler
         if scheduler.stopping:
             raise ApiError(503, "the server is stopping.")
         if scheduler.broken or not self.worker.alive:
             raise ApiError(503, "the model failed on its last call; the server's log has the reason.")
         if (stalled_s := self.worker.stalled_s) > STALLED_S:
-            raise ApiError(503, f"the server is busy: one call of the model has taken {stalled_s:.0f} s so far.")
+            raise ApiError(503, f"the server is busy: one call of the model has lasted {stalled_s:.0f} s so far.")
         return _json({"status": "ok", "running": scheduler.running, "waiting": scheduler.queued})
 
     async def metrics_text(self, request: HttpRequest) -> Response:
@@ -381,7 +381,7 @@ def _parsed(body: bytes) -> object:
 
 
 def _no_number(name: str) -> None:
-    """NaN and Infinity, which Python's own reader takes."""
+    """Refuse NaN and Infinity, which Python's reader accepts."""
     raise ValueError(f"{name} is no number of JSON")
 
 

@@ -43,7 +43,7 @@ class QueueFullError(RunError):
 
 
 class StoppingError(RunError):
-    """The server is about to end and takes no more requests."""
+    """The server is stopping and accepts no more requests."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ class Scheduler:
         piece: Tokens of a prompt that are read at once.
         prefixes: Keeps the states of prompts and answers; None: every prompt is read from its beginning.
         reproducible: A request's numbers are the same bits whoever is served beside it and whatever was read before. Prompts are cut at
-            multiples of GRID tokens, states are kept there alone, and nobody guesses.
+            multiples of GRID tokens, states are kept only there, and nothing is guessed.
 
     Raises:
-        RunError: The package does not take so many rows or tokens, or cannot be reproducible.
+        RunError: More rows or tokens than the package allows, or it cannot be reproducible.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Scheduler:
         """Take a request; its listener hears of it from now on.
 
         Raises:
-            RunError: It has no tokens, unknown ones, or more than the context holds.
+            RunError: It has no tokens, unknown ones, or more than the context.
             QueueFullError: Too many wait.
             StoppingError: The server is about to end.
         """
@@ -261,7 +261,7 @@ class Scheduler:
             self._finish(request, Event("", "refused", "the server is stopping. Ask another one, or later."))
 
     def give_up(self, error: Exception) -> None:
-        """End every request, and take no more: the model cannot go on."""
+        """End every request and accept no more: the model failed."""
         self.stop()
         self._fail([row for row in self._rows if row is not None], error)
 

@@ -1,4 +1,4 @@
-"""A server that listens, and ends when it is told to: what runs is finished first."""
+"""A server that listens until a signal, and then finishes running requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from still_export.serving.worker import Worker
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 takes a free one.
+    """A socket that listens there; port 0 is a free one.
 
     Raises:
         ConfigError: It cannot be had.

@@ -140,7 +140,7 @@ def _object(call: Any) -> ToolCall:
 
 
 class ToolCalls:
-    """Tells an answer's calls of tools from its content, as it comes.
+    """Separates calls of tools from an answer's content as it is generated.
 
     Args:
         form: None: nothing is a call.

@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers: what is taken, what is refused, and the objects of JSON that go back."""
+"""OpenAI's requests and answers: what is accepted, what is refused, and the JSON of answers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """As values of JSON."""
         kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -122,7 +122,7 @@ class Message(_Strict):
     content: Any = None
 
     def plain(self, number: int) -> dict[str, Any]:
-        """The message as chat templates take it.
+        """The message as chat templates read it.
 
         Args:
             number: In the chat, from 1.
@@ -262,7 +262,7 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
 
 
 def _calls(request: Chat, text: Text) -> ToolCalls:
-    """What tells calls from content: nothing is one where no tools are given."""
+    """Separates calls from content; without tools nothing is a call."""
     if not request.tools or request.tool_choice == "none" or not text.chat:
         return ToolCalls(None)
     return ToolCalls(form_of(text.chat.templates), request.tools)

@@ -53,7 +53,7 @@ class Worker:
 
     @property
     def stalled_s(self) -> float:
-        """How long the call of the model that runs has taken so far; 0 without requests."""
+        """Seconds since the running call of the model began; 0 without requests."""
         return 0.0 if self.scheduler.idle else time.monotonic() - self._moved
 
     def submit(self, request: Request) -> None:

@@ -19,7 +19,7 @@ from still_export.graph.weights_file import load_graph, place_weights, save_stre
 from still_export.options import flag_of
 from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
-from still_export.runtime.bundle import PROGRAMS
+from still_export.package.programs import PROGRAMS
 from still_export.targets import registry
 from still_export.targets.dump import dumper
 from still_export.targets.portable.narrow import demand_narrow, narrow_package
@@ -60,7 +60,7 @@ def lower(
         The package.
 
     Raises:
-        StillExportError: The package is not portable or holds what the target cannot take, or a tool that it needs is not here.
+        StillExportError: The package is not portable, the target does not support its content, or a tool is missing.
     """
     source = open_package(Path(package))
     options = targets_of(to)[0].options() if options is None else options
@@ -181,7 +181,7 @@ def demand_portable(package: Package) -> Package:
 
 
 def portable_identity(files: dict[str, Any]) -> str:
-    """What tells a portable package from others: the hash of its weights, or of its graph where that holds them."""
+    """Identity of a portable package: the hash of its weights, or of its graph where that holds them."""
     return str(files.get(DATA, files[PORTABLE])["sha256"])
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from still_export.errors import ConfigError, unknown
+from still_export.errors import unknown
 from still_export.package.files import MANIFEST
 from still_export.targets.genai.target import GENAI
 from still_export.targets.ort.target import ORT_CPU, ORT_CUDA
-from still_export.targets.portable.runtime import TORCH
-from still_export.targets.runtime import Runtime
 from still_export.targets.target import Target
 from still_export.targets.trt.target import TRT
 from still_export.targets.trt8.target import TRT8
@@ -17,7 +15,7 @@ from still_export.targets.trt_rtx.target import TRT_RTX
 from still_export.targets.web.target import WEB
 
 TARGETS: tuple[Target, ...] = (ORT_CUDA, ORT_CPU, GENAI, WEB, TRT8, TRT, TRT_RTX)
-"""Of records that share a name for `--to`, the first that takes the options is meant."""
+"""Several records may share a name for `--to`; the first whose `takes` accepts the options is meant."""
 
 
 def names() -> tuple[str, ...]:
@@ -54,35 +52,3 @@ def packaged_target(manifest: dict[str, Any]) -> Target:
         ConfigError: This version does not know it.
     """
     return targets_of(manifest["target"], f"{MANIFEST}: target")[-1]
-
-
-def runtime_of(target: str, asked: str | None) -> Runtime:
-    """The runtime of packages for `target`.
-
-    Args:
-        target: As in the manifest.
-        asked: The flag --runtime: the name of the target's own runtime, torch, or None = the target's own.
-
-    Raises:
-        ConfigError: Another runtime was asked for, or nothing here runs such packages.
-    """
-    runtime = target_of(target).runtime
-    if runtime is None:
-        raise ConfigError(f"a package for {target} is built here, not run: its engines are for programs of your own.")
-    if asked not in (None, runtime.name, TORCH.name):
-        raise ConfigError(
-            f"a package for {target} does not run with --runtime {asked}; it runs with {runtime.name}, and with {TORCH.name}."
-        )
-    return TORCH if asked == TORCH.name else runtime
-
-
-def runtime_named(name: str) -> Runtime:
-    """The runtime `name`, as `--runtime` has it.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    known = {r.name: r for r in (*(t.runtime for t in TARGETS if t.runtime is not None), TORCH)}
-    if name not in known:
-        raise unknown(name, known, f"--runtime {name}")
-    return known[name]

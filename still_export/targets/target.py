@@ -1,4 +1,4 @@
-"""What a target is: one record that says what it takes, the steps to it, its files and who runs it. Everything else asks the record."""
+"""A target is one record: allowed types and options, the steps to it, its files and its runtime. Everything else asks the record."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from still_export.errors import ConfigError, StillExportError, UnsupportedError
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.policy import RUNTIME, Layout
 from still_export.options import names_of
-from still_export.package.folder import Package
-from still_export.targets.runtime import Runtime
 from still_graphs.pipelines import Dump, Step
 
 FLOAT_WEIGHTS = "float weights"
@@ -65,7 +63,7 @@ class Target:
         name: Of the record.
         to: As `--to` and the manifest have it; records that share one are told apart by `takes`.
         dtypes: Activation types that it computes in.
-        layout: How it holds low-bit weights.
+        layout: Form of its low-bit weights.
         layouts: The same by activation type, where it is another.
         own_layouts: Whether options mean `layouts`; packages of either kind are lowered.
         caches: Types of keys and values beside that of the activations.
@@ -80,10 +78,10 @@ class Target:
         ready: Makes the tools that the options need ready; raises where one is not here.
         takes: Whether options of `to` mean this record.
         portable: The package stays one that others are lowered from.
-        dtype: That it is exported in where nobody says.
-        runtime: Who runs it here, None: nobody.
+        dtype: Default of --dtype.
+        runtime: Name of what runs it here (still_export.loading.runtimes), None: nothing.
         host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
-        build: Builds its engines in a package, with options of its own, and tells each step; None: it has none.
+        built: It has engines, which `still-export build` builds in a package (still_export.engines).
         sees: Its packages may have images.
         speculates: Its packages may have steps of guessed tokens.
         decode_steps: Steps of greedy decoding that a verification compares.
@@ -108,17 +106,12 @@ class Target:
     takes: Callable[[Any], bool] = lambda options: True
     portable: bool = False
     dtype: str = "auto"
-    runtime: Runtime | None = None
+    runtime: str | None = None
     host: str | None = None
-    build: Callable[[Package, Any, Any], list[Path]] | None = None
+    built: bool = False
     sees: bool = False
     speculates: bool = False
     decode_steps: int = 72
-
-    @property
-    def built(self) -> bool:
-        """It has engines, which a later verb builds."""
-        return self.build is not None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -126,7 +119,7 @@ class Target:
         return names_of(self.options)
 
     def layout_for(self, dtype: str, options: Any = None) -> Layout:
-        """How low-bit weights are held beside activations of `dtype`; `options` None: the plainest."""
+        """Form of low-bit weights beside activations of `dtype`; `options` None: the plainest."""
         if self.own_layouts is not None and (options is None or not self.own_layouts(options)):
             return self.layout
         return self.layouts.get(dtype, self.layout)
@@ -139,7 +132,7 @@ class Target:
             )
 
     def check_model(self, manifest: dict[str, Any], options: Any) -> None:
-        """Raise for a model that the target cannot hold.
+        """Raise for a model that the target does not support.
 
         Raises:
             UnsupportedError, ConfigError: Its type, an op of its layers, or the form of its quantized weights, is not one of the target's.

@@ -12,6 +12,8 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.gl
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide/README.md"
 SHELL = ("", "sh", "bash")
 """Languages of fenced blocks that hold commands; indented blocks have none."""
+CONSOLE = "console"
+"""That of blocks with a command and its output."""
 
 
 def name(page: Path) -> str:
@@ -60,10 +62,28 @@ def blocks(page: Path, languages: tuple[str, ...]) -> list[Block]:
 
 
 def commands(page: Path) -> list[str]:
-    """Every command of the page as a reader would type it, without its comment; one that ends with a backslash goes on below."""
-    text = "\n".join(line for block in blocks(page, SHELL) for line in block.lines)
+    """Every command of the page as a reader would type it, without its comment; one that ends with a backslash goes on below. Those of
+    still-export that are shown with their output, unless that is an error, are among them."""
+    found = blocks(page, (*SHELL, CONSOLE))
+    text = "\n".join(line for block in found for line in (block.lines if block.language != CONSOLE else _typed(block)))
     typed = (re.sub(r"\s+#\s.*", "", line).strip() for line in text.replace("\\\n", " ").splitlines())
     return [re.sub(r"\s+", " ", line) for line in typed if line and not line.startswith("#")]
+
+
+def outputs(page: Path) -> dict[str, list[str]]:
+    """What the page shows of its commands, by command; "..." stands for more."""
+    return {command: lines for command, *lines in map(_session, blocks(page, (CONSOLE,)))}
+
+
+def _session(block: Block) -> list[str]:
+    """The command of a block of language "console", which begins with "$ ", and the lines of its output."""
+    typed, *lines = "\n".join(block.lines).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+", " ", typed.removeprefix("$ ")), *lines]
+
+
+def _typed(block: Block) -> list[str]:
+    command, *lines = _session(block)
+    return [command] if command.startswith("still-export ") and not re.match(r"\w+Error: ", lines[0]) else []
 
 
 def links(page: Path) -> list[str]:

@@ -23,7 +23,7 @@ import typer.main
 
 from still_export.cli import main as cli
 from still_export.targets.ort.headers import CACHE_VARIABLE
-from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name
+from tests.docs.pages import GUIDE, ROOT, SESSIONS, USERS, commands, name, outputs
 from tests.docs.stand_ins import CONTEXT, SHORT_CONTEXT, make_decoder, make_stand_ins
 
 CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
@@ -49,6 +49,7 @@ TRAINING = "trains for minutes"
 CALIBRATED = "needs GPTQModel; tests/still_export/graph/quantization/test_calibrate.py"
 ELSEWHERE = {
     "still-export linearize BASE.gguf --adapter assets/qwen2.5-coder-1.5b-instruct-mixed -o STILL": Elsewhere(REAL),
+    "still-export linearize BASE.gguf --adapter assets/smollm2-135m-instruct-mixed-2 -o FOLDER": Elsewhere(REAL),
     "python -m tools.benchmarks.block_quality BASE.gguf --blocks all,128,64,32 --model STILL --text sqlalchemy.txt "
     "--contexts 16384,32768 --text-tokens 65536 --tasks needle --lengths 16384,32768 --depths 5 --samples 2 --device cuda": Elsewhere(
         REAL
@@ -167,7 +168,19 @@ def run_here(command: str) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
 
 
-def run_session(pages: list[Path], folder: Path, slow: bool) -> None:
+def shape(line: str) -> str:
+    """A line but for its numbers and blanks, which differ from model to model and from machine to machine."""
+    return " ".join(re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", line).split())
+
+
+def shows(shown: list[str], printed: str) -> bool:
+    """Whether a command printed the last line that its page shows; of JSON, the fields."""
+    if shown[-1].startswith("{"):
+        return all(field in printed for field in re.findall(r'"\w+":', shown[-1]))
+    return shape(shown[-1]) in map(shape, printed.splitlines())
+
+
+def run_session(pages: list[Path], folder: Path, slow: bool, capfd: pytest.CaptureFixture[str]) -> None:
     """Run the commands of `pages` in `folder`, one after the other."""
     make_stand_ins(folder, SHORT_CONTEXT if pages == SESSIONS["README"] else CONTEXT)
     if slow:
@@ -176,16 +189,22 @@ def run_session(pages: list[Path], folder: Path, slow: bool) -> None:
         for command in commands(page):
             print(f"{name(page)}: {command}")
             if runs(command, slow):
+                capfd.readouterr()
                 run_here(command)
+                printed = "\n".join(capfd.readouterr())
+                shown = outputs(page).get(command)
+                assert shown is None or shows(shown, printed), f"{command} does not print {shown[-1]}, but\n{printed}"
             elif command in ELSEWHERE and ELSEWHERE[command].place:
                 run_here(ELSEWHERE[command].place)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("session", [s if s == "README" else pytest.param(s, marks=pytest.mark.long) for s in SESSIONS])
-def test_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(
+    session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    run_session(SESSIONS[session], tmp_path, slow=False)
+    run_session(SESSIONS[session], tmp_path, slow=False, capfd=capfd)
 
 
 @pytest.mark.slow
@@ -197,14 +216,35 @@ def test_commands_run(session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if SLOW & {c for p in pages for c in commands(p)}
     ],
 )
-def test_slow_commands_run(session: str, kernels_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_commands_run(
+    session: str,
+    kernels_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(CACHE_VARIABLE, str(kernels_cache))
-    run_session(SESSIONS[session], tmp_path, slow=True)
+    run_session(SESSIONS[session], tmp_path, slow=True, capfd=capfd)
 
 
 def test_every_page_of_the_guide_runs() -> None:
     assert set(SESSIONS["guide"]) == set(GUIDE.parent.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", SESSIONS["guide"], ids=name)
+def test_pages_show_what_to_expect(page: Path) -> None:
+    """A page with a command of still-export shows what one prints."""
+    shown = outputs(page)
+    assert shown or not any(command.startswith("still-export ") for command in commands(page))
+    assert all(lines[-1] != "..." for lines in shown.values())
+
+
+def test_another_output_is_found() -> None:
+    """The comparison in `run_session` can fail: other words, not other numbers."""
+    shown = ["DIR: 32 files, 9 MB", "PASSED"]
+    assert shows(shown, "0.1 s\nPASSED\n") and not shows(shown, "FAILED: 3 outputs\n")
+    assert shows(shown[:1], "DIR:  5 files, 1,024.5 MB\n") and not shows(shown[:1], "DIR: 5 files and 1 MB\n")
 
 
 def test_lists_name_commands_that_are_there() -> None:

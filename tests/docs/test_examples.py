@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from still_export.engines.build import build_engines
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.text import Text
 from still_export.targets.lower import lower
 from still_export.targets.ort.headers import compiler_flags
-from still_export.targets.trt.build import build_engines
 from still_export.targets.trt.plugins import PluginBuildError
 from tests.docs.pages import ROOT
 from tests.still_export import fake_tensorrt

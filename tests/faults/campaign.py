@@ -15,6 +15,7 @@ import torch
 from onnx import numpy_helper
 
 from still_export.graph.options import ExportOptions
+from still_export.loading.runtimes import Opening, watched_graph
 from still_export.models.read.source import find_source
 from still_export.package.folder import GENERATED, Package, open_package, write_manifest
 from still_export.proof.answers import EMPTY, Answer, Decisions, DecisionsByCase, Question, chosen_for_layers, silent
@@ -30,8 +31,6 @@ from still_export.proof.sessions import Session, Subject
 from still_export.proof.verify import Verifier
 from still_export.runtime import ort
 from still_export.targets.export import export
-from still_export.targets.ort.runtime import _watched
-from still_export.targets.runtime import Opening
 from tests.faults import graph, native, runner, states, weights  # noqa: F401 (they register faults)
 from tests.faults.registry import FAULTS, Fault
 from tests.still_export.linear_models import linear_model
@@ -139,7 +138,7 @@ class Broken:
 
     def open(self, folder: Path | None = None, arrays: dict[str, np.ndarray] | None = None) -> Any:
         if self.runtime == "torch":
-            from still_export.proof.reference import open_runner
+            from still_export.loading.runtimes import open_runner
 
             model = open_runner(self.package.path, self.package.manifest, "torch")
             parameters = dict(model.model.named_parameters())
@@ -151,7 +150,7 @@ class Broken:
             library = native.build(self.package.path.parent / "native")
         place, watched = folder or self.package.path, None
         if names := self.hidden(place):
-            watched = _watched(Opening(place, self.package.manifest, tensors=tuple(names)))
+            watched = watched_graph(Opening(place, self.package.manifest, tensors=tuple(names)))
         with mock.patch.object(ort, "native_library", lambda *_: library):
             return ort.OrtModel(place, threads=1, check=False, watched=watched)
 

@@ -29,9 +29,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from still_export.loading.torch import TorchModel
 from still_export.models import forward_with_state
 from still_export.proof.served import Load, Reference
-from still_export.runtime.torch import TorchModel
 from still_kernels.forms import pytorch_forms
 from tests.gpu.quantized_folders import FORMS, quantized_folders
 

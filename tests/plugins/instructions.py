@@ -28,7 +28,7 @@ from still_kernels.experts_nbits.meaning import Inputs as ExpertsInputs
 from still_kernels.matmul_nbits.plan import Inputs
 from tests.matmul_nbits_cases import Case, tokens, weight
 from tests.plugins.builds import locked
-from tests.super_block_cases import Case as SuperBlocks
+from tests.still_kernels.matmul_nbits.super_block_cases import Case as SuperBlocks
 
 PROGRAM = Path(__file__).parent / "products"
 COUNTED = re.compile(r"instructions: (\d+)")

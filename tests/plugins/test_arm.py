@@ -27,7 +27,7 @@ from tests.plugins.instructions import (
 )
 from tests.plugins.test_experts import errors_of_tokens, rounded, with_tokens
 from tests.plugins.test_matmul_nbits import CASES, error
-from tests.super_block_cases import CASES as SUPER_BLOCKS
+from tests.still_kernels.matmul_nbits.super_block_cases import CASES as SUPER_BLOCKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 PARTS = (1, 2, 5, 61)

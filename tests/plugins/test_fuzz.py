@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.manifest_cases import BASE_FILE
 from tests.plugins import builds
 from tests.plugins.core_abi import compile_recorder, write_archive
 from tests.plugins.test_core import variant
+from tests.still_export.package.manifest_cases import BASE_FILE
 
 RUNS = {
     "binding": 60_000,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from still_export.package import checked
 from still_export.package.refusals import CheckError
-from tests.manifest_cases import BASE, BASE_FILE, changed
 from tests.plugins import builds
+from tests.still_export.package.manifest_cases import BASE, BASE_FILE, changed
 
 Reader = Callable[[bytes], str]
 READ: list[tuple[str | int, ...]] = [

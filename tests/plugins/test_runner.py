@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, build_plugins
-from tests.manifest_cases import BASE
+from tests.still_export.package.manifest_cases import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]

@@ -17,7 +17,7 @@ from still_graphs.errors import UnsupportedError
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS, SUPER
 from tests.still_graphs.node_model import node_model, tensor
 from tests.still_graphs.test_functions import session, value
-from tests.super_block_cases import CASES, Case
+from tests.still_kernels.matmul_nbits.super_block_cases import CASES, Case
 
 UNIT = 32
 """Inputs that the kernel rounds with one factor."""

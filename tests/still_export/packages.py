@@ -18,9 +18,9 @@ import pytest
 from still_export.graph.options import ExportOptions
 from still_export.package.files import MODEL, PORTABLE
 from still_export.package.folder import Package, open_package, write_manifest
+from still_export.package.programs import write_programs
 from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
-from still_export.runtime.bundle import write_programs
 from still_export.runtime.ort import OrtModel
 from still_export.targets.lower import lower_into, lower_package
 from still_export.targets.ort.library import LIBRARY

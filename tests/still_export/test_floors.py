@@ -23,6 +23,28 @@ def test_every_file_imports_lower_floors_alone(sources: Sources) -> None:
     assert not sources.up()
 
 
+def test_export_run_and_measure_do_not_know_each_other(sources: Sources) -> None:
+    assert not sources.never()
+
+
+def test_what_is_never_imported_is_found(tmp_path: Path) -> None:
+    """The test above can fail, though floors allow both."""
+    texts = {
+        "runtime/base.py": "",
+        "models/load.py": "",
+        "targets/lower.py": "from still_export.runtime import base",
+        "serving/app.py": "def f():\n    from still_export.models.load import x",
+        "serving/vllm/model.py": "import still_export.models.load",
+    }
+    for name, text in texts.items():
+        (tmp_path / "still_export" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "still_export" / name).write_text(text)
+    assert Sources(tmp_path / "still_export").never() == [
+        Arrow("still_export.serving.app", "still_export.models.load"),
+        Arrow("still_export.targets.lower", "still_export.runtime.base"),
+    ]
+
+
 def test_no_file_is_in_a_cycle(sources: Sources) -> None:
     assert not sources.cycles()
 

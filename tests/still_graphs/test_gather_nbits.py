@@ -10,7 +10,7 @@ from still_graphs.errors import UnsupportedError
 from still_kernels.gather_nbits.spec import GATHER_NBITS
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.test_functions import session
-from tests.super_block_cases import CASES, Case
+from tests.still_kernels.matmul_nbits.super_block_cases import CASES, Case
 
 
 def rows_of(case: Case, indices: np.ndarray, dtype: torch.dtype = torch.float32, **held: np.ndarray) -> np.ndarray:

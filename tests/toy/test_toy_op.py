@@ -119,7 +119,7 @@ def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     assert lowered.manifest["plugin_layers"] == {"HybridAttention": 1, "Decay": 1, "Attention": 1}
     trust_package(folder)
     fake_tensorrt.install(monkeypatch, "10.3.0")
-    monkeypatch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
+    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
     assert call("build", folder, "--quiet") == 0
     assert call("verify", folder, *SIZES, "--quiet") == 0, capsys.readouterr().out
     assert call("run", folder, "--prompt-ids", "5,6,7", "--tokens", 3, "--quiet") == 0

@@ -7,8 +7,7 @@ from typing import Any, Self
 
 from still_export.graph.quantization.policy import ONNXRUNTIME
 from still_export.options import option
-from still_export.runtime.bundle import write_programs
-from still_export.targets.ort.runtime import ORT
+from still_export.package.programs import write_programs
 from still_export.targets.target import Lowering, Target
 from still_graphs.conditions import known_ops, no_still_nodes
 from still_graphs.passes.inline_functions import inline_functions
@@ -44,6 +43,6 @@ TOY = Target(
     ToyOptions,
     steps=(Step(inline_functions, "nobody has these ops", requires=known_ops, ensures=no_still_nodes),),
     finish=finish,
-    runtime=ORT,
+    runtime="ort",
     decode_steps=8,
 )

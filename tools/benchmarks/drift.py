@@ -50,14 +50,14 @@ def write_tiny(folder: Path) -> None:
 
 
 def of_package(options: argparse.Namespace, findings: Findings) -> dict[str, str]:
+    from still_export.loading.runtimes import open_runner, runtime_of
+    from still_export.loading.torch import TorchModel
     from still_export.models.load import load_model
     from still_export.package.folder import open_package
-    from still_export.proof.reference import open_runner, runtime_of
-    from still_export.runtime.torch import TorchModel
 
     package = open_package(options.package)
     manifest = package.manifest
-    runner = open_runner(package.path, manifest, runtime_of(manifest["target"], None), options.provider)
+    runner = open_runner(package.path, manifest, runtime_of(manifest["target"], None).name, options.provider)
     deployment = {"capacity_tokens": options.tokens}
     exact = TorchModel(manifest, load_model(options.model, dtype="float32", deployment=deployment).double())
     tokens = np.random.default_rng(options.seed).integers(0, manifest["model"]["vocab_size"], (1, options.tokens))

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from still_export.engines.row_check import check_rows
+from still_export.loading.runtimes import open_runner
 from still_export.package.checked import read_manifest
 from still_export.package.trust import trust_package
-from still_export.proof.reference import open_runner
-from still_export.targets.trt.row_check import check_rows
 from tools.benchmarks.common import Findings, in_blocks, numbers, parser_of, time_calls
 
 WEIGHTS = "model.onnx.data"
@@ -45,7 +45,7 @@ def fill_weights(package: Path) -> None:
 
 def build(package: Path) -> dict[str, Any]:
     """Build the engine; what it cost."""
-    from still_export.targets.trt.build import build_engines, reopen
+    from still_export.engines.build import build_engines, reopen
 
     begin = time.perf_counter()
     (engine,) = build_engines(reopen(package), progress=lambda step: print(step, file=sys.stderr))

@@ -21,8 +21,8 @@ from random import Random
 from typing import Any
 
 import still_export
+from still_export.loading.language_model import LanguageModel
 from still_export.package.trust import trust_package
-from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.speculation import Guesser, Lookup, Speculation
 from still_export.runtime.text import Answer
 from tools.benchmarks.common import Findings, parser_of

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from still_export.evaluation.bench import BenchOptions
+from still_export.loading.runtimes import open_runner, runtime_of
 from still_export.package.checked import read_manifest
-from still_export.proof.reference import open_runner, runtime_of
 from still_export.runtime.sampling import likeliest
 from still_export.runtime.text import Text
 from tools.benchmarks.common import Findings, parser_of
@@ -63,7 +63,7 @@ def main() -> int:
 
     manifest = read_manifest(package)
     setting.held(manifest)
-    runtime = runtime_of(manifest["target"], setting.runtime)
+    runtime = runtime_of(manifest["target"], setting.runtime).name
     import onnxruntime  # noqa: F401  # with the modules, not with the session
 
     stage("Python and modules")

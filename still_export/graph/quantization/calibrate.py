@@ -301,7 +301,7 @@ class Rounding:
         start = embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
         with self._hooked(lambda name, layer: layer.register_forward_hook(partial(after, name))), torch.enable_grad():
             for number, row in enumerate(rows):
-                self.say("telling what each weight loses", number, len(rows))
+                self.say("measuring what each weight loses", number, len(rows))
                 _nats(self.model, row[None]).backward()
         start.remove()
         return found

@@ -101,7 +101,7 @@ def _readers(model: ir.Model, weight: StoredWeight) -> tuple[list[ir.Node], list
             rows.append(node)
         else:
             raise UnsupportedError(
-                f"{weight.name} is read by {node.op_type}, which has no form with quantized weights."
+                f"{weight.name} is read by {node.op_type}, which has no form with quantized weights. Export without --quantize."
             )
     return products, rows
 

@@ -46,7 +46,7 @@ def parse_budget(said: str) -> float:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a target holds low-bit weights.
+    """Form of a target's low-bit weights.
 
     Args:
         form: Its name for people.

@@ -41,7 +41,9 @@ class KeysMixer(Mixer):
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         cache = config.still.deployment.cache
         if self.as_numbers and cache == "int8":
-            raise ConfigError(f"cache='int8': layer {index} {self.as_numbers}; choose float16 or none.")
+            raise ConfigError(
+                f"--cache int8: layer {index} {self.as_numbers}. Export with --cache float16, or without."
+            )
         module = self.made(base, config, index)
         module.cache = cache
         return module

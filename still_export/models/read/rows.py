@@ -46,7 +46,7 @@ def int6_rows(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     diagonal = wide.diagonal(dim1=-2, dim2=-1)
     codes, scale = _rounded(wide - torch.diag_embed(diagonal), 6)
     if not bool(diagonal.half().isfinite().all()):
-        raise CheckpointError("a diagonal is beyond float16. Store the adapter as int8.")
+        raise CheckpointError("a diagonal is beyond float16. Store the adapter with --adapter-dtype int8.")
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4))
     a, b, c, d = (codes.short() + 32).unflatten(-1, (-1, 4)).unbind(-1)
     packed = torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], -1) & 255
@@ -59,7 +59,7 @@ def _rounded(wide: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scale = (wide.abs().amax(-1) / greatest).half().clamp_min(torch.finfo(torch.float16).tiny)
     if not bool(scale.isfinite().all()):
         raise CheckpointError(
-            f"a row is beyond what int{bits} with a float16 scale holds. Store the adapter as float16."
+            f"a row is beyond what int{bits} with a float16 scale holds. Store the adapter with --adapter-dtype float16."
         )
     return (wide / scale.float()[..., None]).round().clamp(-greatest, greatest).to(torch.int8), scale
 

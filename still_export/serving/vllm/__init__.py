@@ -7,7 +7,7 @@ OP = "vllm::still_paged"
 
 
 def register() -> None:
-    """Tell vLLM of the families, their configuration, and the layers with states of their own. Called in each of its processes."""
+    """Register with vLLM the families, their configuration, and the layers with states of their own. Called in each of its processes."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

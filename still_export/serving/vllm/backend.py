@@ -1,4 +1,4 @@
-"""What a step of vLLM tells layers with states of their own: whose tokens lie where, and the pages of each request."""
+"""The metadata of a step of vLLM for layers with states of their own: positions of tokens, pages of each request."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """The calls of a step; the batch begins with the rows that bring one token."""
+        """The calls of a step; rows with one token come first in the batch."""
         m = common_attn_metadata
         count = m.num_reqs
         start = m.query_start_loc[: count + 1]

@@ -67,7 +67,7 @@ class ServedConfig:
         elif cache.enable_prefix_caching:
             # vLLM's default for models with states; whether somebody asked for it cannot be seen here.
             _log().warning(
-                "prefix caching is switched off: kept states take much memory. --mamba-block-size 2048, beside --enable-prefix-caching, "
+                "prefix caching is switched off: kept states need much memory. --mamba-block-size 2048, beside --enable-prefix-caching, "
                 "keeps those after every 2,048 tokens; --no-enable-prefix-caching leaves out this line."
             )
             cache.enable_prefix_caching = False
@@ -114,14 +114,14 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     scheduler = vllm_config.scheduler_config
     if fit < scheduler.max_num_seqs:
         _log().info(
-            f"at most {fit} requests at the same time, not {scheduler.max_num_seqs}: each holds {request_bytes / 2**20:,.0f} MiB "
+            f"at most {fit} requests at the same time, not {scheduler.max_num_seqs}: each has {request_bytes / 2**20:,.0f} MiB "
             "of states from its first token on."
         )
         scheduler.max_num_seqs = fit
 
 
 def weight_bytes(model_config: Any) -> int:
-    """What a model's weights take: of a quantized checkpoint its files, of one that vLLM quantizes a byte each, at most."""
+    """Bytes of a model's weights: of a quantized checkpoint its files, of one that vLLM quantizes a byte each, at most."""
     config = model_config.hf_config
     with torch.device("meta"):
         count = sum(x.numel() for x in family_of(config.model_type).still_model(config).parameters())

@@ -23,9 +23,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Of the process, where nobody has said otherwise."""
+"""Defaults of the process's environment."""
 CPU_MEMORY = 0.3
-"""The part of a machine's memory that vLLM wants to find free on a CPU, where others work beside it."""
+"""The part of a machine's memory that must be free for vLLM on a CPU, beside other work."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class VllmEngine:
         dtype: float32, float16 or bfloat16.
         ranks: Devices that share each layer.
         log: Where what vLLM says is written.
-        settings: Others of vLLM's, as the memory that it takes.
+        settings: Other settings of vLLM, such as its memory.
     """
 
     folder: Path
@@ -117,7 +117,7 @@ def _answer(asked: Path, answered: Path) -> None:
 
 
 def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
-    """vLLM with a model, set as a load wants it."""
+    """vLLM with a model, set up for a load."""
     from vllm import LLM
     from vllm.platforms import current_platform
 

@@ -86,7 +86,9 @@ def joined_states(model: ir.Model) -> str:
 
 def _states(model: ir.Model) -> list[_State]:
     if CAPACITY not in model.metadata_props:
-        raise UnsupportedError(f"the graph's metadata has no {CAPACITY}; genai's states have a fixed size.")
+        raise UnsupportedError(
+            f"the graph's metadata has no {CAPACITY}; genai's states have a fixed size. Export with --to onnx."
+        )
     capacity = int(json.loads(model.metadata_props[CAPACITY])["capacity_tokens"])
     found = []
     for node in still_nodes(model):
@@ -132,7 +134,9 @@ class _Joiner:
             return
         if [s.spec.name for s in states] != list(CACHE) or states[0].shape != states[1].shape:
             names = ", ".join(f"{s.spec.name} {s.shape}" for s in states)
-            raise UnsupportedError(f"layer {layer} keeps {names}; genai keeps one key and one value of the same size.")
+            raise UnsupportedError(
+                f"layer {layer} keeps {names}; genai keeps one key and one value of one size. Export with --to onnx."
+            )
         for name, state in zip(CACHE, states, strict=True):
             self._rename(layer, name, state)
 

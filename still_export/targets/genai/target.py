@@ -5,7 +5,6 @@ from __future__ import annotations
 from still_export.graph.quantization.policy import ONNXRUNTIME
 from still_export.targets.genai.package import check_genai, demand_genai, derived_files, finish
 from still_export.targets.ort.options import GenaiOptions
-from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import ORT_CPU, ready, traits
 from still_export.targets.target import Target
 
@@ -24,6 +23,6 @@ GENAI = Target(
     demand=demand_genai,
     check=check_genai,
     ready=ready,
-    runtime=ORT,
+    runtime="ort",
     host="onnxruntime_genai",
 )

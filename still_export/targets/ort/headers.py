@@ -96,7 +96,10 @@ def fetch_headers() -> Path:
             f"{URL} cannot be fetched: {error}. Give the folder of {HEADER} of ONNX Runtime 1.18 or later with --onnxruntime-include."
         ) from error
     if hashlib.sha256(package).hexdigest() != SHA256:
-        raise PluginBuildError(f"{URL} is not the file that was expected: its SHA-256 differs from {SHA256}.")
+        raise PluginBuildError(
+            f"{URL} is not the file that was expected: its SHA-256 differs from {SHA256}. "
+            "Name ONNX Runtime's headers with --onnxruntime-include."
+        )
     make_cache(folder)
     with tarfile.open(fileobj=io.BytesIO(_members(package)["data.tar.xz"])) as tar:
         headers = [entry for entry in tar if entry.isfile() and entry.name.endswith(".h")]

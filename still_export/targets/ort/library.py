@@ -71,7 +71,7 @@ def build_with_archive(archive: Path, target: Path, include: Path | None = None)
 
 
 def can_build() -> bool:
-    """Whether an export may build kernels that nobody asked for: CMake and a compiler are here, and the user's environment allows it."""
+    """Whether an export may build kernels without being asked: CMake and a compiler are here, and the user's environment allows it."""
     compilers = (os.environ.get("CXX", "").split(" ")[0] or "c++", "g++", "clang++")
     able = platform.system() == SYSTEM and shutil.which("cmake") is not None and any(map(shutil.which, compilers))
     return able and os.environ.get(BUILD_VARIABLE, "1") != "0"

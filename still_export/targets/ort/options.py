@@ -25,7 +25,7 @@ class OrtOptions:
         archs: GPUs that its library has kernels for too, such as "sm_90".
         opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
             ops are in the graph then but still's, which have bodies.
-        prefill_tokens: Tokens of one prefill call; None: what the target takes.
+        prefill_tokens: Tokens of one prefill call; None: the target's default.
         onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None: the usual places.
 
     Raises:
@@ -52,7 +52,7 @@ class OrtOptions:
         if self.cpu not in (None, *CPUS):
             raise unknown(self.cpu, CPUS, f"--cpu {self.cpu}")
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
-            raise ConfigError(f"prefill_tokens={self.prefill_tokens}; it must be at least 1.")
+            raise ConfigError(f"--prefill-tokens {self.prefill_tokens}: it must be at least 1.")
         if self.opset not in (OPSET, FUSED_OPSET):
             raise ConfigError(f"--opset {self.opset}: graphs are written at opset {OPSET} or {FUSED_OPSET}.")
         if self.native is False and (self.archs or self.cpu):

@@ -13,12 +13,11 @@ from still_export.graph.merge import merge_linear_layers
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import ONNXRUNTIME, PLUGIN, Layout
 from still_export.package.files import FOLD, HEAD, MODEL
+from still_export.package.programs import write_programs
 from still_export.package.trust import trust
-from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.kernels import add_native
 from still_export.targets.ort.library import build_library, demand_build, find_library
 from still_export.targets.ort.options import OrtOptions, demand
-from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.scales import part_scales, scales_of_one_row
 from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Target
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, opset_at_least, still_nodes
@@ -57,7 +56,7 @@ def traits(options: OrtOptions) -> tuple[str, ...]:
 
 
 def has_kernels(options: OrtOptions) -> bool:
-    """Whether the package takes the library of kernels for CPUs, and may have nodes for it."""
+    """Whether the package gets the library of kernels for CPUs, and may have nodes for it."""
     return (
         options.native is not False
         and not options.archs
@@ -161,7 +160,7 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
 
 
 def _library(options: OrtOptions, manifest: dict[str, Any]) -> Path | None:
-    """The library of kernels for CPUs that the package takes: one that is there by now, and computes its types; None: none."""
+    """The library of kernels for CPUs for the package: built, and for its types; None: none."""
     dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
     if options.native is False or dtype not in NATIVE_DTYPES or (cache == "int8" and dtype != "float32"):
         return None
@@ -212,7 +211,7 @@ ORT_CPU = Target(
     check=check,
     ready=ready,
     portable=True,
-    runtime=ORT,
+    runtime="ort",
 )
 
 ORT_CUDA = Target(
@@ -249,6 +248,6 @@ ORT_CUDA = Target(
     check=check,
     ready=ready,
     takes=lambda options: bool(options.archs),
-    runtime=ORT,
+    runtime="ort",
 )
 """Where a package has kernels for the CUDA provider; the CPU provider runs the bodies of what is fused."""

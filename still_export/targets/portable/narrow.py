@@ -19,7 +19,7 @@ from still_export.graph.options import Progress
 from still_export.graph.weights_file import VIEW, load_graph, save_streaming
 from still_export.package.files import DATA, HEAD, MODEL, PORTABLE
 from still_export.package.folder import GENERATED, Package, write_manifest
-from still_export.runtime.bundle import PROGRAMS
+from still_export.package.programs import PROGRAMS
 from still_graphs.edits import add_node, forget, store, typed
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.passes.attach_functions import attach_functions

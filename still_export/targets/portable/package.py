@@ -20,10 +20,9 @@ from still_export.models.read.source import find_source
 from still_export.models.read.tokenizer_file import check_vocabulary, write_tokenizer
 from still_export.models.read.weights import is_coded
 from still_export.package.chat_format import chat_format
-from still_export.package.files import DATA, PORTABLE, VISION
+from still_export.package.files import DATA, PORTABLE, RECORDED, VISION, recorded_text
 from still_export.package.folder import Package, write_manifest
 from still_export.package.refusals import RunError
-from still_export.runtime.ort_session import RECORDED, recorded_text
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.ort.target import PREFILL_TOKENS
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, still_nodes
@@ -54,7 +53,7 @@ def write_portable(
     Args:
         options: What to export and how.
         folder: Of the package, which has no graph for a runtime yet.
-        layout: How low-bit weights are held, by the activations' type.
+        layout: Form of low-bit weights, by the activations' type.
         to: The target's name, for messages.
         check: Raises for what the target cannot have of a model, given its manifest; asked before the model is traced.
         command: The command line, for the manifest.
@@ -237,7 +236,7 @@ def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
     try:
         tokenizer = load_tokenizer(options.model, options.revision)
     except ModelNotFoundError as error:  # a model without text
-        logging.getLogger(__name__).warning("%s The package takes token ids alone.", error)
+        logging.getLogger(__name__).warning("%s The package accepts token ids only.", error)
         return {"chat": None}
     write_tokenizer(tokenizer, folder, options.model)
     found = chat_format(tokenizer)

@@ -60,14 +60,14 @@ class TrtOptions:
             raise unknown(self.target, ("trt", "trt-rtx"), f"target {self.target!r}")
         for name in ("prefill_tokens", "batch"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; it must be at least 1.")
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 1.")
         if self.prefill_tokens < 2:
-            raise ConfigError("prefill_tokens=1 leaves no prefill profile; give at least 2.")
+            raise ConfigError("--prefill-tokens 1 leaves no prefill profile; give at least 2.")
         if self.workspace_mib < 0:
-            raise ConfigError(f"workspace_mib={self.workspace_mib}; it must not be negative.")
+            raise ConfigError(f"--workspace {self.workspace_mib}: it must not be negative.")
 
         if not 0 <= self.optimization_level <= 5:
-            raise ConfigError(f"optimization_level={self.optimization_level}; choose one of 0..5.")
+            raise ConfigError(f"--optimization-level {self.optimization_level}: choose one of 0..5.")
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:
@@ -82,7 +82,9 @@ class TrtOptions:
         try:
             return cls(**{**{k: tuple(v) if isinstance(v, list) else v for k, v in recorded.items()}, **changes})
         except TypeError as error:
-            raise ConfigError(f"the manifest has TensorRT options that this version does not know: {error}.") from error
+            raise ConfigError(
+                f"the manifest has TensorRT options that this version does not know: {error}. Export again."
+            ) from error
 
     @property
     def architectures(self) -> tuple[str, ...]:

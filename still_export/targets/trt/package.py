@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from still_export.graph.options import Progress
+from still_export.package.programs import write_programs
 from still_export.package.trust import trust
-from still_export.runtime.bundle import write_programs
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.target import Lowering
 from still_export.targets.trt.options import TrtOptions

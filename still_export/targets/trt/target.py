@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from still_export.extras import demand
 from still_export.graph.merge import merge_linear_layers, merged
 from still_export.graph.options import Progress
 from still_export.graph.quantization.policy import Layout
-from still_export.package.folder import Package
 from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Target
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import finish
 from still_export.targets.trt.plugins import cuda_headers, find_tensorrt_headers
-from still_export.targets.trt.runtime import TENSORRT
 from still_export.targets.trt.sum_products_in_float32 import products_sum_in_float32, sum_products_in_float32
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, plugin_nodes
 from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
@@ -35,13 +31,6 @@ def ready(options: TrtOptions, say: Progress) -> None:
     demand("triton")
     if find_tensorrt_headers(options.tensorrt_include):
         cuda_headers(options.cuda_include)
-
-
-def build(package: Package, options: Any, progress: Any) -> list[Path]:
-    """The engines, built here (still_export.targets.trt.build)."""
-    from still_export.targets.trt.build import build_engines
-
-    return build_engines(package, options, progress)
 
 
 lower_opset, lowered = lowering(21)
@@ -115,7 +104,7 @@ TRT = Target(
     ready=ready,
     dtype="float16",
     speculates=True,
-    runtime=TENSORRT,
-    build=build,
+    runtime="trt",
+    built=True,
     decode_steps=256,
 )

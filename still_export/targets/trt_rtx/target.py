@@ -8,7 +8,7 @@ from still_export.graph.quantization.policy import Layout
 from still_export.targets.target import Target
 from still_export.targets.trt.options import RTX, RtxOptions
 from still_export.targets.trt.package import finish
-from still_export.targets.trt.target import DTYPES, build
+from still_export.targets.trt.target import DTYPES
 from still_export.targets.trt_rtx.replace_nonzero import replace_nonzero
 from still_export.targets.trt_rtx.take_general_branches import take_general_branches
 from still_graphs.conditions import known_ops, no_functions, no_int64_io, no_still_nodes, without
@@ -43,5 +43,5 @@ TRT_RTX = Target(
     finish=partial(finish, plugins=False),
     lacks=("Experts",),
     dtype="float16",
-    build=build,
+    built=True,
 )

@@ -10,10 +10,8 @@ from typing import Any
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import DEQUANTIZED, ONNXRUNTIME
-from still_export.package.files import DATA, MODEL
-from still_export.runtime.ort_session import RECORDED, recorded_text
+from still_export.package.files import DATA, MODEL, RECORDED, recorded_text
 from still_export.targets.ort.options import GenaiOptions
-from still_export.targets.ort.runtime import ORT
 from still_export.targets.ort.target import FUSE, OWN_OPS, STRIP, attach_own_functions
 from still_export.targets.target import Lowering, Target
 from still_export.targets.web.chats import warn_of_chats
@@ -162,5 +160,5 @@ WEB = Target(
     lacks=("Experts",),
     traits=lambda options: (OWN_OPS,),
     demand=demand,
-    runtime=ORT,
+    runtime="ort",
 )

@@ -210,7 +210,7 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
             "--batch: for --to trt",
         ),
         (("{model}", "--to", "onnx", "-o", "{out}", "--arch", "sm_90", "--no-native"), "--no-native leaves"),
-        (("{model}", "--to", "onnx", "-o", "{out}", "--prefill-tokens", "0"), "prefill_tokens=0"),
+        (("{model}", "--to", "onnx", "-o", "{out}", "--prefill-tokens", "0"), "--prefill-tokens 0"),
         (("inspect", "{empty}"), "no exported package"),
         (("export", "--config", "{empty}/none.json", "-o", "{out}"), "no manifest"),
     ],
@@ -418,7 +418,7 @@ def test_arguments_are_looked_at_before_the_work(
 SWALLOWED = """
 import sys, time
 from pathlib import Path
-import still_export.targets.trt.build as engines
+import still_export.engines.build as engines
 from still_export.cli.main import main
 def build(package, options, progress):
     folder = Path(sys.argv[1])

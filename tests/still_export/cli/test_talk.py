@@ -100,10 +100,10 @@ def test_a_talk_opens_with_the_model_and_marks_a_cut_answer(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines)))
     talk(talked, Output(), "stop")
     said = capsys.readouterr().err
-    assert said.startswith("Some-Model-1B (made) holds 4,096 tokens.") and "/help" in said and "Ctrl-C" in said
+    assert said.startswith("Some-Model-1B (made) has room for 4,096 tokens.") and "/help" in said and "Ctrl-C" in said
     assert said.count("[cut at 7 tokens, by --tokens]") == 1
     table.bounded, manifest["config"] = False, {}
-    assert opening(talked).startswith("llama (made) holds conversations of any length.")
+    assert opening(talked).startswith("llama (made) has room for conversations of any length.")
 
 
 def test_what_takes_long_says_so_at_once() -> None:

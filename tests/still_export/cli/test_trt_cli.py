@@ -12,8 +12,8 @@ import pytest
 from still_export.cli.next_commands import next_commands
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
+from still_export.loading.runtimes import runtime_of
 from still_export.package.folder import Package
-from still_export.proof.reference import runtime_of
 from still_export.targets.export import export
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.plugins import PluginBuildError
@@ -45,7 +45,7 @@ def test_tensorrt_rtx_packages_are_built_only() -> None:
     """No verb is recommended, or half tried, that does not take them."""
     assert "still-export" not in next_commands(Path("p"), "trt-rtx")
     assert "still-export run 'my p'" in next_commands(Path("my p"), "trt")
-    assert runtime_of("onnx", None) == "ort" and runtime_of("trt", "trt") == "trt"
+    assert runtime_of("onnx", None).name == "ort" and runtime_of("trt", "trt").name == "trt"
     for target, asked in (("trt-rtx", None), ("trt-rtx", "trt"), ("trt", "ort")):
         with pytest.raises(ConfigError, match=f"a package for {target}"):
             runtime_of(target, asked)

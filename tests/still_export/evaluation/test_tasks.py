@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from still_export.graph.options import ExportOptions
+from still_export.loading.runtimes import open_runner
 from still_export.models.load import load_model
 from still_export.package.files import MODEL, PORTABLE
-from still_export.proof.reference import open_runner
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
 from tests.task_checks import Task, answers_of

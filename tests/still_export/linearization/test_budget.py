@@ -61,7 +61,7 @@ def test_other_text_is_refused_in_a_sentence(text: str) -> None:
     try:
         Budget.read(text)
     except ConfigError as error:
-        assert str(error).startswith("budget ")
+        assert str(error).startswith("--budget ")
 
 
 @pytest.mark.parametrize(

@@ -592,7 +592,7 @@ def test_force_deletes_linearized_models_only(base: Path, text: Path, finished: 
         lambda: linearize(small_recipe(base, text), base, force=True),
         lambda: apply(str(base), adapter, base, force=True),
     ):
-        with pytest.raises(ConfigError, match="holds no linearized model"):
+        with pytest.raises(ConfigError, match="has no linearized model"):
             call()
     assert load_model(base, attach_untrained=True) is not None
     apply(str(base), adapter, tmp_path / "model")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from still_export.package import checked
 from still_export.package.manifest import Manifest, schema_text
 from still_export.package.refusals import CheckError
-from tests.manifest_cases import BASE, Case, cases, changed
+from tests.still_export.package.manifest_cases import BASE, Case, cases, changed
 
 SCHEMA = json.loads(checked.SCHEMA.read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from still_export.errors import PackageError
+from still_export.loading.torch import TorchModel
 from still_export.mixers.cache import state_table
 from still_export.mixers.hybrid_attention.module import HybridOpModule
 from still_export.package.folder import Package
@@ -28,7 +29,6 @@ from still_export.proof.selections import Selections, write_selections
 from still_export.proof.sessions import Session, Subject
 from still_export.proof.torch_cases import TorchCases
 from still_export.proof.verify import Verifier
-from still_export.runtime.torch import TorchModel
 from tests.still_export.proof.test_layerwise import MANIFEST, source_of, tokens
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from still_export.loading.torch import TorchModel
 from still_export.models.build import family_of
 from still_export.models.load import Source, open_source
 from still_export.models.read.weights import Deferred
 from still_export.package.calls import Arrays, next_feed
 from still_export.proof.chains import Chain, ChainCall, nothing
 from still_export.proof.layerwise import MARGINS, LayerwiseModel, _Linear
-from still_export.runtime.torch import TorchModel
 from still_kernels.forms import has_kernels
 from still_kernels.ties import CHOSEN
 from tests.still_export.linear_models import FAMILIES, SELDOM, linear_model

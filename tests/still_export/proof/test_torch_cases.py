@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from still_export.loading.torch import TorchModel
 from still_export.mixers.cache import state_table
 from still_export.proof.answers import Question, ask
 from still_export.proof.cases import row_errors
@@ -18,7 +19,6 @@ from still_export.proof.layerwise import LayerwiseModel, Passage
 from still_export.proof.prompts import LENGTHS, ROUNDED, affordable
 from still_export.proof.sessions import Session
 from still_export.proof.torch_cases import TorchCases
-from still_export.runtime.torch import TorchModel
 from still_kernels.ties import Ties
 from tests.still_export.proof.test_layerwise import source_of
 from tests.still_export.tiny import CHUNK, VOCAB, still_model

@@ -69,7 +69,7 @@ def engine_of(package_of: Callable[..., Path], tmp_path_factory: pytest.TempPath
         shutil.copytree(package_of(dtype, *(batch or (4,)), "trt8" if version.startswith("8") else "trt"), folder)
         with pytest.MonkeyPatch.context() as patch:
             fake_tensorrt.install(patch, version)
-            patch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
+            patch.setattr("still_export.engines.build.has_gpu", lambda: True)
             assert call("build", folder, "--quiet") == 0
         return folder
 

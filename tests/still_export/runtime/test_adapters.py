@@ -22,11 +22,11 @@ from still_export.errors import CheckpointError, ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
 from still_export.graph.quantization.read import eight_bits, held_model, held_names, round_activations
+from still_export.loading.torch import TorchModel
+from still_export.models.read.adapters import adapter_inputs
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.refusals import RunError
-from still_export.runtime.adapters import adapter_inputs
-from still_export.runtime.torch import TorchModel
 from still_export.targets.export import plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.graph.quantization.test_quantization import SIZES
@@ -201,7 +201,7 @@ def test_run_and_verify_with_an_adapter(
     said = capsys.readouterr().out
     assert "PASSED" in said and "polygraphy.sh" not in said
     inputs = adapter_inputs(first, package.manifest)
-    monkeypatch.setattr("still_export.runtime.adapters.adapter_inputs", lambda *_: inputs)
-    monkeypatch.setattr("still_export.runtime.adapters.read_pairs", lambda *_: {})  # PyTorch without it
+    monkeypatch.setattr("still_export.models.read.adapters.adapter_inputs", lambda *_: inputs)
+    monkeypatch.setattr("still_export.models.read.adapters.read_pairs", lambda *_: {})  # PyTorch without it
     with pytest.raises(SystemExit, match="1"):
         main(["verify", *arguments, "--adapter", str(first)])

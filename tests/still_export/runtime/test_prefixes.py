@@ -135,7 +135,7 @@ def test_a_cache_larger_than_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 0 bytes"):
         open_prefixes(model(), 0, tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="cannot hold prefixes"):
+    with pytest.raises(ConfigError, match="cannot keep prefixes"):
         open_prefixes(model(), "1MiB", tmp_path / "file")
     cache = open_prefixes(model(), "1.5MiB")
     assert cache is not None and cache.most_bytes == 3 << 19

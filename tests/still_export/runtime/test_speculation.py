@@ -11,11 +11,11 @@ import pytest
 
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
+from still_export.loading.language_model import LanguageModel
 from still_export.package.files import FOLD
 from still_export.proof.package import VerifyOptions, verify
 from still_export.runtime import ort
 from still_export.runtime.base import Runner
-from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError
 from still_export.targets.export import export

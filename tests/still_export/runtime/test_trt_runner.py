@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from still_export.engines.build import build_engines
 from still_export.evaluation.bench import BenchOptions, measure
 from still_export.package.folder import Package, open_package
 from still_export.package.refusals import CheckError
@@ -16,7 +17,6 @@ from still_export.proof.sessions import Session
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.tensorrt import TrtError, TrtModel
-from still_export.targets.trt.build import build_engines
 from tests.still_export import fake_tensorrt
 from tests.still_export.fake_tensorrt import FakeTensorRT
 from tests.still_export.packages import onnx_package, trt_package

@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 import still_export
+from still_export.engines.build import build_engines
 from still_export.graph.options import ExportOptions
 from still_export.package.folder import open_package
 from still_export.package.trust import trust_package
@@ -23,7 +24,6 @@ from still_export.runtime.speculation import Guesser, Speculation
 from still_export.runtime.tensorrt import TrtModel
 from still_export.targets.lower import lower_package
 from still_export.targets.ort.options import OrtOptions
-from still_export.targets.trt.build import build_engines
 from still_export.targets.trt.options import TrtOptions
 from still_graphs.states import AHEAD, ANY, LAST_HIDDEN, StateTable
 from tests.still_export import fake_tensorrt
@@ -47,7 +47,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
         "still_export.targets.trt.package._write_plugins",
         lambda graph, target, *given: fake_tensorrt.write_libraries(target),
     )
-    monkeypatch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
+    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
     return fake_tensorrt.install(monkeypatch, VERSION)
 
 

@@ -509,7 +509,7 @@ def test_what_cannot_be_served(byte_package: Path, tmp_path: Path, capsys: pytes
         for arguments, message in (
             (["--port", taken], "cannot listen on 127.0.0.1"),
             (["--host", "no.such.host.invalid", "--port", 0], "cannot listen on no.such.host.invalid"),
-            (["--api-key", " ", "--port", 0], "the API key is empty"),
+            (["--api-key", " ", "--port", 0], "is empty: give a key"),
             (["--max-context", 1000, "--port", 0], "exceed this package's capacity of 200"),
             (["--runtime", "trt", "--port", 0], "does not run with --runtime trt"),
         ):

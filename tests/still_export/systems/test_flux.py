@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from still_export.cli.main import main
+from still_export.loading.language_model import LanguageModel
 from still_export.models.load import load_model
-from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.prefix_folder import open_prefixes
 from still_export.runtime.sampling import RunError, Sampling

@@ -13,8 +13,8 @@ import torch
 
 from still_export.errors import UnsupportedError
 from still_export.evaluation.packages import PackageModel
+from still_export.loading.language_model import LanguageModel
 from still_export.models.load import load_model
-from still_export.runtime.language_model import LanguageModel
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from tests.still_export.linear_models import VOCAB, linear_model

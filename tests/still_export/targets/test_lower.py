@@ -249,7 +249,7 @@ def test_one_file_of_answers_verifies_every_package(
                 np.testing.assert_allclose(part, expected, atol=2e-4, err_msg=f"{target.name}, {name}")
         else:
             there = target.host is None or importlib.util.find_spec(target.host) is not None
-            runtime = "torch" if target.built else None if there else target.runtime.name
+            runtime = "torch" if target.built else None if there else target.runtime
             monkeypatch.setattr("still_export.runtime.ort.native_library", lambda *a: None)
             found = verify(package.path, VerifyOptions(calls=answers, runtime=runtime, **asked))
             assert found.report.passed, target.name

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from still_export.errors import ConfigError
+from still_export.loading.runtimes import RUNTIMES
 from still_export.targets.genai.package import STEPS
-from still_export.targets.portable.runtime import TORCH
 from still_export.targets.registry import TARGETS, names, target_of, targets_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("still_export", "graphs/still_graphs", "kernels/still_kernels")
-RECORDS = "still_export/targets/"
+RECORDS = ("still_export/targets/", "still_export/loading/runtimes.py", "still_export/engines/")
 NAMES = {t.name for t in TARGETS} | {t.to for t in TARGETS} - {"onnx"}
-RUNTIMES = {t.runtime.name for t in TARGETS if t.runtime is not None} | {TORCH.name}
 
 
 def compared(source: str) -> Iterator[tuple[int, str]]:
@@ -31,7 +30,7 @@ def compared(source: str) -> Iterator[tuple[int, str]]:
         if not isinstance(node, ast.Compare):
             continue
         sides = [node.left, *node.comparators]
-        names = NAMES | (RUNTIMES if any("runtime" in ast.unparse(side) for side in sides) else set())
+        names = NAMES | (set(RUNTIMES) if any("runtime" in ast.unparse(side) for side in sides) else set())
         if isinstance(node.ops[0], ast.In | ast.NotIn):
             sides = node.comparators  # "trt" in manifest asks for a key
         for side in sides:
@@ -87,7 +86,7 @@ def test_records_are_read_without_what_exports_need() -> None:
     code = """
 import sys
 sys.modules |= dict.fromkeys(("torch", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "triton"))
-import still_export.proof.reference, still_export.proof.verify
+import still_export.loading.runtimes, still_export.proof.verify
 from pathlib import Path
 from still_export.cli.next_commands import next_commands
 next_commands(Path(), "trt")

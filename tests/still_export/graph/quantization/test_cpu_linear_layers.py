@@ -18,6 +18,7 @@ from still_export.graph.quantization.forms import EXACT, Form, form_of
 from still_export.graph.quantization.policy import ONNXRUNTIME, Layout, Quantization, rounds_activations
 from still_export.graph.quantization.read import held_names, round_activations, with_held_weights
 from still_export.graph.quantization.stored import StoredWeight
+from still_export.loading.torch import TorchModel
 from still_export.mixers.roles import EMBEDDING, HEAD
 from still_export.models.read.source import find_source
 from still_export.models.read.super_blocks import SuperBlocks
@@ -26,7 +27,6 @@ from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.proof.embedding_rows import check_rows
 from still_export.runtime.ort import OrtModel
-from still_export.runtime.torch import TorchModel
 from still_export.targets.export import export
 from still_export.targets.ort.headers import CACHE_VARIABLE
 from still_export.targets.ort.options import OrtOptions
@@ -35,7 +35,7 @@ from tests.still_export.conftest import Exporter
 from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import MIXED, VOCAB, plain_model
 from tests.still_graphs.protos import attribute
-from tests.super_block_cases import Case as KQuants
+from tests.still_kernels.matmul_nbits.super_block_cases import Case as KQuants
 
 SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=True)
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, (1, 70))

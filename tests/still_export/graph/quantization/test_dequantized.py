@@ -17,6 +17,8 @@ import torch
 from onnx import TensorProto, helper
 
 from still_export.cli.main import main
+from still_export.engines.build import build_engines
+from still_export.engines.builder import BuildError
 from still_export.errors import ConfigError, UnsupportedError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
@@ -26,6 +28,7 @@ from still_export.graph.quantization.policy import DEQUANTIZED, Layout, Quantiza
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import with_held_weights
 from still_export.graph.quantization.stored import StoredWeight
+from still_export.loading.torch import TorchModel
 from still_export.models.read.blocks import BlockWeight
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import Deferred, SourceBlocks, value_of
@@ -33,11 +36,8 @@ from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
-from still_export.runtime.torch import TorchModel
 from still_export.targets.export import plan_job
 from still_export.targets.lower import lower_package
-from still_export.targets.trt.build import build_engines
-from still_export.targets.trt.builder import BuildError
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, PluginBuildError, tensorrt_major
 from tests.compiled import Before
@@ -257,7 +257,7 @@ def test_verify_of_a_quantized_engine(
         "still_export.targets.trt.package._write_plugins",
         lambda graph, target, *a: fake_tensorrt.write_libraries(target),
     )
-    monkeypatch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
+    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
     fake_tensorrt.install(monkeypatch, "10.3.0")
     folder = tmp_path / "package"
     folder.mkdir()

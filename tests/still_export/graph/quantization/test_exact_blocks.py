@@ -25,6 +25,7 @@ from still_export.graph.quantization.forms import EXACT, form_of, plan_forms
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import held_model, with_held_weights
+from still_export.loading.torch import TorchModel
 from still_export.mixers.roles import EMBEDDING, FEED_FORWARD, PROJECTION
 from still_export.models.gguf.tensors import Stored
 from still_export.models.gguf.tensors import weight as of_file
@@ -34,7 +35,6 @@ from still_export.models.read.source import find_source
 from still_export.models.read.weights import Deferred, SourceBlocks, value_of
 from still_export.package.calls import next_feed
 from still_export.runtime.ort import OrtModel
-from still_export.runtime.torch import TorchModel
 from still_export.targets.export import export
 from still_export.targets.lower import lower_package
 from still_export.targets.ort.options import OrtOptions

@@ -14,12 +14,12 @@ from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import Quantization, rounds_activations
 from still_export.graph.quantization.read import with_held_weights
+from still_export.loading.torch import TorchModel
 from still_export.models.read.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.ort_session import native_library
-from still_export.runtime.torch import TorchModel
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.registry import target_of
 from tests.still_export.conftest import Exporter

@@ -23,13 +23,13 @@ from still_export.graph.quantization.gemm import _words
 from still_export.graph.quantization.policy import Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import with_held_weights
+from still_export.loading.torch import TorchModel
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import Deferred, value_of
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
-from still_export.runtime.torch import TorchModel
 from still_export.targets.lower import lower_package
 from still_export.targets.registry import target_of
 from still_export.targets.trt.options import TrtOptions
@@ -117,7 +117,7 @@ def test_kernels_and_verify_of_an_engine(
         "still_export.targets.trt.package._write_plugins",
         lambda graph, target, *a: fake_tensorrt.write_libraries(target),
     )
-    monkeypatch.setattr("still_export.targets.trt.build.has_gpu", lambda: True)
+    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
     fake_tensorrt.install(monkeypatch, "8.6.1")
     folder = tmp_path / "package"
     folder.mkdir()

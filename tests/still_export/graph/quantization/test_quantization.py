@@ -29,6 +29,7 @@ from still_export.graph.quantization.read import (
     round_activations,
     with_held_weights,
 )
+from still_export.loading.torch import TorchModel
 from still_export.mixers import roles
 from still_export.models.read.blocks import BlockWeight, pack, unpack
 from still_export.models.read.roles import weight_roles
@@ -37,7 +38,6 @@ from still_export.models.read.weights import value_of
 from still_export.package.calls import next_feed
 from still_export.package.refusals import RunError
 from still_export.runtime.ort import OrtModel
-from still_export.runtime.torch import TorchModel
 from still_export.targets.export import export
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import DENSE, MIXED, VOCAB, still_model

@@ -12,11 +12,11 @@ import torch
 from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
+from still_export.loading.torch import TorchModel
 from still_export.models.read.source import find_source
 from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.runtime.ort import OrtModel
-from still_export.runtime.torch import TorchModel
 from still_export.targets.export import export, plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import with_library

@@ -11,10 +11,10 @@ import onnxruntime
 import pytest
 import torch
 
+from still_export.loading.torch import TorchModel
 from still_export.models.load import load_model
 from still_export.package.calls import Arrays, next_feed
 from still_export.package.folder import Package
-from still_export.runtime.torch import TorchModel
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, plain_model
 from tests.tolerances import MODEL

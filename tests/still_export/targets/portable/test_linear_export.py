@@ -10,10 +10,10 @@ import onnx
 import pytest
 import torch
 
+from still_export.loading.torch import TorchModel
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
-from still_export.runtime.torch import TorchModel
 from still_export.targets.ort.kernels import kernel_variants
 from still_export.targets.trt import package as trt_package
 from tests.still_export.fla_models import SOFTMAX

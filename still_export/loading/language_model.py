@@ -54,7 +54,7 @@ class LanguageModel:
         if adapter is None:
             self.runner.use_adapter({}, "")
         else:
-            from still_export.runtime.adapters import adapter_digest, adapter_inputs
+            from still_export.models.read.adapters import adapter_digest, adapter_inputs
 
             inputs = adapter_inputs(Path(adapter), self.runner.manifest)
             self.runner.use_adapter(inputs, adapter_digest(inputs))

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from still_export.engines.build import BuildOptions, build_engines
+from still_export.engines.builder import BuildError
+from still_export.engines.row_check import WrongEngineError, check_rows
 from still_export.package.folder import Package, open_package
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
-from still_export.targets.trt.build import BuildOptions, build_engines
-from still_export.targets.trt.builder import BuildError
-from still_export.targets.trt.row_check import WrongEngineError, check_rows
 from tests.still_export import fake_tensorrt
 from tests.still_export.packages import trt_package
 

@@ -1,4 +1,4 @@
-"""Manifests that every reader accepts or refuses alike: a base, and named edits of it (tests/still_export/package/manifest/).
+"""Manifests that every reader accepts or refuses alike: a base, and named edits of it (manifest/).
 
 An edit sets or removes what stands `at` a path (`also`: elsewhere too), or replaces a text in the file, by bytes of Latin-1 (null: all of
 it). `says`: it is refused in these words. `schema`: a JSON Schema cannot say so, and accepts it.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent / "still_export/package/manifest"
+FOLDER = Path(__file__).with_name("manifest")
 BASE_FILE = FOLDER / "base.json"
 BASE: dict[str, Any] = json.loads(BASE_FILE.read_text(encoding="utf-8"))
 

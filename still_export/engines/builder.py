@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from still_export.engines.builder_log import Progress, file_logger, progress_monitor
 from still_export.graph.quantization.policy import PLUGIN
 from still_export.package.archive import kernels_in
 from still_export.package.folder import MODEL, Package
@@ -23,7 +24,6 @@ from still_export.runtime.trt_engine import (
     load_plugin_library,
 )
 from still_export.targets.target import BuildError
-from still_export.targets.trt.builder_log import Progress, file_logger, progress_monitor
 from still_export.targets.trt.options import QUANTIZED_MAJOR, WORKAROUND, TrtOptions
 from still_graphs.states import StateTable
 
@@ -86,7 +86,7 @@ class EngineBuilder:
         if quantization and self.major < QUANTIZED_MAJOR and quantization.get("nodes") != PLUGIN:
             raise BuildError(
                 f"the weights of {self.package.path} are {quantization['scheme']}, which TensorRT {module.__version__} does not read; "
-                f"build with TensorRT {QUANTIZED_MAJOR} or later, or export with the headers of TensorRT {self.major}."
+                f"build with TensorRT {QUANTIZED_MAJOR} or later, or export with --tensorrt-include of TensorRT {self.major}."
             )
         if (
             target == "trt"
@@ -182,7 +182,9 @@ class EngineBuilder:
         flags = module.BuilderFlag
         if trt.strip_weights:
             if not hasattr(flags, "STRIP_PLAN"):
-                raise BuildError(f"TensorRT {module.__version__} cannot strip weights; it came with 10.0.")
+                raise BuildError(
+                    f"TensorRT {module.__version__} cannot strip weights; it came with 10.0. Export without --strip-weights."
+                )
             # Refitted with the very weights of the build: no optimization is given up.
             config.set_flag(flags.STRIP_PLAN)
             config.set_flag(flags.REFIT_IDENTICAL)

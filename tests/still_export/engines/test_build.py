@@ -13,6 +13,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from still_export.engines.build import BuildOptions, build_engines, reopen
+from still_export.engines.builder import plugin_layers, runs_on, write_atomically
 from still_export.errors import ConfigError, PackageError, UnsupportedError
 from still_export.package.folder import Package, open_package
 from still_export.runtime.tensorrt import TrtModel
@@ -20,8 +22,6 @@ from still_export.runtime.trt_engine import TrtError
 from still_export.targets.registry import target_of
 from still_export.targets.target import BuildError, NoBuilderError
 from still_export.targets.trt import plugins
-from still_export.targets.trt.build import BuildOptions, build_engines, reopen
-from still_export.targets.trt.builder import plugin_layers, runs_on, write_atomically
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import kernel_variants
 from tests.still_export import fake_tensorrt
@@ -78,7 +78,7 @@ def test_without_tensorrt_the_package_is_complete_and_says_where_to_go(
     with pytest.raises(NoBuilderError, match=f"still-export build {package.path}"):
         build_engines(package)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", types.SimpleNamespace(__version__="10.3.0"))
-    monkeypatch.setattr("still_export.targets.trt.build.has_gpu", lambda: False)
+    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: False)
     with pytest.raises(NoBuilderError, match="no CUDA device"):
         build_engines(package)
 
@@ -91,14 +91,14 @@ def test_only_packages_with_engines_are_built(tmp_path: Path) -> None:
 def test_options_are_checked(tmp_path: Path) -> None:
     for change, message in (
         ({"target": "tensorrt"}, "known: trt, trt-rtx"),
-        ({"batch": 0}, "batch=0"),
+        ({"batch": 0}, "--batch 0"),
         ({"prefill_tokens": 1}, "no prefill profile"),
         ({"workspace_mib": -1}, "must not be negative"),
         ({"optimization_level": 6}, "choose one of 0..5"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrtOptions(**change)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="batch=0"):
+    with pytest.raises(ConfigError, match="--batch 0"):
         build_engines(rtx_package(tmp_path / "rtx"), BuildOptions(batch=0))
 
 
@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     def full(path: Path, content: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("still_export.targets.trt.builder.write_atomically", full)
+    monkeypatch.setattr("still_export.engines.builder.write_atomically", full)
     with pytest.raises(BuildError, match=r"No space left on device\. Free space"):
         build_engines(package)
 
@@ -406,5 +406,5 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_building_and_running_need_no_torch() -> None:
     block = "import sys; sys.modules.update(torch=None, transformers=None, onnx=None, typer=None)"
-    code = f"{block}; import still_export.targets.trt.build, still_export.runtime.tensorrt"
+    code = f"{block}; import still_export.engines.build, still_export.runtime.tensorrt"
     subprocess.run([sys.executable, "-c", code], check=True)

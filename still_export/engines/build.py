@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from still_export.engines.builder import TIMING_CACHE, EngineBuilder
+from still_export.engines.builder_log import Progress
+from still_export.engines.row_check import WrongEngineError, check_rows
 from still_export.errors import PackageError
 from still_export.extras import installation
 from still_export.options import option
@@ -19,10 +22,7 @@ from still_export.package.trust import trust
 from still_export.runtime.tensorrt import TrtModel
 from still_export.runtime.trt_engine import TrtError
 from still_export.targets.target import BuildError, NoBuilderError
-from still_export.targets.trt.builder import TIMING_CACHE, EngineBuilder
-from still_export.targets.trt.builder_log import Progress
 from still_export.targets.trt.options import RtxOptions, TrtOptions
-from still_export.targets.trt.row_check import WrongEngineError, check_rows
 
 MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
 RECORDS = {record.target: record for record in (TrtOptions, RtxOptions)}
@@ -171,5 +171,7 @@ def has_gpu() -> bool:
 def reopen(path: Path) -> Package:
     """The package at `path`, hashes unchecked: a build reads the graph, and TensorRT checks it."""
     if not (path / MANIFEST).is_file():
-        raise PackageError(f"{path} has no {MANIFEST}: it is no exported package.")
+        raise PackageError(
+            f"{path} has no {MANIFEST}: it is no exported package. Export one: still-export MODEL --to trt -o {path}"
+        )
     return open_package(path, check_hashes=False, check_engines=False)

@@ -1,7 +1,7 @@
 """The programs of a package: runners that need nothing of this project, copied from it.
 
 Inside the project they import each other by their full names; in a package they lie side by side in the folder `runtime`, the modules of
-this room in its folder `runners`.
+`still_export/runtime` in its folder `runners`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import still_export.package
 import still_graphs
 from still_export.package.checked import SCHEMA
 
@@ -44,7 +43,7 @@ _IMPORT = re.compile(r"^from (?:(still_export\.runtime)|still_export|still_graph
 
 def write_programs(folder: Path, runners: Sequence[str]) -> None:
     """Write the programs of `runners` and the modules that they need into the package `folder`."""
-    sources = Path(__file__).parent
+    sources = Path(__file__).parents[1] / "runtime"
     target = folder / RUNTIME / "runners"
     target.mkdir(parents=True)
     modules = {*SHARED, *runners, *(m for runner in runners for m in RUNNERS[runner])}
@@ -53,7 +52,7 @@ def write_programs(folder: Path, runners: Sequence[str]) -> None:
     _copy(Path(still_graphs.__file__).parent / "states.py", folder / RUNTIME / "states.py")
     (folder / RUNTIME / "package").mkdir()
     for name in CHECKS:
-        _copy(Path(still_export.package.__file__).parent / f"{name}.py", folder / RUNTIME / "package" / f"{name}.py")
+        _copy(Path(__file__).with_name(f"{name}.py"), folder / RUNTIME / "package" / f"{name}.py")
     shutil.copyfile(SCHEMA, folder / RUNTIME / "package" / SCHEMA.name)
     for runner in runners:
         summary = (sources / f"{runner}.py").read_text(encoding="utf-8").split('"""')[1].split(".")[0] + "."

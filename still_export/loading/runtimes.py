@@ -1,0 +1,200 @@
+"""Every runtime, in one list. A target names its runtime; the record here has what opens packages. Everything else asks the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from still_export.errors import ConfigError, unknown
+from still_export.package.files import MODEL
+from still_export.runtime.base import Runner
+from still_export.targets.registry import target_of
+
+PROVIDERS = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A package that a runner is to open.
+
+    Args:
+        folder: The package.
+        manifest: Its manifest.
+        provider: Of ONNX Runtime, "cpu" or "cuda".
+        threads: 0 = the runtime's choice.
+        plugin: TensorRT's plugin library in the place of the package's.
+        check: Compare the weights with their hashes.
+        watch: Ops whose first outputs are added to the graph's, where the runtime can report them.
+        bodies: Run function bodies, though there are kernels.
+        graph: Of the package, over the same weights.
+        tensors: Of the graph, added to its outputs; ONNX Runtime only.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    provider: str = "cpu"
+    threads: int = 0
+    plugin: Path | None = None
+    check: bool = True
+    watch: tuple[str, ...] = ()
+    bodies: bool = False
+    graph: str = MODEL
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What runs packages here.
+
+    Args:
+        name: As `--runtime` and a target's record have it.
+        title: For people.
+        open: The runner of a package; raises RunError where it does not run here.
+        repeat: The command that repeats a call with polygraphy.
+        polygraphy: The runtime's name there.
+        modules: Python modules without which it cannot start.
+        providers: That `--provider` may name beside cpu.
+        engines: It runs what `still-export build` makes, with counts in int32 and prompts of at most a profile's tokens.
+        graphs: It reads ONNX graphs themselves: function bodies, the package's other graphs, and a graph with further outputs.
+    """
+
+    name: str
+    title: str
+    open: Callable[[Opening], Runner]
+    repeat: Callable[[Opening], list[str]]
+    polygraphy: str
+    modules: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()
+    engines: bool = False
+    graphs: bool = False
+
+
+def open_ort(asked: Opening) -> Runner:
+    """As of Runtime."""
+    from still_export.runtime.ort import OrtModel
+
+    watched = watched_graph(asked) if asked.watch or asked.tensors or asked.graph != MODEL else None
+    return OrtModel(
+        asked.folder, asked.threads, asked.provider, check=asked.check, watched=watched, bodies=asked.bodies
+    )
+
+
+def watched_graph(asked: Opening) -> tuple[bytes, list[str]]:
+    """The graph with the first output, int32, of each node that is asked for and the tensors that are, and the names of both."""
+    import onnx
+
+    from still_export.graph.weights_file import resolve_weights
+
+    path = asked.folder / asked.graph
+    model = onnx.load(path, load_external_data=False)
+    resolve_weights(model, path)
+    names = [node.output[0] for node in model.graph.node if node.op_type in asked.watch]
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
+    # Of what type these are ONNX Runtime finds: Mamba's residual is float32 in half precision.
+    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in asked.tensors)
+    return model.SerializeToString(), [*names, *asked.tensors]
+
+
+def repeat_ort(asked: Opening) -> list[str]:
+    """Polygraphy's command. It loads no custom op library: it runs the bodies."""
+    providers = ["--providers", "cuda"] if asked.provider == "cuda" else []
+    return ["polygraphy", "run", str(asked.folder / MODEL), "--onnxrt", *providers]
+
+
+def open_trt(asked: Opening) -> Runner:
+    """As of Runtime; the engine was built."""
+    from still_export.runtime.tensorrt import TrtModel
+
+    return TrtModel(asked.folder, asked.plugin)
+
+
+def repeat_trt(asked: Opening) -> list[str]:
+    """Polygraphy's command."""
+    entry = asked.manifest["engines"][0]
+    library = asked.plugin or asked.folder / asked.manifest["plugins"][entry["tensorrt"].split(".")[0]]
+    # Polygraphy only opens libraries: the variant that registers itself.
+    itself = library.with_name(f"{library.stem.removesuffix('_static')}_static.so")
+    engine = ["polygraphy", "run", str(asked.folder / entry["file"]), "--model-type", "engine", "--trt"]
+    return [*engine, "--plugins", str(itself)]
+
+
+def open_torch(asked: Opening) -> Runner:
+    """As of Runtime: the model that was exported, with the package's weights."""
+    import torch
+
+    from still_export.graph.options import ExportOptions
+    from still_export.graph.quantization.read import held_model
+    from still_export.loading.torch import TorchModel
+
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    model = held_model(ExportOptions.from_manifest(asked.manifest), asked.folder, asked.manifest)
+    return TorchModel(asked.manifest, model, asked.folder)
+
+
+ORT = Runtime(
+    "ort", "ONNX Runtime", open_ort, repeat_ort, "onnxrt", modules=("onnxruntime",), providers=("cuda",), graphs=True
+)
+TENSORRT = Runtime("trt", "TensorRT", open_trt, repeat_trt, "trt", engines=True)
+TORCH = Runtime("torch", "PyTorch's runner", open_torch, repeat_ort, "torch")
+"""Runs packages of every target."""
+
+RUNTIMES = {runtime.name: runtime for runtime in (ORT, TENSORRT, TORCH)}
+
+
+def runtime_of(target: str, asked: str | None) -> Runtime:
+    """The runtime of packages for `target`.
+
+    Args:
+        target: As in the manifest.
+        asked: The flag --runtime: the name of the target's own runtime, torch, or None = the target's own.
+
+    Raises:
+        ConfigError: Another runtime was asked for, or nothing here runs such packages.
+    """
+    own = target_of(target).runtime
+    if own is None:
+        raise ConfigError(
+            f"a package for {target} is built here, not run: its engines are for programs of your own. "
+            "Export with --to onnx or --to trt for one that runs here."
+        )
+    if asked not in (None, own, TORCH.name):
+        raise ConfigError(
+            f"a package for {target} does not run with --runtime {asked}; it runs with {own}, and with {TORCH.name}."
+        )
+    return RUNTIMES[asked or own]
+
+
+def runtime_named(name: str) -> Runtime:
+    """The runtime `name`, as `--runtime` has it.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in RUNTIMES:
+        raise unknown(name, RUNTIMES, f"--runtime {name}")
+    return RUNTIMES[name]
+
+
+def open_runner(folder: Path, manifest: dict[str, Any], runtime: str, provider: str = "cpu", **how: Any) -> Runner:
+    """The runner of the package `folder`.
+
+    Args:
+        folder: The package.
+        manifest: Its manifest.
+        runtime: Name of a runtime of the package's.
+        provider: Of ONNX Runtime, "cpu" or "cuda".
+        how: Further fields of Opening.
+
+    Raises:
+        ConfigError: The provider is unknown, or not one of this runtime.
+        RunError: The package does not run here.
+    """
+    record = runtime_named(runtime)
+    if provider not in PROVIDERS:
+        raise unknown(provider, PROVIDERS, f"--provider {provider}")
+    if provider not in ("cpu", *record.providers):
+        raise ConfigError(f"--provider {provider} is ONNX Runtime's; this package runs with {runtime}.")
+    return record.open(Opening(folder, manifest, provider, **how))
