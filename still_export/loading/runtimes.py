@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError, unknown
 from still_export.package.files import MODEL
 from still_export.runtime.base import Runner
 from still_export.targets.registry import target_of
+
+if TYPE_CHECKING:
+    import onnx
 
 PROVIDERS = ("cpu", "cuda")
 
@@ -75,7 +78,8 @@ def open_ort(asked: Opening) -> Runner:
     """As of Runtime."""
     from still_export.runtime.ort import OrtModel
 
-    watched = watched_graph(asked) if asked.watch or asked.tensors or asked.graph != MODEL else None
+    changed = asked.watch or asked.tensors or asked.graph != MODEL or _unpacks(asked)
+    watched = watched_graph(asked) if changed else None
     return OrtModel(
         asked.folder, asked.threads, asked.provider, check=asked.check, watched=watched, bodies=asked.bodies
     )
@@ -94,7 +98,32 @@ def watched_graph(asked: Opening) -> tuple[bytes, list[str]]:
     model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
     # Of what type these are ONNX Runtime finds: Mamba's residual is float32 in half precision.
     model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in asked.tensors)
-    return model.SerializeToString(), [*names, *asked.tensors]
+    return (_weights_first(model) if _unpacks(asked) else model).SerializeToString(), [*names, *asked.tensors]
+
+
+def _unpacks(asked: Opening) -> bool:
+    """Whether function bodies unpack weights in every call."""
+    from still_export.runtime.ort_session import keeps_codes
+
+    return asked.bodies and keeps_codes(asked.manifest, asked.graph)
+
+
+def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph without functions, nodes that read weights alone in front. Of a product's sides ONNX Runtime computes the one that stands
+    further behind first. So it unpacks each weight right before its product, and not all of them, 4 bytes a parameter, before the first."""
+    from onnx.inliner import inline_local_functions
+
+    whole = inline_local_functions(model)
+    known = {x.name for x in whole.graph.initializer}
+    first: list[onnx.NodeProto] = []
+    others: list[onnx.NodeProto] = []
+    for node in whole.graph.node:
+        alone = known.issuperset(filter(None, node.input)) and not any(a.HasField("g") for a in node.attribute)
+        (first if alone else others).append(node)
+        known.update(node.output if alone else ())
+    del whole.graph.node[:]
+    whole.graph.node.extend([*first, *others])
+    return whole
 
 
 def repeat_ort(asked: Opening) -> list[str]:

@@ -28,6 +28,7 @@ from still_export.runtime.ort_session import (
     check_version,
     default_threads,
     keep_codes,
+    keeps_codes,
     native_library,
     open_session,
     weight_files,
@@ -111,8 +112,8 @@ class OrtModel(Runner):
             raise RunError("CUDA graphs need --provider cuda and the package's kernels for CUDA (--native --arch).")
         self.replays = able if replay is None else replay
         graph, self._watched = watched or (MODEL, [])
-        if self.native is None:
-            keep_codes(options, self.manifest, graph)
+        if self.native is None and keeps_codes(self.manifest, graph):
+            keep_codes(options)
         self.seen: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         mapped = [self.folder / name for name in weights]
         self._mapped = Held(mapped if self.native is None else [*mapped, self.native])

@@ -90,14 +90,18 @@ def allow_opset(manifest: dict[str, Any]) -> None:
         os.environ.setdefault("ALLOW_RELEASED_ONNX_OPSET_ONLY", "0")
 
 
-def keep_codes(options: Any, manifest: dict[str, Any], graph: str | bytes) -> None:
-    """Let function bodies of low-bit layers unpack their weights in every call, where unpacking them once would need too much memory: of
+def keeps_codes(manifest: dict[str, Any], graph: str | bytes) -> bool:
+    """Whether function bodies of low-bit layers unpack their weights in every call, as unpacking them once would need too much memory: of
     models beyond UNPACKED_MOST, and of other graphs than the package's own, which only proofs open and which need 34 bytes a parameter."""
-    if (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS:
-        if graph != MODEL or manifest["model"].get("parameters", 0) > UNPACKED_MOST:
-            options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
-            # An arena keeps what the largest layer took on its way, and twice that where calls have other shapes.
-            options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    coded = (manifest.get("quantization") or {}).get("nodes") == KERNELS_OF_OURS
+    return coded and (graph != MODEL or manifest["model"].get("parameters", 0) > UNPACKED_MOST)
+
+
+def keep_codes(options: Any) -> None:
+    """Let ONNX Runtime compute what no input changes in every call, and give memory back as soon as it can. An arena keeps what the largest
+    layer took on its way, and twice that where calls have other shapes."""
+    options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
 
 
 def open_session(
