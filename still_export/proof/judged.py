@@ -32,6 +32,7 @@ class Judged:
         units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
         least: Of each, what rows may err at least, by layer, as `errors`.
         sums: By output, the sum of all errors and how many they are; products of both sides, of PyTorch's with itself, of the other's.
+        beside: By output, what the rounding of features makes of all its numbers' errors, in sum.
         same: Where both find the same token the likeliest, over all calls.
         found: What is absolutely wrong of the target's outputs.
         open_rows: Rows behind near ties that the reference did not follow, which are not compared.
@@ -46,6 +47,7 @@ class Judged:
     found: Findings
     open_rows: int = 0
     guessed: bool = False
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Judged:
         turned: Sequence[Mapping[int, np.ndarray]] = (),
         times: float = 0.0,
         written: float = 0.0,
+        averaged: Mapping[str, float] = NO_SUMS,
     ) -> Judged:
         """What `pairs` say.
 
@@ -65,12 +68,15 @@ class Judged:
             summed: Of outputs that are sums over tokens what a row may err beside, in parts of itself.
             times: Times what PyTorch's own rows err in parts of themselves a row of these may err at least.
             written: In parts of itself, what rounding may make of a row that the next layer reads.
+            averaged: Of outputs whose terms are rounded products of features what a term may err at most, in parts of itself: half of that
+                in the mean.
             turned: Of each pair by layer the sequences [B] in which the target chose otherwise on a near tie; what follows is not compared.
         """
         errors: list[Arrays] = []
         units: list[Arrays] = []
         least: list[Arrays] = []
         sums: dict[str, np.ndarray] = {}
+        beside: dict[str, float] = {}
         found = Findings()
         for number, (expected, actual) in enumerate(pairs):
             errors.append({})
@@ -89,6 +95,9 @@ class Judged:
                         if times:
                             least[-1][name] = times * _of_itself(case.own[number][name], size) * size
                 sums[name] = sums.get(name, 0) + np.array([total, right.size, *cosine_sums(right, actual[name])])
+                if name in averaged:
+                    sizes = np.abs(right, dtype=np.float64)
+                    beside[name] = beside.get(name, 0.0) + averaged[name] / 2 * float(sizes[np.isfinite(sizes)].sum())
             found.see(number, errors[-1], expected, actual)
             if LOGITS in expected and case.unreported:
                 errors[-1][LOGITS][:, case.open_rows(expected)] = np.nan
@@ -99,7 +108,18 @@ class Judged:
                     rows[:, tokens[:, : rows.shape[2]]] = np.nan
         open_rows = _open_behind(errors, turned)
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
-        return cls(case, errors, units, least, sums, np.concatenate(same or [np.zeros(0, bool)]), found, open_rows)
+        return cls(
+            case,
+            errors,
+            units,
+            least,
+            sums,
+            np.concatenate(same or [np.zeros(0, bool)]),
+            found,
+            open_rows,
+            False,
+            beside,
+        )
 
     def distance(self, output: str) -> float:
         """The square of the difference of both sides, in parts of the square of PyTorch's."""
@@ -117,7 +137,8 @@ class Judged:
         total, count, product, *norms = self.sums[output].tolist()
         least = [rows[output] for rows in self.least if output in rows]
         verdict = bounds.judge(self.case, output, self.held(output), least)
-        mean, most = total / count if count else 0.0, bounds.mean(self.case, output)
+        mean = total / count if count else 0.0
+        most = bounds.mean(self.case, output) + self.beside.get(output, 0.0) / max(count, 1)
         if verdict.share <= 1 and mean > most:
             verdict = replace(verdict, worst=mean, bound=most, call=0, place=(), median=False)
         return OutputReport(

@@ -29,6 +29,8 @@ TOKENS = 12
 TIMEOUT_S = 600
 SHOWN = 60
 """Characters of a text that a message shows."""
+OWN = ("still_export", "still_kernels", "still_graphs")
+"""Folders by which a place of PYTHONPATH is this project's."""
 ALONE = """
 import importlib, pathlib, runpy, sys
 _, folder, program, *words = sys.argv
@@ -111,8 +113,15 @@ def _check_copies(package: Package) -> Verdict:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """In a process that sees nothing of this project but the package; what it says is not changed, also where it has a carriage return."""
+    """In a process that sees nothing of this project but the package, and of other packages what this one does; what it says is not
+    changed, also where it has a carriage return."""
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    others = [
+        p
+        for p in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if p and not any((Path(p) / o).is_dir() for o in OWN)
+    ]
+    apart |= {"PYTHONPATH": os.pathsep.join(others)} if others else {}
     apart |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(command, capture_output=True, env=apart, timeout=TIMEOUT_S, check=False)

@@ -108,7 +108,9 @@ class Verifier:
         self.summed = dict.fromkeys(summed if coarse else (), UNIT)
         self.fixed = {s.present for s in table if not s.growth}
         wide = [s.present for s in table if not s.growth and s.dtype == "float32"]
-        self.summed_by_layer = dict.fromkeys(wide, LAYER_UNIT) | self.summed
+        of_features = [s.present for s in table if s.present in wide and s.op in {op for op, _ in sums}]
+        self.averaged = dict.fromkeys(of_features if coarse else (), UNIT)
+        self.summed_by_layer = dict.fromkeys(wide, LAYER_UNIT) | self.averaged | self.summed
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
         """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,
@@ -245,7 +247,8 @@ class Verifier:
             judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
         else:
             times = SHARP_ROW * self.target.coarse
-            judged = Judged.of(case, pairs, self.by_token, summed, turned, times, RESIDUAL_SUMS * LAYER_UNIT)
+            written = RESIDUAL_SUMS * LAYER_UNIT
+            judged = Judged.of(case, pairs, self.by_token, summed, turned, times, written, self.averaged)
         judged.guessed = guessed is not None
         return judged
 

@@ -186,18 +186,23 @@ def trt(options: argparse.Namespace) -> None:
         flags = ("--arch", options.arch, "--tensorrt-include", options.tensorrt_include, *ENGINES[f"trt-{name}"], *more)
         export("trt", options.place, f"trt-{name}", model, *flags)
         shutil.rmtree(options.place / f"blank-{name}", ignore_errors=True)
-    if not (site := options.place / "site").is_dir():  # for TensorRT's Python
+    tensorrt_site(options.place)
+
+
+def tensorrt_site(place: Path) -> None:
+    """What this project needs in TensorRT's Python, which has none of it."""
+    if not (site := place / "site").is_dir():
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:"]
-        subprocess.run(
-            [*install, "--target", site, "typer", "rich", "pydantic", "filelock", "tokenizers", "safetensors"],
-            check=True,
-        )
+        needed = ["typer", "rich", "pydantic", "filelock", "tokenizers", "safetensors"]
+        subprocess.run([*install, "--target", site, *needed], check=True)
 
 
 def tasks(options: argparse.Namespace) -> None:
     """Trained models whose task is exact, in both types, and for TensorRT where its headers are given."""
     from tests.still_export.evaluation.test_tasks import task_of
 
+    if options.tensorrt_include:
+        tensorrt_site(options.place)
     for name in wanted(options, TASKS):
         np.savez(options.place / f"task-{name}.npz", **task_of(name)._asdict())
         kernels = native(options) if name in ENGINE_TASKS else ()

@@ -172,11 +172,29 @@ def test_no_row_may_err_by_what_is_no_number(side: int) -> None:
     assert not judged.report(name, Bounds([case], sharp=True)).passed
 
 
+@pytest.mark.parametrize(("off", "passes"), [(0.8, True), (2.0, False)])
+def test_a_mean_may_err_by_what_features_are_rounded_to(off: float, passes: bool) -> None:
+    """Sums of features times values on a GPU: PyTorch's own run keeps features in float32 and errs a quarter as far."""
+    rng, name = np.random.default_rng(0), "present_kv_state.0"
+    right = rng.normal(size=(1, 4, 128, 64)).astype(np.float32)
+    noise = rng.uniform(-UNIT, UNIT, right.shape).astype(np.float32)
+    own, found = right * (1 + noise / 4), right * (1 + off * noise)
+    mean = float(np.abs(own - right).mean())
+    case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: mean})
+    pairs = [({name: right}, {name: found})]
+    bounds = Bounds([case], 1.5, sharp=True, fixed={name})
+    for averaged in ({}, {name: UNIT}):
+        judged = Judged.of(case, pairs, summed={name: UNIT}, times=SHARP_ROW, averaged=averaged)
+        assert judged.report(name, bounds).passed == (passes and bool(averaged))
+
+
 @pytest.mark.parametrize(("dtype", "coarse", "count"), [("float16", 1.5, 2), ("float16", 1.0, 0), ("float32", 1.5, 0)])
 def test_only_gpus_in_float16_round_features(dtype: str, coarse: float, count: int) -> None:
     model = still_model("llama", torch.float32, layer_types=MIXED)
     manifest = describe_model(model)
     manifest = {**manifest, "model": {**manifest["model"], "dtype": dtype}}
     target: Any = SimpleNamespace(coarse=coarse)
-    found = Verifier(Package(Path(), manifest), None, target).summed  # type: ignore[arg-type]
-    assert len(found) == count and all(name.startswith("present_z_state.") for name in found)
+    verifier = Verifier(Package(Path(), manifest), None, target)  # type: ignore[arg-type]
+    for found, state in ((verifier.summed, "z_state"), (verifier.averaged, "kv_state")):
+        assert sum(name.startswith(f"present_{state}.") for name in found) == count
+    assert len(verifier.summed) == count and (not count or set(verifier.averaged) >= set(verifier.summed))

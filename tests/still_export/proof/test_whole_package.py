@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -423,3 +424,14 @@ def test_what_a_program_says_is_not_changed() -> None:
     """A model may answer with a carriage return, which text mode takes for the end of a line."""
     said = _run([sys.executable, "-c", "import sys; sys.stdout.write('a' + chr(13) + 'b' + chr(13) + chr(10))"]).stdout
     assert said == "a\rb\r\n"
+
+
+def test_a_process_of_its_own_has_other_packages_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where packages lie in a folder of PYTHONPATH, and this project in another."""
+    others, project = tmp_path / "others", tmp_path / "project"
+    (project / "still_export").mkdir(parents=True)
+    others.mkdir()
+    (others / "only_here.py").write_text("print('seen')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(project), str(others)]))
+    done = _run([sys.executable, "-c", "import only_here, sys; print([p for p in sys.path if p.endswith('project')])"])
+    assert (done.returncode, done.stdout) == (0, "seen\n[]\n"), done.stderr
