@@ -12,7 +12,6 @@ import numpy as np
 from still_export.package.calls import Arrays
 from still_export.proof.absolute import LOGITS, Findings, layer_of
 from still_export.proof.cases import TINY, Case, cosine_sums, errors_of, same_best
-from still_export.proof.chains import HIDDEN
 from still_export.proof.constants import PROOF_VERSION
 from still_export.proof.judge import Bounds
 from still_export.proof.verdict import Check, Verdict
@@ -58,7 +57,7 @@ class Judged:
         summed: Mapping[str, float] = NO_SUMS,
         turned: Sequence[Mapping[int, np.ndarray]] = (),
         times: float = 0.0,
-        written: float = 0.0,
+        written: Mapping[str, float] = NO_SUMS,
         averaged: Mapping[str, float] = NO_SUMS,
     ) -> Judged:
         """What `pairs` say.
@@ -67,7 +66,7 @@ class Judged:
             by_token: The axes of outputs that have a row for each token of a sequence.
             summed: Of outputs that are sums over tokens what a row may err beside, in parts of itself.
             times: Times what PyTorch's own rows err in parts of themselves a row of these may err at least.
-            written: In parts of itself, what rounding may make of a row that the next layer reads.
+            written: By output, in parts of itself, what roundings that a whole row shares may make of it.
             averaged: Of outputs whose terms are rounded products of features what a term may err at most, in parts of itself: half of that
                 in the mean.
             turned: Of each pair by layer the sequences [B] in which the target chose otherwise on a near tie; what follows is not compared.
@@ -84,12 +83,11 @@ class Judged:
             least.append({})
             for name, right in expected.items():
                 errors[-1][name], total = errors_of(right, actual[name])
-                read_next = written and name.startswith(f"present_{HIDDEN}.")
-                if name in summed or read_next:
+                if name in summed or name in written:
                     size = np.stack([np.abs(right).max(-1), np.linalg.norm(right, axis=-1)])
                     size = np.where(np.isfinite(size), size, 0)  # else it would allow anything
-                    if read_next:
-                        least[-1][name] = written * size
+                    if name in written:
+                        least[-1][name] = written[name] * size
                     else:
                         units[-1][name] = summed[name] * size
                         if times:

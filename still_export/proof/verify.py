@@ -33,7 +33,7 @@ from still_export.proof.calls_file import CallsFile
 from still_export.proof.cases import Case, CaseSource
 from still_export.proof.chains import HIDDEN
 from still_export.proof.codes import has_narrow_caches
-from still_export.proof.constants import ALIKE, LAYER_UNIT, RESIDUAL_SUMS, SHARP_ROW, SOME, UNIT
+from still_export.proof.constants import ALIKE, LAYER_UNIT, NORMED, RESIDUAL_SUMS, SHARP_ROW, SOME, UNIT
 from still_export.proof.judge import Bounds
 from still_export.proof.judged import Judged, OutputReport, Report
 from still_export.proof.layer_inputs import layer_inputs
@@ -111,6 +111,9 @@ class Verifier:
         of_features = [s.present for s in table if s.present in wide and s.op in {op for op, _ in sums}]
         self.averaged = dict.fromkeys(of_features if coarse else (), UNIT)
         self.summed_by_layer = dict.fromkeys(wide, LAYER_UNIT) | self.averaged | self.summed
+        self.written = {s.present: NORMED * LAYER_UNIT for s in table if s.dtype == "float16"}
+        layers = range(package.manifest["model"]["layers"])
+        self.written |= {f"present_{HIDDEN}.{layer}": RESIDUAL_SUMS * LAYER_UNIT for layer in layers}
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
         """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,
@@ -247,8 +250,7 @@ class Verifier:
             judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
         else:
             times = SHARP_ROW * self.target.coarse
-            written = RESIDUAL_SUMS * LAYER_UNIT
-            judged = Judged.of(case, pairs, self.by_token, summed, turned, times, written, self.averaged)
+            judged = Judged.of(case, pairs, self.by_token, summed, turned, times, self.written, self.averaged)
         judged.guessed = guessed is not None
         return judged
 

@@ -14,7 +14,7 @@ from still_export.models.description import describe_model
 from still_export.package.folder import Package
 from still_export.proof.cases import Case, row_errors
 from still_export.proof.chains import HIDDEN
-from still_export.proof.constants import LAYER_UNIT, RESIDUAL_SUMS, SHARP_ROW, UNIT
+from still_export.proof.constants import LAYER_UNIT, NORMED, RESIDUAL_SUMS, SHARP_ROW, UNIT
 from still_export.proof.judge import Bounds
 from still_export.proof.judged import Judged
 from still_export.proof.verify import Verifier
@@ -155,9 +155,25 @@ def test_a_layers_output_may_be_the_next_number_of_float16(value: float, passes:
     found[0, 0, 5] = value
     name = f"present_{HIDDEN}.27"
     case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: 1.0})
-    for written in (0.0, RESIDUAL_SUMS * LAYER_UNIT):
+    for written in ({}, {name: RESIDUAL_SUMS * LAYER_UNIT}):
         judged = Judged.of(case, [({name: right}, {name: found})], written=written)
         assert judged.report(name, Bounds([case], sharp=True)).passed == (passes and bool(written))
+
+
+@pytest.mark.parametrize(("units", "passes"), [(1.4, True), (2.5, False)])
+def test_a_row_may_share_the_rounding_of_what_was_normed(units: float, passes: bool) -> None:
+    """Values of a token of which one normed number is all: that number's rounding is a factor of its row, and of no other row."""
+    rng, name = np.random.default_rng(0), "present_window_value.29"
+    right = rng.normal(size=(1, 3, 128, 64)).astype(np.float32)
+    right[0, 0, 121] *= 4
+    own = right + rng.normal(size=right.shape).astype(np.float32) * 1e-4
+    own[0, 0, 121] = right[0, 0, 121]
+    found = own.copy()
+    found[0, 0, 121] *= 1 + units * LAYER_UNIT
+    case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: 1.0})
+    for written in ({}, {name: NORMED * LAYER_UNIT}):
+        judged = Judged.of(case, [({name: right}, {name: found})], written=written)
+        assert judged.report(name, Bounds([case], sharp=True, fixed={name})).passed == (passes and bool(written))
 
 
 @pytest.mark.parametrize("side", [0, 1])
