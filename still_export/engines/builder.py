@@ -234,7 +234,10 @@ class EngineBuilder:
             name = arch.upper().replace("_", "")
             if not hasattr(module.ComputeCapability, name):
                 known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
-                raise BuildError(f"{arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}.")
+                raise BuildError(
+                    f"--arch {arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}. "
+                    "Export with --arch of these."
+                )
             config.set_compute_capability(getattr(module.ComputeCapability, name), index)
 
     def _rows(self) -> dict[str, int]:

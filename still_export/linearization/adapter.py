@@ -160,7 +160,7 @@ class Start:
         made = sorted(set(self.still.layer_types or (HYBRID,)) - {FULL, recipe.layer})
         if made:
             raise ConfigError(
-                f"the adapter {folder} has layers of type {', '.join(made)}, the recipe's mixer={recipe.mixer} makes {recipe.layer}; they "
+                f"the adapter {folder} has layers of type {', '.join(made)}, --mixer {recipe.mixer} makes {recipe.layer}; they "
                 "must be equal."
             )
         for name, value in mine.items():

@@ -13,7 +13,7 @@ from still_export.discovery import Registry, systems
 from still_export.errors import ConfigError, unknown
 from still_export.linearization.budget import Budget
 from still_export.mixers.layers import HYBRID, SELECTED, Linearizer
-from still_export.options import check_options, option
+from still_export.options import check_options, flag_of, option
 
 if TYPE_CHECKING:
     from still_export.mixers.config import StillConfig
@@ -179,7 +179,7 @@ class Recipe:
         for length in self.row_lengths or ():
             if length < 2 or self.batch_size * self.row_tokens % length:
                 raise ConfigError(
-                    f"row_lengths has {length}; {self.batch_size} x {self.row_tokens} tokens of a step are not whole "
+                    f"--row-lengths {length}: {self.batch_size} x {self.row_tokens} tokens of a step are not whole "
                     "rows of it."
                 )
         if self.window_factor_scale <= 0:
@@ -215,9 +215,8 @@ class Recipe:
             others = set(own) - set(LINEARIZERS[self.mixer].options)
             foreign = [f.name for f in fields(self) if f.name in others and getattr(self, f.name) != f.default]
             if foreign and owner.lower() != self.mixer:
-                raise ConfigError(
-                    f"{', '.join(foreign)}: options of {owner}; layers of mixer={self.mixer} have no such thing."
-                )
+                flags = ", ".join(flag_of(type(self), name) for name in foreign)
+                raise ConfigError(f"{flags}: options of {owner}; layers of --mixer {self.mixer} have none.")
         if self.reuse is not None and self.layer_types is not None:
             raise ConfigError(f"--reuse {self.reuse} says which layers stay softmax: leave out --layer-types.")
         if self.mixer == "still":
@@ -229,7 +228,7 @@ class Recipe:
         unknown = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
         if unknown:
             raise ConfigError(
-                f"layer_types names {', '.join(unknown)}; with mixer={self.mixer} layers are full_attention or {self.layer}."
+                f"--layer-types names {', '.join(unknown)}; with --mixer {self.mixer} layers are full_attention or {self.layer}."
             )
 
     @property
@@ -285,7 +284,7 @@ class Recipe:
         if factors is not None:
             if len(factors) not in (1, layers):
                 raise ConfigError(
-                    f"window_factors has {len(factors)} values; give one, or one for each of {layers} layers."
+                    f"--window-factors has {len(factors)} values; give one, or one for each of {layers} layers."
                 )
             factors = factors * (layers // len(factors))
         rows = None if factors is None else tuple((float(factor),) * heads for factor in factors)

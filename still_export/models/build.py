@@ -201,7 +201,7 @@ def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
         ConfigError: The model is a STILL model already, or `still` does not fit it.
     """
     if hasattr(model.config, "still_config"):
-        raise ConfigError(f"{type(model).__name__} is a STILL model already; leave out attach_untrained.")
+        raise ConfigError(f"{type(model).__name__} is a STILL model already; leave out --attach-untrained.")
     family = family_of(model.config.model_type)
     if family.linear:
         raise ConfigError(f"{type(model).__name__} is linear already; export it as it is.")

@@ -341,17 +341,17 @@ def test_blocks_are_chosen_without_training(base: Path, text: Path, tmp_path: Pa
 
 def test_what_does_not_hold_is_refused(base: Path, text: Path) -> None:
     for changes, message in (
-        ({"window_factors": (10,)}, "window_factors: options of STILL"),
-        ({"salient_per_chunk": 8, "low_rank_gates": True}, "salient_per_chunk, low_rank_gates"),
+        ({"window_factors": (10,)}, "--window-factors: options of STILL"),
+        ({"salient_per_chunk": 8, "low_rank_gates": True}, "--salient-per-chunk, --low-rank-gates"),
         ({"layer_types": ("hybrid_attention", FULL)}, "names hybrid_attention"),
     ):
         with pytest.raises(ConfigError, match=message):
             recipe("gdn", base, text, **changes)
-    with pytest.raises(ConfigError, match="mixer='mamba' is unknown"):
+    with pytest.raises(ConfigError, match="--mixer mamba is unknown"):
         Recipe(mixer="mamba")
-    with pytest.raises(ConfigError, match="top_blocks: options of blocks; layers of mixer=gdn"):
+    with pytest.raises(ConfigError, match="--top-blocks: options of blocks; layers of --mixer gdn"):
         recipe("gdn", base, text, top_blocks=50)
-    with pytest.raises(ConfigError, match="chunk_size: options of STILL; layers of mixer=blocks"):
+    with pytest.raises(ConfigError, match="--chunk-size: options of STILL; layers of --mixer blocks"):
         Recipe(mixer="blocks", chunk_size=8, transfer_steps=0)
     with pytest.raises(ConfigError, match="no stage 1"):
         recipe("liger-gla", base, text, transfer_steps=3)

@@ -191,7 +191,7 @@ def test_the_folder_becomes_a_proven_package(folder: Path, tmp_path: Path, capsy
 
 def test_what_does_not_hold_is_refused(tmp_path: Path) -> None:
     base = tmp_path
-    with pytest.raises(ConfigError, match="salient_per_chunk: options of STILL; layers of mixer=allmem"):
+    with pytest.raises(ConfigError, match="--salient-per-chunk: options of STILL; layers of --mixer allmem"):
         recipe(base, base, salient_per_chunk=8)
     with pytest.raises(ConfigError, match="names hybrid_attention"):
         recipe(base, base, layer_types=("hybrid_attention", FULL))
