@@ -263,31 +263,6 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
         __builtin_prefetch(reinterpret_cast<uint8_t const*>(rows.scales[0]) + groups * scales_bytes + byte);
     uint8_t const* codes = rows.codes[0] + groups * codes_bytes;
     int64_t u = 0;
-    if constexpr (Plain && Bits == 8 && kStep == 4) // a row's 512 bytes before the next one's: a tenth more of them a second
-    {
-        constexpr int some = 4, bytes = some * kStep * kUnit;
-        Rounded const& tokens = *task.rounded;
-        for (; u + some * kStep <= units; u += some * kStep)
-        {
-            int64_t const place = t * tokens.units + u;
-            Sums sums[some][kRows];
-            for (int r = 0; r < kRows; ++r)
-            {
-                for (int byte = 0; byte < bytes; byte += 64)
-                    __builtin_prefetch(codes + byte);
-                codes += bytes;
-                for (int i = 0; i < some; ++i)
-                {
-                    Bytes first, second;
-                    int8_t const* const x = tokens.codes + (place + i * kStep) * kUnit;
-                    load_codes<Bits>(rows.codes[r] + (u + i * kStep) * kUnit, kStep, first, second);
-                    sums[i][r] = products<Bits>(first, second, load_bytes(x), load_bytes(x + kStep * kHalf));
-                }
-            }
-            for (int i = 0; i < some; ++i)
-                add_unit(tokens, plain_blocks(task, rows, u + i * kStep, kStep), place + i * kStep, to_quads(sums[i]), total[0]);
-        }
-    }
     for (; u + kStep <= units; u += kStep)
     {
         constexpr int bytes = kRows * kStep * kUnit * Bits / 8;
