@@ -53,12 +53,14 @@ def load(
     from still_export.runtime.head import demand_head
     from still_export.runtime.prefix_folder import open_prefixes
     from still_export.runtime.speculation import Speculation
+    from still_export.runtime.text import TextAhead
 
     folder = Path(package)
     manifest = open_package(folder, check_hashes=False).manifest  # the runner compares them
     if trust_native:
         trust_package(folder)
     chosen = runtime_of(manifest["target"], runtime).name
+    text = TextAhead(folder, manifest)
     runner = open_runner(folder, manifest, chosen, provider, threads=threads, plugin=plugin, check=check)
     if guess == "none":
         runner.speculation = None
@@ -70,10 +72,10 @@ def load(
         from still_export.runtime.draft import open_draft
 
         runner.speculation = open_draft(runner, load(guess, threads=threads, check=check, guess="none").runner)
-    model = LanguageModel(runner)
+    model = LanguageModel(runner, text=text)
     if adapter is not None:
         model.use_adapter(adapter)
     cache = open_prefixes(
         runner, prefix_cache, Path(prefix_dir) if prefix_dir else None
     )  # of the model with its adapter
-    return LanguageModel(runner, cache) if cache else model
+    return LanguageModel(runner, cache, text) if cache else model

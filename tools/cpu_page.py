@@ -20,7 +20,9 @@ HEAD = """# Speed on CPUs
 Published hybrids beside llama.cpp on the **same GGUF file**: weights of the published shape with random values, written and quantized by
 llama.cpp's own tools. The package keeps every block of the file. A cell is ours / llama.cpp's and their ratio, medians of the rounds, in
 which both take turns, each in a process of its own; start is from nothing to the first token. **Bold** ratios are losses. *One core busy*:
-a loop runs on one of the two cores. On the Xeon other programs ran on other cores.
+a loop runs on one of the two cores. On the Xeon other programs ran on other cores. *One thread*: seconds of the processor
+(`--threads 1 --clock processor`), as other programs ran on both cores. Below a table: shares of what NumPy's sum reads and a float32 GEMM
+does.
 
     python -m tools.benchmarks.random_gguf lfm2-1.2b FOLDER --converter LLAMA.CPP --types Q4_K_M    # FILE
     still-export FILE --to onnx --quantize int4 -o PACKAGE
@@ -44,7 +46,8 @@ def records() -> list[dict[str, Any]]:
 
 def machine_of(record: dict[str, Any]) -> str:
     """Its processor's name in tables."""
-    return next(name for name in ("EPYC", "Xeon") if name in record["machine"]["processor"])
+    name = next(name for name in ("EPYC", "Xeon") if name in record["machine"]["processor"])
+    return f"{name} with AVX-512" if name == "EPYC" and "avx512" in record["machine"]["kind"] else name
 
 
 def model_of(record: dict[str, Any]) -> tuple[str, str]:
@@ -59,7 +62,8 @@ def machines(found: list[dict[str, Any]]) -> str:
     for record in found:
         machine = record["machine"]
         where = f"- **{machine_of(record)}**: {machine['processor']}, {machine['cores']} cores"
-        run = f"{record['subject']['threads']} threads, rounds: {record['subject']['rounds']}, {record['date'][:10]}"
+        threads = "1 thread" if record["subject"]["threads"] == "1" else f"{record['subject']['threads']} threads"
+        run = f"{threads}, rounds: {record['subject']['rounds']}, {record['date'][:10]}"
         runs.setdefault(where, set()).add(f"{run}, behind commit `{record['commit'][:8]}`")
     return "\n".join(
         f"{where}\n" + "\n".join(f"  - {run}" for run in sorted(each)) for where, each in sorted(runs.items())
@@ -82,25 +86,27 @@ def table(found: list[dict[str, Any]]) -> str:
             lines.append(f"| {kind}, {machine_of(record)} | {context:,} | {' | '.join(cells)} | {start} |")
             starts = {}
     bounds = [line for record in found for line in bounds_of(record)]
-    return "\n".join(["\n".join(lines), "", *bounds] if bounds else lines) + "\n"
+    return "\n".join([*lines, *(["", *bounds] if bounds else [])]) + "\n"
 
 
 def bounds_of(record: dict[str, Any]) -> list[str]:
     """What bounds a step and a prompt, and our share of it, where the record has its machine's rates: a step reads every weight once, a
     prompt does two operations a weight and token. Attention and states come beside, so shares fall with the length."""
     rows = record["figures"]["rows"]
+    ours = {row["context"]: row for row in rows if row.get("runtime") == OURS and "context" in row}
     said = []
     for rates in (row for row in rows if "read_gb_s" in row):
-        ours = {row["context"]: row for row in rows if row.get("runtime") == OURS and "context" in row}
-        for context, row in ours.items():
-            read = rates["file_mb"] / row["decode_ms"]
-            done = 2e-9 * rates["parameters"] * context / row["prefill_s"]
-            said.append(
-                f"{context:,}: {read:.3g} GB/s, {read / rates['read_gb_s']:.2f} of {rates['read_gb_s']:.3g}; "
-                f"{done:.3g} GFLOP/s, {done / rates['gemm_gflop_s']:.2f} of {rates['gemm_gflop_s']:.3g}"
-            )
-    head = f"Bounds on the {machine_of(record)}, what a step reads and a prompt does, in parts of what the threads read and multiply:"
-    return [head, "", *(f"- {line}" for line in said)] if said else []
+        read = [rates["file_mb"] / row["decode_ms"] / rates["read_gb_s"] for row in ours.values()]
+        done = [
+            2e-9 * rates["parameters"] * context / row["prefill_s"] / rates["gemm_gflop_s"]
+            for context, row in ours.items()
+        ]
+        steps, prompts = (", ".join(f"{share:.2f}" for share in shares) for shares in (read, done))
+        said.append(
+            f"- {model_of(record)[1]}, {machine_of(record)}: steps {steps} of {rates['read_gb_s']:.3g} GB/s, prompts {prompts} of "
+            f"{rates['gemm_gflop_s']:.3g} GFLOP/s"
+        )
+    return said
 
 
 def beside(ours: float, theirs: float) -> str:

@@ -19,7 +19,6 @@ import still_export
 from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted, end_at_lost_pages
 from still_export.errors import ModelNotFoundError, StillExportError
 from still_export.extras import EXTRAS, demand, installation
-from still_export.folders.model import check_model
 from still_export.package.refusals import RunError
 from still_export.sources import local, look
 from still_export.texts.files import read_text
@@ -69,8 +68,11 @@ PANELS = {
 
 
 @functools.cache  # every call of `main` in a process would have all verbs more to build
-def app(verb: str = "") -> typer.Typer:
-    """The command line. Flags made from records cost seconds of imports, so only `verb` gets them."""
+def app(verb: str = "", alone: bool = False) -> typer.Typer:
+    """The command line. Flags made from records cost seconds of imports, so only `verb` gets them.
+
+    `alone`: it is the only verb, as the others' files and flags take a tenth of the time to a first token.
+    """
     from still_export.cli import kernels
     from still_export.cli.flags import add_verb
 
@@ -87,6 +89,8 @@ def app(verb: str = "") -> typer.Typer:
     )
     made.callback()(_root)
     for file, panel in [(file, panel) for panel, files in PANELS.items() for file in files]:
+        if alone and file != verb:
+            continue
         if file == "kernels":
             kernels.register(made, panel)
             continue
@@ -119,8 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
-    every = app()
-    verbs = {v.name or "" for v in every.registered_commands} | {v.name or "" for v in every.registered_groups}
+    verbs = {file for files in PANELS.values() for file in files}
     if given and given[0] not in verbs and given[0] not in ROOT_OPTIONS:
         near = difflib.get_close_matches(given[0], verbs, 1)
         if near and not given[0].startswith("-") and not Path(given[0]).exists():
@@ -134,7 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
             end_at_lost_pages()
     try:
         _look_ahead(given)
-        app(given[0] if given else "")(given, standalone_mode=True)
+        verb = given[0] if given else ""
+        app(verb, verb in verbs)(given, standalone_mode=True)
     except (StillExportError, RunError) as error:
         if debug:
             raise
@@ -177,6 +181,8 @@ def _look_ahead(given: list[str]) -> None:
             f"{given[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
         )
     if given[:1] == ["evaluate"]:  # whose flags take as long as torch
+        from still_export.folders.model import check_model
+
         if any(word.partition("=")[0] == "--report" for word in given):
             demand(*EXTRAS["report"])
         for model in words:

@@ -11,7 +11,6 @@ import typer
 
 from still_export.cli.output import Output, TrustNative
 from still_export.errors import ConfigError, PackageError
-from still_export.folders.model import check_overlay
 from still_export.sources import demand_package
 
 EXAMPLES = """
@@ -104,6 +103,8 @@ def run(
         raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
     arguments = _arguments(chat_template_kwargs)
     if adapter is not None:
+        from still_export.folders.model import check_overlay
+
         check_overlay(adapter)
     out = Output(as_json, quiet)
     package = package_of(package, out)

@@ -17,7 +17,8 @@ class Edit:
     """What makes a family's tensor of one that the converter wrote.
 
     Args:
-        rows, columns: Numbers of the file's rows and columns [N], [K], in the family's order; None: the same.
+        rows, columns: Numbers of the file's rows and columns [N], [K], in the family's order; None: the same, as is an order that moves
+            nothing: blocks of a weight whose columns are moved lie in another form.
         value: After that, of the values; None: the same.
         flat: The parts of a weight are joined number by number, not row by row.
     """
@@ -26,6 +27,12 @@ class Edit:
     columns: np.ndarray | None = None
     value: Callable[[Tensor], Tensor] | None = None
     flat: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "columns"):
+            order = getattr(self, field)
+            if order is not None and np.array_equal(order, np.arange(len(order))):
+                object.__setattr__(self, field, None)
 
     def applied(self, tensor: Tensor) -> Tensor:
         """The family's tensor."""

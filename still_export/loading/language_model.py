@@ -11,7 +11,7 @@ from still_export.runtime.base import Progress, Runner
 from still_export.runtime.prefixes import PrefixCache, Reader
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
-from still_export.runtime.text import Answer, Text
+from still_export.runtime.text import Answer, Text, TextAhead
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text to continue, token ids, or the messages of a chat; an assistant's as the last one is continued."""
@@ -31,10 +31,11 @@ class LanguageModel:
     Args:
         runner: Of any runtime.
         prefixes: Keeps the states of prompts and answers, so that a call reads what is new in its prompt alone; None: all of it.
+        text: Being read; None: it is read when it is needed.
     """
 
-    def __init__(self, runner: Runner, prefixes: PrefixCache | None = None) -> None:
-        self.runner, self.prefixes = runner, prefixes
+    def __init__(self, runner: Runner, prefixes: PrefixCache | None = None, text: TextAhead | None = None) -> None:
+        self.runner, self.prefixes, self._ahead = runner, prefixes, text
         self._last: Answer | None = None
         self._text: Text | None = None
         runner.start()
@@ -68,7 +69,7 @@ class LanguageModel:
     def text(self) -> Text:
         """Tokenizer and chat format; RunError where the package has none."""
         if self._text is None:
-            self._text = Text(self.runner)
+            self._text = self._ahead.get() if self._ahead else Text(self.runner)
         return self._text
 
     @overload

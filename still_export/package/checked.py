@@ -6,6 +6,7 @@ tests/still_export/package/manifest hold all readers to one another; still_run c
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -45,6 +46,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def parse_manifest(content: bytes, source: str) -> dict[str, Any]:
     """The same of a file's `content`; `source` names the file."""
+    _check(content, source)
+    return dict(json.loads(content))
+
+
+@functools.lru_cache(maxsize=8)  # whoever opens a package reads its manifest several times, and checks take 30 ms
+def _check(content: bytes, source: str) -> None:
+    """Raise CheckError for what is no manifest."""
     try:
         manifest = json.loads(content.decode("utf-8"))
         _check_plain(manifest, 0)
@@ -56,7 +64,6 @@ def parse_manifest(content: bytes, source: str) -> dict[str, Any]:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     _Schema(schema["$defs"], source).check(schema, manifest, "")
     check_rules(manifest, source)
-    return dict(manifest)
 
 
 def check_rules(manifest: dict[str, Any], source: str) -> None:

@@ -5,6 +5,7 @@ Standard library only: exports copy this file into packages, for run_ort.py and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ _DIMS, _TYPE, _NAME, _EXTERNAL = 1, 2, 8, 13
 _MODEL = {7: _GRAPH, 20: {1: _GRAPH, 2: _GRAPH}, 25: {7: _NODE}}
 
 
-def external_files(graph: bytes, source: str) -> set[str]:
+@functools.lru_cache(maxsize=4)  # whoever opens a package asks several times
+def external_files(graph: bytes, source: str) -> frozenset[str]:
     """Names of the files that hold weights of a serialized ONNX model.
 
     Raises:
@@ -45,7 +47,7 @@ def external_files(graph: bytes, source: str) -> set[str]:
                     pending.append((kind[number], a, b))
     except (IndexError, ValueError) as error:
         raise CheckError(f"{source} is no ONNX model ({error}). Copy the package again.") from error
-    return found
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,14 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
 def _all_fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The same with those that are a number: that in the place of the begin, and 0 in that of the end."""
     while at < end:
-        key, at = _varint(data, at)
+        key, at = data[at], at + 1
+        if key > 0x7F:
+            key, at = _varint(data, at - 1)
         kind = key & 7
         if kind == 2:
-            size, at = _varint(data, at)
+            size, at = data[at], at + 1  # most are short, and a call for each takes longer than all else
+            if size > 0x7F:
+                size, at = _varint(data, at - 1)
             if at + size > end:
                 raise ValueError("a field ends behind its message")
             yield key >> 3, at, at + size

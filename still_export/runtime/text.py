@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from still_export.package.chat_format import ChatFormat, Message, read_format
@@ -22,10 +24,33 @@ UNFINISHED = 3
 """Bytes, and so tokens, of a character that may lack others."""
 
 
+class TextAhead:
+    """A package's `Text`, read while its session is created: that leaves the interpreter to others, and tokenizers take as long."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder, self.manifest = folder, dict(manifest)
+        self._found: Text | Exception | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            self._found = Text(self)
+        except Exception as error:  # token ids need none
+            self._found = error
+
+    def get(self) -> Text:
+        """The text; RunError where the package has none."""
+        self._thread.join()
+        if not isinstance(self._found, Text):
+            raise self._found or RunError(f"{self.folder}: the tokenizer was not read.")
+        return self._found
+
+
 class Text:
     """The package's tokenizer and chat templates (`chat`; None: it has none)."""
 
-    def __init__(self, model: Runner) -> None:
+    def __init__(self, model: Runner | TextAhead) -> None:
         if "tokenizer.json" not in model.manifest["files"]:
             raise RunError(
                 f"{model.folder} has no tokenizer.json, as its manifest.json says; pass token ids with --prompt-ids."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from tools.cpu_page import PAGE, bounds_of, page, records, table
+from tools.cpu_page import PAGE, bounds_of, machine_of, page, records, table
 
 
 def test_the_page_is_of_its_records() -> None:
@@ -24,4 +24,11 @@ def test_a_share_of_what_the_machine_can_is_shown() -> None:
     ours = {"runtime": "still-export", "context": 1000, "decode_ms": 50.0, "prefill_s": 10.0, "peak_mb": 1.0}
     rates = {"read_gb_s": 20.0, "gemm_gflop_s": 400.0, "file_mb": 500.0, "parameters": 10**9}
     record["figures"]["rows"] = [rates, ours]
-    assert bounds_of(record)[2] == "- 1,000: 10 GB/s, 0.50 of 20; 200 GFLOP/s, 0.50 of 400"
+    assert bounds_of(record)[0].endswith(": steps 0.50 of 20 GB/s, prompts 0.50 of 400 GFLOP/s")
+
+
+def test_processors_of_one_name_are_told_apart() -> None:
+    names = [
+        machine_of({"machine": {"processor": "AMD EPYC", "kind": f"x86_64 {each}"}}) for each in ("avx2", "avx512f")
+    ]
+    assert names == ["EPYC", "EPYC with AVX-512"]

@@ -15,7 +15,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
+from still_export.evaluation.bench import CLOCKS, LENGTHS, BenchOptions, Measurement, to_dict
 from still_export.extras import installation
 from still_export.runtime.base import peak_mb
 from still_export.runtime.sampling import RunError
@@ -169,14 +168,15 @@ RUNS = {GENAI: _genai, LLAMA_CPP: _llama_cpp, TRANSFORMERS: _transformers}
 
 def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> Measurement:
     prompt, step = RUNS[runtime](model, length, setting)
-    begin = time.perf_counter()
+    now = CLOCKS[setting.clock]
+    begin = now()
     prompt()
-    prefill = time.perf_counter() - begin
+    prefill = now() - begin
     times = []
     for _ in range(setting.steps):
-        begin = time.perf_counter()
+        begin = now()
         step()
-        times.append(time.perf_counter() - begin)
+        times.append(now() - begin)
     return Measurement(length, prefill, statistics.median(times) * 1e3, peak_mb())
 
 

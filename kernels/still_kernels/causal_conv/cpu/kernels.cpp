@@ -27,7 +27,10 @@ void run(Task const& task)
     float *const weight = room.take(static_cast<int64_t>(taps) * kBlock), *const bias = room.take(kBlock);
     float* const known = room.take(static_cast<int64_t>(past + kTileTokens) * kBlock); // [past and new tokens, channels]
     float* const sums = room.take(kBlock);
-    std::memset(task.room, 0, sizeof(float) * still_cpu::convolution::room(l)); // channels beyond the last one
+    if (width < kBlock) // channels beyond the last one; of a step this is half of all time
+        std::memset(task.room, 0, sizeof(float) * still_cpu::convolution::room(l));
+    if (!x.bias)
+        std::memset(bias, 0, sizeof(float) * kBlock);
     T* const state = at<T>(x.state, (static_cast<int64_t>(task.row) * l.channels + task.channel) * past);
     for (int c = 0; c < width; ++c)
     {

@@ -73,7 +73,7 @@ struct Parts
         int64_t const longest = std::max(layer.channels(), layer.inner());
         if (layer.gate_up.bits && layer.gate_up.rounded())
         {
-            auto const units = static_cast<size_t>(up(longest / low_bit::kUnit, step)) * pairs;
+            auto const units = static_cast<size_t>(low_bit::units_of(longest, step)) * pairs;
             rounded.codes = scratch.take<int8_t>(units * low_bit::kUnit);
             rounded.factors = scratch.take<float>(units * low_bit::kRows);
             rounded.sums = scratch.take<float>(units * low_bit::kRows);
@@ -168,7 +168,7 @@ private:
     low_bit::Rounded rounded(low_bit::Layer const& matrix, int64_t place) const
     {
         low_bit::Rounded here = parts_.rounded;
-        here.units = up(matrix.inputs / low_bit::kUnit, low_bit_.step);
+        here.units = low_bit::units_of(matrix.inputs, low_bit_.step);
         here.codes += place * here.units * low_bit::kUnit;
         here.factors += place * here.units * low_bit::kRows, here.sums += place * here.units * low_bit::kRows;
         return here;

@@ -22,7 +22,7 @@ using still_cpu::low_bit::Task;
 using still_cpu::low_bit::Tensors;
 
 constexpr int kHalf = kUnit / 2;
-constexpr int kAhead = 6144; // bytes of the weight that are asked for before they are read
+constexpr int kAhead = 6144; // bytes of the weight that are asked for before they are read, at the least
 
 // What codes are a product with; of steps that are nearly nothing, and of NaN, 0.
 inline float inverse_of(float step)
@@ -35,6 +35,13 @@ inline VecInt nearest(Vec x)
 {
     constexpr float shift = 12582912.0f; // 1.5 * 2^23: the sum's low bits are the nearest whole number
     return reinterpret_cast<VecInt>(x + shift) - 0x4b400000;
+}
+
+// Of groups of outputs that lie behind one another, `bytes` each, how many are read before the one that is asked for. Processors see what
+// is read next where it is read in order, which rows side by side are not. It is asked for step by step: many lines at once wait.
+inline int64_t groups_ahead(int64_t bytes)
+{
+    return (kAhead + bytes - 1) / bytes;
 }
 
 // The place of a unit's first codes: steps hold the first halves of their units, then the second ones.
@@ -173,6 +180,14 @@ inline Blocks blocks_of(Task const& task, Rows<S> const& rows, int shift, int64_
     return {scale, minus_product(zero, scale, task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{})};
 }
 
+// The same of blocks of a unit without zero points and offsets.
+template <typename S>
+inline Blocks plain_blocks(Task const& task, Rows<S> const& rows, int64_t unit, int units)
+{
+    Quads const scale = load_numbers(rows.scales, unit, units);
+    return {scale, minus_product(spread_quads(static_cast<float>(task.layer->zero)), scale, Quads{})};
+}
+
 // Adds what a token's sums over the units at `place` stand for.
 inline void add_unit(Rounded const& tokens, Blocks const& blocks, int64_t place, Quads sums, Quads& total)
 {
@@ -181,14 +196,14 @@ inline void add_unit(Rounded const& tokens, Blocks const& blocks, int64_t place,
 }
 
 // A step of `units` units over kRows outputs of `Count` tokens, of which `task.rounded` has the first at place `t`.
-template <int Bits, int Count, typename S>
+template <int Bits, int Count, bool Plain, typename S>
 inline void step(Task const& task, Rows<S> const& rows, int shift, int64_t unit, int units, int64_t t, Quads* total)
 {
     Rounded const& tokens = *task.rounded;
     Bytes first[kRows], second[kRows];
     for (int r = 0; r < kRows; ++r)
         load_codes<Bits>(rows.codes[r] + unit * kUnit * Bits / 8, units, first[r], second[r]);
-    Blocks const blocks = blocks_of<Bits>(task, rows, shift, unit, units);
+    Blocks const blocks = Plain ? plain_blocks(task, rows, unit, units) : blocks_of<Bits>(task, rows, shift, unit, units);
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     if constexpr (Count > 1)
     {
@@ -233,7 +248,7 @@ inline Rows<S> rows_of(Task const& task, int64_t row)
     return rows;
 }
 
-template <int Bits, int Count, typename S>
+template <int Bits, int Count, typename S, bool Plain = false>
 inline void tile(Task const& task, int shift, int64_t row, int64_t t)
 {
     Layer const& layer = *task.layer;
@@ -242,14 +257,22 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
     for (int i = 0; i < Count; ++i)
         total[i] = Quads{};
     int64_t const units = layer.inputs / kUnit;
-    // Processors see what is read next where it is read in order, not in four places.
-    for (int64_t byte = 0; byte < kRows * layer.row_bytes(); byte += 64)
-        __builtin_prefetch(rows.codes[0] + kAhead + byte, 0, 1);
+    int64_t const codes_bytes = kRows * layer.row_bytes(), scales_bytes = kRows * layer.blocks() * static_cast<int64_t>(sizeof(S));
+    int64_t const groups = groups_ahead(codes_bytes);
+    for (int64_t byte = 0; byte < scales_bytes; byte += 64)
+        __builtin_prefetch(reinterpret_cast<uint8_t const*>(rows.scales[0]) + groups * scales_bytes + byte);
+    uint8_t const* codes = rows.codes[0] + groups * codes_bytes;
     int64_t u = 0;
     for (; u + kStep <= units; u += kStep)
-        step<Bits, Count, S>(task, rows, shift, u, kStep, t, total);
+    {
+        constexpr int bytes = kRows * kStep * kUnit * Bits / 8;
+        for (int byte = 0; byte < bytes; byte += 64)
+            __builtin_prefetch(codes + byte);
+        codes += bytes;
+        step<Bits, Count, Plain>(task, rows, shift, u, kStep, t, total);
+    }
     if (u < units)
-        step<Bits, Count, S>(task, rows, shift, u, static_cast<int>(units - u), t, total);
+        step<Bits, Count, Plain>(task, rows, shift, u, static_cast<int>(units - u), t, total);
     int64_t const count = layer.outputs - row < kRows ? layer.outputs - row : kRows;
     for (int i = 0; i < Count; ++i)
     {
@@ -265,7 +288,7 @@ inline void tile(Task const& task, int shift, int64_t row, int64_t t)
 
 } // namespace
 
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if defined(__AVX2__)
 #include "lanes.h"
 #endif
 
@@ -277,15 +300,15 @@ template <int Bits, typename S>
 int64_t multiply_some(Task const& task, int shift, int64_t t)
 {
     int64_t const left = task.tokens - t, end = task.row + task.rows;
-#if defined(__AVX2__) && !defined(__AVX512BW__)
-    if (task.tokens > 1)
+#if defined(__AVX2__)
+    if (left >= kLeastLanes || (kLeastLanes == 2 && task.tokens > 1))
     {
-        int64_t const count = left < kMostTokens ? left : kMostTokens;
-        for (int64_t row = task.row; row < end; row += 2 * kRows)
+        int64_t const count = left < kMostLanes ? left : kMostLanes;
+        for (int64_t row = task.row; row < end; row += kLaneRows)
             multiply_lanes<Bits, S>(task, shift, row, t, static_cast<int>(count));
         return count;
     }
-#else
+#endif
     if (left > 1)
     {
         int64_t const count = left >= kMostTokens ? kMostTokens : left >= 4 ? 4 : 2;
@@ -298,9 +321,9 @@ int64_t multiply_some(Task const& task, int shift, int64_t t)
             }
         return count;
     }
-#endif
+    bool const plain = shift == 0 && !task.tensors->zero_points && !task.tensors->offsets;
     for (int64_t row = task.row; row < end; row += kRows)
-        tile<Bits, 1, S>(task, shift, row, t);
+        (plain ? tile<Bits, 1, S, true> : tile<Bits, 1, S>)(task, shift, row, t);
     return 1;
 }
 

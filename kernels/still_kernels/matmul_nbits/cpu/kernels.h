@@ -24,6 +24,12 @@ struct Rounded
     int64_t units; // of a token, filled up to whole steps with zeros
 };
 
+// Units of a token of `inputs`: an odd number of steps, as tokens whose distance is a power of two fall into few sets of the first cache.
+inline int64_t units_of(int64_t inputs, int step)
+{
+    return ((inputs / kUnit + step - 1) / step | 1) * step;
+}
+
 struct Task
 {
     Layer const* layer;

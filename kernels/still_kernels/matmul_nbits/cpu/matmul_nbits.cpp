@@ -50,7 +50,7 @@ struct Parts
         }
         else if (layer.rounded())
         {
-            rounded.units = up(layer.inputs / kUnit, kernels.step);
+            rounded.units = units_of(layer.inputs, kernels.step);
             auto const units = static_cast<size_t>(rounded.units * std::min(tokens, kTokens));
             rounded.codes = scratch.take<int8_t>(units * kUnit);
             rounded.factors = scratch.take<float>(units * kRows);
@@ -67,7 +67,7 @@ int64_t rows_of_task(Layer const& layer, int64_t tokens)
 {
     int64_t const even = up(layer.outputs, static_cast<int64_t>(kLanes)) / static_cast<int64_t>(kLanes);
     int64_t const least = kLeastBytes / layer.row_bytes() / tokens, most = std::max<int64_t>(kMostBytes / layer.row_bytes(), 1);
-    return up(std::min(std::max(even, least), most), kTile);
+    return up(std::min(std::max(even, least), most), 2 * kTile);
 }
 
 } // namespace

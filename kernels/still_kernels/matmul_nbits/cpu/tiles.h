@@ -1,8 +1,8 @@
-// Tiles of eight outputs that lie in one another, with whole numbers for scales (super_block in the OpSpec): a lane is an output. Compiled
-// once per instruction set, like ../common/simd.h.
+// Tiles of eight outputs that lie in one another, with whole numbers for scales (super_block in the OpSpec): a lane is an output, with
+// AVX-512 of two tiles. Compiled once per instruction set, like ../common/simd.h.
 //
-// Sums of a unit of a token are exact, in whole numbers, and one loop is compiled for all counts of tokens: a token's numbers do not depend
-// on the others. Each code is unpacked once for up to kChunk tokens and stays in registers while they pass.
+// Sums of a unit of a token are exact, in whole numbers, and the loop for one token is that for several: a token's numbers do not depend on
+// the others. Each code is unpacked once for up to kChunk tokens and stays in registers while they pass.
 #pragma once
 
 #include "cpu/common/elements.h"
@@ -17,12 +17,15 @@ using still_cpu::low_bit::kTile;
 
 constexpr int kPart = kUnit; // inputs whose codes are in registers at once
 
-#if defined(__AVX2__)
-constexpr int kWide = 8; // outputs in a vector
+#if defined(__AVX512BW__)
+constexpr int kWide = 16; // outputs in a vector
+#elif defined(__AVX2__)
+constexpr int kWide = 8;
 #else
 constexpr int kWide = 4;
 #endif
-constexpr int kPieces = kTile / kWide;
+constexpr int kPieces = kWide < kTile ? kTile / kWide : 1; // of a tile
+constexpr int kOutputs = kPieces * kWide;
 
 typedef uint8_t Codes __attribute__((vector_size(4 * kWide))); // four inputs of each output
 typedef int32_t Whole __attribute__((vector_size(4 * kWide)));
@@ -36,11 +39,32 @@ inline T read(void const* from)
     return value;
 }
 
+// Where a tile's part lies, and the next tile's.
+struct Place
+{
+    uint8_t const *first, *second;
+
+    Place operator+(int64_t bytes) const { return {first + bytes, second + bytes}; }
+};
+
+inline Codes read_codes(Place from)
+{
+#if defined(__AVX512BW__)
+    return (Codes)_mm512_inserti64x4(_mm512_castsi256_si512(read<__m256i>(from.first)), read<__m256i>(from.second), 1);
+#else
+    return read<Codes>(from.first);
+#endif
+}
+
 // kWide bytes, signed or not.
 template <typename Byte>
-inline Whole widened(uint8_t const* from)
+inline Whole widened(Place place)
 {
-#if defined(__AVX2__) // compilers convert element by element
+    uint8_t const* const from = place.first;
+#if defined(__AVX512BW__)
+    __m128i const bytes = _mm_set_epi64x(read<int64_t>(place.second), read<int64_t>(from));
+    return (Whole)(static_cast<Byte>(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__) // compilers convert element by element
     __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(from));
     return (Whole)(static_cast<Byte>(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #elif defined(__aarch64__)
@@ -52,21 +76,32 @@ inline Whole widened(uint8_t const* from)
 }
 
 // Scales as `dot` takes them.
-inline Whole laid(Whole scales)
+#if defined(__AVX512BW__)
+typedef Floats Scales;
+
+inline Scales laid(Whole scales)
 {
-#if defined(__AVX2__) && !defined(__AVX512BW__) // twice in each lane
+    return (Floats)_mm512_cvtepi32_ps((__m512i)scales);
+}
+#else
+typedef Whole Scales;
+
+inline Scales laid(Whole scales)
+{
+#if defined(__AVX2__) // twice in each lane
     return (scales & 0xffff) | (scales << 16);
 #else
     return scales;
 #endif
 }
+#endif
 
 // Codes of kPart inputs of kWide outputs, and the scales of their blocks.
 template <int Bits>
 struct Part
 {
     Codes codes[kPart / 4];
-    Whole scales[Bits == 4 ? 1 : 2];
+    Scales scales[Bits == 4 ? 1 : 2];
 };
 
 // Bytes of a tile's super-block: whole numbers for scales, codes.
@@ -76,23 +111,23 @@ template <int Bits>
 constexpr int kSuperBytes = kScaleBytes<Bits> + kSuper * kTile * Bits / 8;
 
 template <int Bits>
-inline void unpack(uint8_t const* super_block, int part, int piece, Part<Bits>& to)
+inline void unpack(Place super_block, int part, int piece, Part<Bits>& to)
 {
-    uint8_t const* from = super_block + kScaleBytes<Bits> + part * (kPart * kTile * Bits / 8) + 4 * kWide * piece;
-    super_block += kWide * piece;
+    Place from = super_block + kScaleBytes<Bits> + part * (kPart * kTile * Bits / 8) + 4 * kWide * piece;
+    super_block = super_block + kWide * piece;
     if constexpr (Bits == 4)
     {
         for (int i = 0; i < 4; ++i)
         {
-            Codes const both = read<Codes>(from + 32 * i);
+            Codes const both = read_codes(from + 32 * i);
             to.codes[2 * i] = both & 15, to.codes[2 * i + 1] = both >> 4;
         }
         to.scales[0] = laid(widened<uint8_t>(super_block + part * kTile));
     }
     else
-        for (int block = 0; block < 2; ++block, from += 96)
+        for (int block = 0; block < 2; ++block, from = from + 96)
         {
-            Codes const first = read<Codes>(from), second = read<Codes>(from + 32), high = read<Codes>(from + 64);
+            Codes const first = read_codes(from), second = read_codes(from + 32), high = read_codes(from + 64);
             Codes* const codes = to.codes + 4 * block;
             codes[0] = (first & 15) | (high << 4 & 0x30), codes[1] = first >> 4 | (high << 2 & 0x30);
             codes[2] = (second & 15) | (high & 0x30), codes[3] = second >> 4 | (high >> 2 & 0x30);
@@ -104,27 +139,29 @@ inline void unpack(uint8_t const* super_block, int part, int piece, Part<Bits>& 
 #if defined(__AVX512BW__)
 
 template <int Bits>
-inline Whole dot(Part<Bits> const& part, int8_t const* x)
+inline Floats dot(Part<Bits> const& part, int8_t const* x)
 {
     Whole halves[2] = {}; // of the inputs; of 6 bits these are blocks
     for (int i = 0; i < kPart / 8; ++i)
         for (int half = 0; half < 2; ++half) // an instruction of AVX-512 VNNI, with which this set is chosen
         {
             int const four = half * kPart / 8 + i;
-            asm("vpdpbusd %2%{1to8%}, %1, %0"
+            asm("vpdpbusd %2%{1to16%}, %1, %0"
                 : "+v"(halves[half])
                 : "v"(part.codes[four]), "m"(*reinterpret_cast<int8_t const(*)[4]>(x + 4 * four)));
         }
+    // Products with scales are less than 2^24, and exact.
+    auto const number = [](Whole x) { return (Floats)_mm512_cvtepi32_ps((__m512i)x); };
     if constexpr (Bits == 4)
-        return (halves[0] + halves[1]) * part.scales[0];
+        return number(halves[0] + halves[1]) * part.scales[0];
     else
-        return halves[0] * part.scales[0] + halves[1] * part.scales[1];
+        return number(halves[1]) * part.scales[1] + number(halves[0]) * part.scales[0];
 }
 
 #elif defined(__AVX2__)
 
 template <int Bits>
-inline Whole dot(Part<Bits> const& part, int8_t const* x)
+inline Floats dot(Part<Bits> const& part, int8_t const* x)
 {
     auto const four = [&](int i) { return _mm256_maddubs_epi16((__m256i)part.codes[i], _mm256_set1_epi32(read<int32_t>(x + 4 * i))); };
     auto const eight = [&](int i) { return _mm256_add_epi16(four(i), four(i + 1)); }; // of codes below 64 less than 16 bits hold
@@ -132,19 +169,19 @@ inline Whole dot(Part<Bits> const& part, int8_t const* x)
     {
         // Of codes below 16 so are 32 inputs.
         __m256i const sums = _mm256_add_epi16(_mm256_add_epi16(eight(0), eight(2)), _mm256_add_epi16(eight(4), eight(6)));
-        return (Whole)_mm256_madd_epi16(sums, (__m256i)part.scales[0]);
+        return (Floats)_mm256_cvtepi32_ps(_mm256_madd_epi16(sums, (__m256i)part.scales[0]));
     }
     else
     {
         auto const scaled = [&](int i) { return (Whole)_mm256_madd_epi16(eight(i), (__m256i)part.scales[i / 4]); };
-        return (scaled(0) + scaled(2)) + (scaled(4) + scaled(6));
+        return (Floats)_mm256_cvtepi32_ps((__m256i)((scaled(0) + scaled(2)) + (scaled(4) + scaled(6))));
     }
 }
 
 #else
 
 template <int Bits>
-inline Whole dot(Part<Bits> const& part, int8_t const* x)
+inline Floats dot(Part<Bits> const& part, int8_t const* x)
 {
     Whole total = {};
     constexpr int blocks = Bits == 4 ? 1 : 2, groups = kPart / 4 / blocks;
@@ -163,7 +200,7 @@ inline Whole dot(Part<Bits> const& part, int8_t const* x)
 #endif
         total += sums * part.scales[block];
     }
-    return total;
+    return __builtin_convertvector(total, Floats);
 }
 
 #endif
@@ -200,11 +237,16 @@ inline void pair_dot(Part<Bits> const& part, int8_t const* x, int64_t distance, 
 
 #endif
 
-inline Floats numbers_of(Half const* from)
+// Of each output one number; those of the next tile lie `apart` of them further.
+inline Floats numbers_of(Half const* from, int64_t apart)
 {
-#if defined(__F16C__)
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_cvtph_ps(_mm256_set_m128i(read<__m128i>(from + apart), read<__m128i>(from)));
+#elif defined(__F16C__)
+    (void)apart;
     return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
 #else
+    (void)apart;
     Floats found;
     for (int i = 0; i < kWide; ++i)
         found[i] = to_float(from[i]);
@@ -267,20 +309,25 @@ void round_tokens(Task const& task)
     }
 }
 
-template <int Bits>
-void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
+// The outputs of `tiles` tiles for `several` tokens; `One`: for one, whose sums stay in registers.
+template <int Bits, bool One>
+void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int several)
 {
-    constexpr int blocks = Bits == 4 ? 8 : 16, parts = kSuper / kPart;
+    constexpr int blocks = Bits == 4 ? 8 : 16, parts = kSuper / kPart, most = One ? 1 : kChunk;
     Layer const& layer = *task.layer;
     Rounded const& tokens = *task.rounded;
-    int64_t const supers = layer.inputs / kSuper;
-    uint8_t const* from = task.tensors->blocks + row * layer.row_bytes();
-    Half const* scales = at<Half>(task.tensors->scales, row * supers * (Bits == 4 ? 2 : 1));
-    Floats totals[kChunk][kPieces], sums[kChunk][kPieces];
+    int const count = One ? 1 : several;
+    int64_t const supers = layer.inputs / kSuper, numbers = (Bits == 4 ? 2 : 1) * kTile;
+    int64_t const bytes = supers * kSuperBytes<Bits>, apart = (tiles - 1) * supers * numbers;
+    uint8_t const* const begin = task.tensors->blocks + row * layer.row_bytes();
+    Place from{begin, begin + (tiles - 1) * bytes};
+    uint8_t const *ahead = begin + groups_ahead(tiles * bytes) * tiles * bytes, *asked = ahead;
+    Half const* scales = at<Half>(task.tensors->scales, row * supers * numbers / kTile);
+    Floats totals[most][kPieces], sums[most][kPieces];
     for (int t = 0; t < count; ++t)
         for (Floats& total : totals[t])
             total = Floats{};
-    for (int64_t super = 0; super < supers; ++super, from += kSuperBytes<Bits>)
+    for (int64_t super = 0; super < supers; ++super, from = from + kSuperBytes<Bits>)
     {
         for (int t = 0; t < count; ++t)
             for (Floats& sum : sums[t])
@@ -290,16 +337,17 @@ void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
         float const* const factors = tokens.factors + place * parts;
         for (int i = 0; i < parts; ++i)
         {
-            for (int byte = i * 64; byte < kSuperBytes<Bits>; byte += 512)
-                __builtin_prefetch(from + kAhead + byte, 0, 1);
-            Part<Bits> all[kPieces];
+            for (uint8_t const* const end = ahead + tiles * kSuperBytes<Bits> / parts; asked < end; asked += 64)
+                __builtin_prefetch(asked);
+            ahead += tiles * kSuperBytes<Bits> / parts;
+            Part<Bits> unpacked[kPieces];
             for (int piece = 0; piece < kPieces; ++piece)
-                unpack(from, i, piece, all[piece]);
+                unpack(from, i, piece, unpacked[piece]);
             int first = 0;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
             if (count > 1)
             {
-                Part<Bits> const pairs[kPieces] = {paired(all[0]), paired(all[1])};
+                Part<Bits> const pairs[kPieces] = {paired(unpacked[0]), paired(unpacked[1])};
                 for (; first + 1 < count; first += 2)
                     for (int piece = 0; piece < kPieces; ++piece)
                     {
@@ -312,7 +360,7 @@ void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
 #endif
             for (int t = first; t < count; ++t)
                 for (int piece = 0; piece < kPieces; ++piece)
-                    sums[t][piece] += __builtin_convertvector(dot(all[piece], x + t * kSuper + i * kPart), Floats) * factors[t * parts + i];
+                    sums[t][piece] += dot(unpacked[piece], x + t * kSuper + i * kPart) * factors[t * parts + i];
         }
         for (int piece = 0; piece < kPieces; ++piece)
         {
@@ -324,7 +372,7 @@ void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
                 else
                     others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile + piece * kWide), Floats);
             Half const* const own = scales + piece * kWide;
-            Floats const scale = numbers_of(own), least = Bits == 4 ? numbers_of(own + kTile) : scale;
+            Floats const scale = numbers_of(own, apart), least = Bits == 4 ? numbers_of(own + kTile, apart) : scale;
             for (int t = 0; t < count; ++t)
             {
                 float const* const of_blocks = tokens.sums + (place + t) * blocks;
@@ -338,14 +386,26 @@ void multiply_tile(Task const& task, int64_t row, int64_t token, int count)
         scales += Bits == 4 ? 2 * kTile : kTile;
     }
     for (int t = 0; t < count; ++t)
-        std::memcpy(at<float>(task.tensors->output, (task.token + token + t) * layer.outputs + row), totals[t], sizeof totals[t]);
+        std::memcpy(at<float>(task.tensors->output, (task.token + token + t) * layer.outputs + row), totals[t],
+            sizeof(float) * static_cast<size_t>(tiles * kTile));
+}
+
+template <int Bits>
+void multiply_tiles(Task const& task)
+{
+    constexpr int most = kOutputs / kTile;
+    int64_t const end = task.row + task.rows;
+    for (int64_t row = task.row; row < end; row += kOutputs)
+        for (int64_t token = 0; token < task.tokens; token += kChunk)
+        {
+            int const count = chunk_tokens(*task.rounded, token), tiles = end - row < kOutputs ? 1 : most;
+            (count == 1 ? multiply_tile<Bits, true> : multiply_tile<Bits, false>)(task, row, tiles, token, count);
+        }
 }
 
 void multiply_tiles(Task const& task)
 {
-    for (int64_t row = task.row; row < task.row + task.rows; row += kTile)
-        for (int64_t token = 0; token < task.tokens; token += kChunk)
-            (task.layer->bits == 4 ? multiply_tile<4> : multiply_tile<6>)(task, row, token, chunk_tokens(*task.rounded, token));
+    (task.layer->bits == 4 ? multiply_tiles<4> : multiply_tiles<6>)(task);
 }
 
 } // namespace

@@ -95,6 +95,14 @@ def test_blocks_are_what_gguf_says(kind: str, heads: int, blocks: int, seed: int
     assert torn.blocks is None and np.array_equal(torn.read().numpy(), expected[:, torn_apart])
 
 
+def test_an_order_that_moves_nothing_keeps_k_quants() -> None:
+    """Qwen3.5 with as many value heads as key heads: its output projection stays as the file has it."""
+    tensor = stored("Q4_K", 8, 512, 0)
+    same, turned = np.arange(512), np.arange(512).reshape(2, 256)[::-1].ravel()
+    kept = [of_file("w", [Stored(tensor, "a.gguf")], torch.float32, Edit(columns=c)) for c in (same, turned)]
+    assert [weight.super_blocks is not None for weight in kept] == [True, False]
+
+
 def test_a_damaged_scale_is_named() -> None:
     tensor = stored("Q4_0", 4, 256, 0)
     tensor.data.reshape(4, 8, 18)[2, 3, :2] = np.array([np.nan], "<f2").view(np.uint8)
