@@ -112,8 +112,6 @@ class Verifier:
         self.averaged = dict.fromkeys(of_features if coarse else (), UNIT)
         self.summed_by_layer = dict.fromkeys(wide, LAYER_UNIT) | self.averaged | self.summed
         self.written = {s.present: NORMED * LAYER_UNIT for s in table if s.dtype == "float16"}
-        layers = range(package.manifest["model"]["layers"])
-        self.written |= {f"present_{HIDDEN}.{layer}": RESIDUAL_SUMS * LAYER_UNIT for layer in layers}
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
         """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,
@@ -250,7 +248,9 @@ class Verifier:
             judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
         else:
             times = SHARP_ROW * self.target.coarse
-            judged = Judged.of(case, pairs, self.by_token, summed, turned, times, self.written, self.averaged)
+            read = [name for name in pairs[0][0] if name.startswith(f"present_{HIDDEN}.")]
+            written = self.written | dict.fromkeys(read, RESIDUAL_SUMS * LAYER_UNIT)
+            judged = Judged.of(case, pairs, self.by_token, summed, turned, times, written, self.averaged)
         judged.guessed = guessed is not None
         return judged
 

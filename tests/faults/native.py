@@ -324,10 +324,24 @@ native(
         "Quads const scale = numbers(rows.scales, unit, units, shift);",
         f"Quads const scale = times(numbers(rows.scales, unit, units, shift), spread_quads(FAULT && {HERE} ? 1.1f : 1.0f));",
     ),
+    (
+        NBITS,
+        "Quads const scale = load_numbers(rows.scales, unit, units);",
+        f"Quads const scale = times(load_numbers(rows.scales, unit, units), spread_quads(FAULT && {HERE} ? 1.1f : 1.0f));",
+    ),
 )
 native(
     "native: the zero point of a quantized block off by one",
-    (NBITS, "static_cast<float>(task.layer->zero))", f"static_cast<float>(task.layer->zero + (FAULT && {HERE})))"),
+    (
+        NBITS,
+        ": spread_quads(static_cast<float>(task.layer->zero))",
+        f": spread_quads(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
+    ),
+    (
+        NBITS,
+        "minus_product(spread_quads(static_cast<float>(task.layer->zero))",
+        f"minus_product(spread_quads(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
+    ),
 )
 native(
     "native: units that fill no step are lost",

@@ -78,4 +78,4 @@ def test_the_tool_takes_records_in_and_keeps_them(
     made[0].write_text(made[0].read_text().replace("0.5", "0.25"))
     with pytest.raises(SystemExit, match=r"^2$"):
         verdicts.main([str(made[0])])
-    assert "changed after it was written. Run what made it again" in " ".join(capsys.readouterr().err.split())
+    assert "changed after it was written. Make it again" in " ".join(capsys.readouterr().err.split())

@@ -101,7 +101,7 @@ def test_choices_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_not_covered() -> None:
-    with pytest.raises(ConfigError, match="cache='int8': layer 0 reads chosen blocks"):
+    with pytest.raises(ConfigError, match="--cache int8: layer 0 reads chosen blocks"):
         attach_untrained(plain_model("llama"), StillConfig.from_dict({"layer_types": [SELECTED] * 3, "cache": "int8"}))
     config = selected()[1].config
     with pytest.raises(UnsupportedModelError, match="selected_blocks are not served"):

@@ -151,7 +151,7 @@ def test_pytorch_and_servers_refuse(
     text = tmp_path / "text.txt"
     text.write_text("a b c")
     assert call("evaluate", folders["model"], "--text", text) != 0
-    assert "behind every 12" in " ".join(capsys.readouterr().err.split())
+    assert "after every 12" in " ".join(capsys.readouterr().err.split())
     bad = tmp_path / "bad"
     shutil.copytree(folders["model"], bad)
     for change, message in (

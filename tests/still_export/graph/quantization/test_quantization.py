@@ -152,23 +152,24 @@ def test_graph_and_manifest_say_the_policy(quantized: Any) -> None:
 
 @pytest.mark.slow
 def test_package_computes_with_the_weights_that_it_holds(quantized: Any) -> None:
-    """Close to PyTorch over the dequantized weights, equal where PyTorch rounds activations too (few tokens: an activation that rounds
-    the other way multiplies in a random model), and not to the original."""
+    """Close to PyTorch over the dequantized weights, equal where PyTorch rounds activations too, and not to the original. Few tokens, and
+    several draws: on some processors an activation that nearly ties rounds the other way, which multiplies in a random model."""
     source = find_source(ExportOptions.from_manifest(quantized.manifest))
     held = with_held_weights(source, quantized.path, quantized.manifest)
     rounded = held.read()
-    names = held_names(quantized.path)
-    round_activations(rounded, names, 32)
+    round_activations(rounded, held_names(quantized.path), 32)
     models = {"original": source.read(), "held": held.read(), "rounded": rounded}
+    references = {name: TorchModel(quantized.manifest, model) for name, model in models.items()}
     runner = OrtModel(quantized.path)
-    runner.start(1)
-    tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 3))
-    actual = runner.feed(tokens)
-    errors = {}
-    for name, model in models.items():
-        reference = TorchModel(quantized.manifest, model)
-        feed = {**next_feed({}, tokens, None), **reference.empty_feed(1, 3)}
-        errors[name] = float(np.abs(reference.infer(feed)["logits"] - actual).mean())
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for seed in range(5):
+        runner.start(1)
+        tokens = np.random.default_rng(seed).integers(0, VOCAB, (1, 3))
+        actual = runner.feed(tokens)
+        for name, reference in references.items():
+            feed = {**next_feed({}, tokens, None), **reference.empty_feed(1, 3)}
+            found[name].append(float(np.abs(reference.infer(feed)["logits"] - actual).mean()))
+    errors = {name: float(np.median(each)) for name, each in found.items()}
     assert errors["rounded"] < 1e-5 < errors["held"]
     if quantized.manifest["quantization"]["scheme"] == "int4":
         assert errors["held"] < 0.5 * errors["original"]
