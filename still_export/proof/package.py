@@ -134,6 +134,8 @@ def verify(
             report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
     if options.calls is not None or not proof.quantized:
         return VerifyResult(report, target)
+    if options.quick and options.text is None:
+        return VerifyResult(report.including(Verdict([], [QUICK_LOSS])), target)
     from still_export.proof.quantized import quantization_loss_of
 
     wide = _options(proof.package, options.model, "float32")
@@ -212,12 +214,12 @@ def _all_that_runs(
 
     progress("comparing function bodies and the portable graph", 0, 0)
 
-    lengths = other_lengths(StateTable.of(manifest).period)
+    lengths = other_lengths(StateTable.of(manifest).period)[-1 if proof.quick else 0 :]
 
     def cases() -> CaseSource:
         return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device)
 
-    most = len(lengths) if options.quick else None
+    most = len(lengths) if proof.quick else None
     verdict.add(check_other_graphs(package, target, cases, progress, most))
     return verdict
 
@@ -327,8 +329,9 @@ QUICK, QUICK_STEPS = (1, 65), 4
 """Prompts and steps of `--quick`."""
 QUICK_LEAVES_OUT = [
     f"--quick: prompts of other lengths than {' and '.join(map(str, QUICK))} tokens, and steps behind the first {QUICK_STEPS}",
-    "--quick: batches, pieces and steps of function bodies and of the portable graph",
+    "--quick: of function bodies and of the portable graph all but one prompt",
 ]
+QUICK_LOSS = "--quick: what the bits cost (quantization loss)"
 TEXT = "--text measures the quantization loss: give it with a quantized package, without --record and --calls."
 
 
@@ -347,6 +350,7 @@ class _Proof:
             raise ConfigError(TEXT)
         _check_lengths(options.lengths, self.package)
         self.steps = self.target.decode_steps if options.decode_steps is None else options.decode_steps
+        self.quick = options.quick
         if options.quick:
             capacity = manifest["capacity"]
             most = capacity["capacity_tokens"] if capacity["bounded"] else max(QUICK)
