@@ -20,9 +20,8 @@ HEAD = """# Speed on CPUs
 Published hybrids beside llama.cpp on the **same GGUF file**: weights of the published shape with random values, written and quantized by
 llama.cpp's own tools. The package keeps every block of the file. A cell is ours / llama.cpp's and their ratio, medians of the rounds, in
 which both take turns, each in a process of its own; start is from nothing to the first token. **Bold** ratios are losses. *One core busy*:
-a loop runs on one of the two cores. On the Xeon other programs ran on other cores. *One thread*: seconds of the processor
-(`--threads 1 --clock processor`), as other programs ran on both cores. Below a table: shares of what NumPy's sum reads and a float32 GEMM
-does.
+a loop runs on one of the two cores. On the Xeon other programs ran on other cores. Below a table: shares of what NumPy's sum
+reads and a float32 GEMM does.
 
     python -m tools.benchmarks.random_gguf lfm2-1.2b FOLDER --converter LLAMA.CPP --types Q4_K_M    # FILE
     still-export FILE --to onnx --quantize int4 -o PACKAGE
