@@ -61,8 +61,7 @@ def machines(found: list[dict[str, Any]]) -> str:
     for record in found:
         machine = record["machine"]
         where = f"- **{machine_of(record)}**: {machine['processor']}, {machine['cores']} cores"
-        threads = "1 thread" if record["subject"]["threads"] == "1" else f"{record['subject']['threads']} threads"
-        run = f"{threads}, rounds: {record['subject']['rounds']}, {record['date'][:10]}"
+        run = f"{record['subject']['threads']} threads, rounds: {record['subject']['rounds']}, {record['date'][:10]}"
         runs.setdefault(where, set()).add(f"{run}, behind commit `{record['commit'][:8]}`")
     return "\n".join(
         f"{where}\n" + "\n".join(f"  - {run}" for run in sorted(each)) for where, each in sorted(runs.items())

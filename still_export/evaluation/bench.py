@@ -28,8 +28,6 @@ from still_export.runtime.sampling import checked_token, likeliest
 
 LENGTHS = (1024, 4096, 8000)
 DECODE_STEPS = 24
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-"""What measures time: the processor's is that of one thread beside other programs."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,6 @@ class BenchOptions(RunnerOptions):
     lengths: tuple[int, ...] = option(
         (), "Context lengths.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
     )
-
-    clock: str = "wall"
-    """Of CLOCKS."""
 
     def room(self, length: int) -> int:
         """Tokens that a package holds at the end of a measurement at `length`: a step before those that are timed captures them."""
@@ -81,26 +76,25 @@ def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
     manifest = read_manifest(package)
     runtime = runtime_of(manifest["target"], setting.runtime).name
     model = open_runner(package, manifest, runtime, setting.provider, threads=setting.threads)
-    now = CLOCKS[setting.clock]
     tokens = np.random.default_rng(0).integers(0, manifest["model"]["vocab_size"], (setting.batch, length))
     room = setting.room(length)
     if model.replays:  # the first call of a process loads code
         model.start(setting.batch, room)
         model.feed(tokens[:, : model.prefill_tokens])
     model.start(setting.batch, room)
-    begin = now()
+    begin = time.perf_counter()
     for start in range(0, length, model.prefill_tokens):
         logits = model.feed(tokens[:, start : start + model.prefill_tokens])
     token = likeliest(logits[:, -1])
     checked_token(int(token.min()))
-    prefill = now() - begin
+    prefill = time.perf_counter() - begin
     times = []
     steps = model.greedy(token, setting.steps + 1)
     next(steps)  # captures the step, where steps are replayed
     for _ in range(setting.steps):
-        begin = now()
+        begin = time.perf_counter()
         next(steps)
-        times.append(now() - begin)
+        times.append(time.perf_counter() - begin)
     state = model.table.size_bytes(setting.batch, model.rows(model.room)) / 1e6
     return Measurement(length, prefill, statistics.median(times) * 1e3, model.peak_mb(), setting.batch, state)
 

@@ -106,18 +106,8 @@ class Judged:
                     rows[:, tokens[:, : rows.shape[2]]] = np.nan
         open_rows = _open_behind(errors, turned)
         same = [same_best(*pair) for pair in pairs if LOGITS in pair[0]]
-        return cls(
-            case,
-            errors,
-            units,
-            least,
-            sums,
-            np.concatenate(same or [np.zeros(0, bool)]),
-            found,
-            open_rows,
-            False,
-            beside,
-        )
+        top = np.concatenate(same or [np.zeros(0, bool)])
+        return cls(case, errors, units, least, sums, top, found, open_rows, beside=beside)
 
     def distance(self, output: str) -> float:
         """The square of the difference of both sides, in parts of the square of PyTorch's."""

@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.evaluation.bench import CLOCKS, LENGTHS, BenchOptions, Measurement, to_dict
+from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, to_dict
 from still_export.extras import installation
 from still_export.runtime.base import peak_mb
 from still_export.runtime.sampling import RunError
@@ -168,15 +169,14 @@ RUNS = {GENAI: _genai, LLAMA_CPP: _llama_cpp, TRANSFORMERS: _transformers}
 
 def _measure(runtime: str, model: Path, length: int, setting: BenchOptions) -> Measurement:
     prompt, step = RUNS[runtime](model, length, setting)
-    now = CLOCKS[setting.clock]
-    begin = now()
+    begin = time.perf_counter()
     prompt()
-    prefill = now() - begin
+    prefill = time.perf_counter() - begin
     times = []
     for _ in range(setting.steps):
-        begin = now()
+        begin = time.perf_counter()
         step()
-        times.append(now() - begin)
+        times.append(time.perf_counter() - begin)
     return Measurement(length, prefill, statistics.median(times) * 1e3, peak_mb())
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
-from still_export.evaluation.bench import CLOCKS, LENGTHS, BenchOptions, Measurement, bench
+from still_export.evaluation.bench import LENGTHS, BenchOptions, Measurement, bench
 from still_export.package.folder import open_package
 from still_export.package.trust import trust_package
 from still_export.targets.registry import packaged_target
@@ -39,9 +39,7 @@ def start_s(command: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def machine_rates(
-    threads: int, clock: str, bytes_read: int = 1 << 30, size: int = 2048, runs: int = 5
-) -> dict[str, float]:
+def machine_rates(threads: int, bytes_read: int = 1 << 30, size: int = 2048, runs: int = 5) -> dict[str, float]:
     """Bytes that so many threads read from memory, and float32 operations of a GEMM that they do, 1e9 a second, the best of some runs."""
     import numpy as np
     import torch
@@ -51,7 +49,7 @@ def machine_rates(
     matrix = torch.ones(size, size)
     with ThreadPoolExecutor(threads) as pool:
         calls = {"read": lambda: list(pool.map(np.sum, parts)), "multiply": lambda: matrix @ matrix}
-        best = {name: times.best for name, times in time_in_turns(calls, runs, clock=CLOCKS[clock]).items()}
+        best = {name: times.best for name, times in time_in_turns(calls, runs).items()}
     read, done = bytes_read / best["read"], 2 * size**3 / best["multiply"]
     return {"read_gb_s": float(f"{read / 1e9:.3g}"), "gemm_gflop_s": float(f"{done / 1e9:.3g}")}
 
@@ -70,9 +68,6 @@ def main() -> int:
     parser.add_argument("--peers", default=f"{GENAI},{LLAMA_CPP}")
     parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="processor: of one thread, beside other programs"
-    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("work"), help="keeps genai's package")
     given = parser.parse_args()
@@ -87,9 +82,9 @@ def main() -> int:
         "file_mb": round(given.base.stat().st_size / 1e6, 1),
         "parameters": package.manifest["model"]["parameters"],
     }
-    found.add(**machine_rates(given.threads, given.clock), **sizes)
+    found.add(**machine_rates(given.threads), **sizes)
     for length in given.lengths:
-        options = BenchOptions(threads=given.threads, lengths=(length,), clock=given.clock)
+        options = BenchOptions(threads=given.threads, lengths=(length,))
         runs: dict[str, list[Measurement]] = {}
         for _ in range(given.rounds):
             runs.setdefault(OURS, []).extend(bench(given.package, options))
@@ -102,7 +97,7 @@ def main() -> int:
     starts = {OURS: [*own, "--prompt", "a b c d e f g h", "--tokens", "1"]}
     starts |= {name: first_token_command(name, model, options) for name, model in peers.items()}
     times: dict[str, list[float]] = {}
-    for _ in range(given.rounds if given.clock == "wall" else 0):
+    for _ in range(given.rounds):
         for name, command in starts.items():
             times.setdefault(name, []).append(start_s(command))
     for name, seconds in times.items():
@@ -114,7 +109,6 @@ def main() -> int:
         "target": packaged_target(package.manifest).name,
         "threads": str(given.threads),
         "rounds": str(given.rounds),
-        "clock": given.clock if given.clock != "wall" else "",
     }
     found.record(given.record, f"beside peers {given.model}", {k: v for k, v in subject.items() if v})
     return 0
