@@ -19,7 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from still_export.errors import TrainingError
 from still_export.linearization.curves import Curves
@@ -41,6 +47,7 @@ class StageReport:
     """What a stage did.
 
     losses: Of every step. validation: (step, loss) pairs. seconds: Of training steps alone, over all runs of the stage.
+    kept: The step with the least validation loss, whose weights the stage gives.
     """
 
     name: str
@@ -52,6 +59,7 @@ class StageReport:
     parts: list[float] = field(default_factory=list)
     stopped_early: bool = False
     done: bool = False
+    kept: int = 0
 
 
 def _on_a_stream_of_its_own(
@@ -92,6 +100,7 @@ class Trainer:
         self.accelerator, self.recipe, self.name = accelerator, recipe, name
         self.folder = folder / name
         self.progress = progress
+        self.best: dict[str, Any] = {}
 
     @_on_a_stream_of_its_own
     def train(
@@ -164,6 +173,9 @@ class Trainer:
             if report.steps % recipe.validate_every == 0 or last:
                 validated = validate(module)
                 report.validation.append((report.steps, validated))
+                if validated == min(loss for _, loss in report.validation):
+                    report.kept = report.steps
+                    self.best = _copy(get_model_state_dict(module, options=PARTIAL))
                 report.stopped_early = plateau([v for _, v in report.validation], recipe.patience) and not last
             report.done = last or report.stopped_early
             if curves is not None:
@@ -178,6 +190,8 @@ class Trainer:
                     raise
             if report.done or report.steps % recipe.checkpoint_every == 0:
                 self._save(module, optimizer, report)
+        if report.kept < report.steps:
+            set_model_state_dict(module, self.best, options=PARTIAL)
         if curves is not None:
             curves.close()
         return report
@@ -215,7 +229,7 @@ class Trainer:
         accelerator.wait_for_everyone()
         weights, state = get_state_dict(module, optimizer, options=PARTIAL)
         with _one_process_is_fine():
-            dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=partial)
+            dcp.save({"weights": weights, "optimizer": state, "best": self.best or weights}, checkpoint_id=partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (partial / "report.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
@@ -234,9 +248,10 @@ class Trainer:
         if not found:
             return StageReport(self.name)
         weights, state = get_state_dict(module, optimizer, options=PARTIAL)
+        self.best = _copy(weights)
         try:
             with _one_process_is_fine():
-                dcp.load({"weights": weights, "optimizer": state}, checkpoint_id=found[-1])
+                dcp.load({"weights": weights, "optimizer": state, "best": self.best}, checkpoint_id=found[-1])
             set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=state, options=PARTIAL)
             values = json.loads((found[-1] / "report.json").read_text(encoding="utf-8"))
         except (dcp.api.CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
@@ -247,6 +262,10 @@ class Trainer:
             ) from error
         values["validation"] = [(step, loss) for step, loss in values["validation"]]
         return StageReport(**values)
+
+
+def _copy(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
 @contextlib.contextmanager

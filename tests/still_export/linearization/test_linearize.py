@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from still_export.errors import CheckpointError, ConfigError, DataError, TrainingError, UnsupportedModelError
@@ -23,8 +24,8 @@ from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective
 from still_export.linearization.recipe import Recipe, read_recipe
-from still_export.linearization.run import Linearization, cross_entropy, demand_kernels
-from still_export.linearization.trainer import plateau, schedule
+from still_export.linearization.run import Linearization, LinearizationRun, cross_entropy, demand_kernels
+from still_export.linearization.trainer import StopTraining, plateau, schedule
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.modes import far_attention, make_trainable, selection_loss
 from still_export.mixers.layers import Deployment
@@ -527,6 +528,32 @@ def test_stage_ends_on_a_plateau(base: Path, text: Path, tmp_path: Path) -> None
     )
     stage = linearize(recipe, tmp_path / "model").stages[0]
     assert stage.stopped_early and stage.steps == 3
+
+
+def test_stage_keeps_the_weights_that_validated_best(
+    base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a run was stopped after its best step and went on from a checkpoint."""
+    seen: list[dict[str, Tensor]] = []
+
+    def validate(run: LinearizationRun, module: nn.Module) -> float:
+        seen.append({n: p.detach().clone() for n, p in sorted(module.named_parameters()) if "lora_" in n})
+        return (1.0, 0.5, 0.7, 0.8)[len(seen) - 1]
+
+    def stop(stage: str, done: int, of: int, values: dict[str, float]) -> None:
+        if done == 3:
+            raise StopTraining
+
+    monkeypatch.setattr(LinearizationRun, "validate", validate)
+    recipe = small_recipe(base, text, transfer_steps=0, finetune_steps=4, validate_every=1, checkpoint_every=100)
+    with pytest.raises(StopTraining):
+        linearize(recipe, tmp_path / "model", progress=stop)
+    stage = linearize(recipe, tmp_path / "model", resume=True).stages[0]
+    assert (stage.steps, stage.kept) == (4, 2)
+    trained = load_file(tmp_path / "model" / "training" / "finetune.safetensors")
+    kept = [tensor for name, tensor in sorted(trained.items()) if "lora_" in name]
+    for tensor, best, last in zip(kept, seen[1].values(), seen[3].values(), strict=True):
+        assert torch.equal(tensor, best) and not torch.equal(tensor, last)
 
 
 def test_bad_texts_and_tokenizers(base: Path, text: Path, tmp_path: Path) -> None:
