@@ -39,7 +39,9 @@ MEASUREMENTS = 3.4
 PASSES = 4
 """Forward passes that a training step takes as long as, at least: the teacher's, the student's, and its gradients."""
 FULL_RATE_STEPS = 40
-"""Steps that are trained at the recipe's rate. More are trained at less, in proportion: ten times as many at a tenth."""
+"""Steps that are trained at the recipe's rate; more are trained at less."""
+RATE_FALLS = 0.3
+"""Power of the steps by which it falls: ten times as many are trained at half."""
 FEW_STEPS = 100
 """Of the time that is advised where a budget has none for training."""
 RESERVED = 1.5
@@ -114,7 +116,7 @@ class Planner:
         """The recipe of a plan with `count` softmax layers, and with the rate that its steps allow."""
         kept = plan.needs.ranked()[:count]
         types = tuple(FULL if layer in kept else self.asked.layer for layer in range(self.run.layers))
-        rate = self.asked.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps))
+        rate = self.asked.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
         return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps, finetune_rate=rate)
 
     def _trial(self, salient: int) -> Recipe:

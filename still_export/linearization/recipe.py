@@ -106,7 +106,7 @@ class Recipe:
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.", least=0)
     finetune_rate: float = option(
-        1e-4, "Learning rate of stage 2. With a budget that allows more than 40 steps it falls in proportion."
+        1e-4, "Learning rate of stage 2. With a budget that allows more than 40 steps it falls, to half for 400."
     )
     sequence_length: int | None = option(
         None, "Tokens of a row; default: 1,024, or the model's context where that is less.", least=1
@@ -202,11 +202,12 @@ class Recipe:
         if not self.budget:
             return
         Budget.read(self.budget)
-        own = [name for name in ("layer_types", "salient_by_layer", "start") if getattr(self, name) is not None]
-        if own or self.mixer != "still":
+        chosen = ("layer_types", "salient_per_chunk", "salient_by_layer", "start", "mixer")
+        own = [flag_of(Recipe, f.name) for f in fields(self) if f.name in chosen and getattr(self, f.name) != f.default]
+        if own:
             raise ConfigError(
-                f"budget {self.budget!r} beside {' and '.join(own or ['mixer'])}: a budget is for layers of STILL, from the base, and "
-                'chooses which they are. Give another --recipe, or --budget "".'
+                f"{', '.join(own)} beside --budget {self.budget!r}: a budget is for layers of STILL, from the base, and chooses which they "
+                'are and how many tokens stay salient. Leave it out, or give another --recipe or --budget "".'
             )
 
     def _check_mixer(self) -> None:
