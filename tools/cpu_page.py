@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RECORDS, PAGE = ROOT / "docs/notebook/results/cpu", ROOT / "docs/reference/cpu.md"
+RECORDS, PAGE = ROOT / "docs/notebook/results/cpu", ROOT / "docs/notebook/cpu.md"
 OURS, PEER = "still-export", "llama.cpp"
 FIGURES = {"prefill_s": "prompt, s", "decode_ms": "a further token, ms", "peak_mb": "peak memory, MB"}
 USERS = {"tokens_per_s": "tokens a second", "first_s_p50": "first token, s: median", "first_s_p95": "95th percentile"}
@@ -32,8 +32,8 @@ reads and a float32 GEMM does.
 
 """
 TAIL = """
-Trained models beside llama.cpp and onnxruntime-genai: [the notebook](../notebook/onnxruntime.md#beside-genai-and-llamacpp). Aims that
-these figures miss: [aims](aims.md).
+Trained models beside llama.cpp and onnxruntime-genai: [the notebook](onnxruntime.md#beside-genai-and-llamacpp). Aims that
+these figures miss: [aims](../reference/aims.md).
 """
 
 

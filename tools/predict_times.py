@@ -290,7 +290,7 @@ KERNELS = [
         BRAIN,
     ),
 ]
-"""Measured: docs/notebook/kernels.md, quantization.md, experts.md, docs/reference/selected-blocks.md, linear-kernels.md; a prompt of
+"""Measured: docs/notebook/kernels.md, quantization.md; a prompt of
 HybridAttention by the kernels that any GPU runs is the sum of their times before those of sm_90."""
 
 SAME_CODE = {89: 86}

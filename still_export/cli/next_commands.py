@@ -13,6 +13,6 @@ def next_commands(package: Path, target: str, ready: bool = True) -> str:
     if not ready:
         return f"next: still-export build {shlex.quote(str(package))}"
     if target_of(target).runtime is None:
-        return f"next: load the engine with {target}'s own API; docs/reference/tensorrt.md has its inputs and outputs"
+        return f"next: load the engine with {target}'s own API; docs/reference/runtimes.md has its inputs and outputs"
     shown = shlex.quote(str(package))
     return f'next: still-export run {shown} --prompt "..."   or   still-export verify {shown}'

@@ -1,4 +1,4 @@
-"""Messages and classes of errors that the pages quote are those of the code."""
+"""Messages and classes of errors that troubleshooting quotes are those of the code."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import ROOT
 
-TROUBLESHOOTING, ERRORS = ROOT / "docs/guide/troubleshooting.md", ROOT / "docs/reference/errors.md"
+PAGE = ROOT / "docs/guide/troubleshooting.md"
 FOLDERS = ("still_export", "kernels/still_kernels", "graphs/still_graphs")
 
 
@@ -56,15 +55,15 @@ def messages() -> str:
     return "\n".join(" ".join(text.split()) for text in found)
 
 
-def cells(page: Path) -> list[str]:
+def cells() -> list[str]:
     """First cells of the rows of the page's tables."""
-    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     return [row.split("|")[1].strip() for row in rows]
 
 
 def quoted() -> list[str]:
     """The messages that troubleshooting has a row for, without the class before them."""
-    spans = [span for cell in cells(TROUBLESHOOTING) for span in re.findall(r"`([^`]+)`", cell) if cell.startswith("`")]
+    spans = [span for cell in cells() for span in re.findall(r"`([^`]+)`", cell) if cell.startswith("`")]
     return [re.sub(r"^\w+Error: ", "", span) for span in spans if " " in span]
 
 
@@ -82,5 +81,5 @@ def test_every_class_of_errors_is_explained() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name.endswith("Error") and not node.name.startswith("_")
     }
-    explained = {name for cell in cells(ERRORS) for name in re.findall(r"`(\w+Error)`", cell)}
+    explained = {name for cell in cells() for name in re.findall(r"`(\w+Error)`", cell)}
     assert explained == defined

@@ -1,4 +1,4 @@
-"""The programs in examples/: short, and with the answers of this project's runner."""
+"""The programs in examples/, short and with the answers of this project's runner, and those of the guide's first page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from still_export.cli.main import main
 from still_export.engines.build import build_engines
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
@@ -21,7 +22,8 @@ from still_export.runtime.text import Text
 from still_export.targets.lower import lower
 from still_export.targets.ort.headers import compiler_flags
 from still_export.targets.trt.plugins import PluginBuildError
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, blocks
+from tests.docs.stand_ins import make_stand_ins
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.fake_cuda import HostLibrary
@@ -103,6 +105,43 @@ def test_compiled_programs_answer_as_the_runner(
     model = OrtModel(package, threads=1)
     model.start()
     assert [int(token) for token in done.stdout.split()] == list(model.generate([5, 6, 7, 8], 20, Sampling()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--in-place"]], ids=str)
+@pytest.mark.parametrize(
+    "still", [{}, {"layer_types": MIXED}, {"overflow": "fold_oldest", "capacity_tokens": 40}], ids=str
+)
+def test_the_python_program_answers_as_the_runner(
+    still: dict[str, object],
+    words: list[str],
+    export_tiny: Exporter,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    package = export_tiny(**still).path  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", ["onnxruntime_greedy.py", str(package), "20", "5", "6", "7", "8", *words])
+    capsys.readouterr()
+    runpy.run_path(str(ROOT / "examples/onnxruntime_greedy.py"), run_name="__main__")
+    model = OrtModel(package, threads=1)
+    model.start()
+    answer = [int(token) for token in capsys.readouterr().out.split()]
+    assert answer == list(model.generate([5, 6, 7, 8], 20, Sampling()))
+
+
+@pytest.mark.slow
+def test_the_guides_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_stand_ins(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["MODEL", "--to", "onnx", "-o", "DIR", "-q"])
+    programs = blocks(ROOT / "docs/guide/first-model.md", ("python",))
+    assert len(programs) == 2
+    for program in programs:
+        exec("\n".join(program.lines), {})
+    assert "tokens/s" in capsys.readouterr().out and Path("letter.safetensors").is_file()
 
 
 @pytest.mark.slow

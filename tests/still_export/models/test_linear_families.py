@@ -338,7 +338,7 @@ def test_hybrid_models_are_covered_or_refused_by_name(kind: str) -> None:
 
 
 def test_the_page_of_published_models_says_so() -> None:
-    rows = re.findall(r"^\| .* \| `(\w+)` \| (.*) \|$", (ROOT / "docs/reference/published-models.md").read_text(), re.M)
+    rows = re.findall(r"^\| .* \| `(\w+)` \| (.*) \|$", (ROOT / "docs/reference/models.md").read_text(), re.M)
     assert sorted(kind for kind, _ in rows[1:]) == sorted(kind for kind in HYBRIDS if not kind.endswith("_text"))
     for kind, said in rows[1:]:
         family = language_model(AutoConfig.for_model(kind).to_dict())["model_type"]

@@ -127,7 +127,7 @@ CODES = {
     "mxfp4": ("onnx", "half", "trt8", "trt-rtx", "genai", "web"),
     "fp8, channels": (),
 }
-"""Targets whose packages have the codes of a form, as docs/guide/precision.md says; "half" is onnx in float16."""
+"""Targets whose packages have the codes of a form, as docs/reference/quantization.md says; "half" is onnx in float16."""
 
 
 @pytest.mark.long
