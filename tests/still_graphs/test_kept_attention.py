@@ -12,8 +12,9 @@ from torch import Tensor
 from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
 from still_kernels.kept_attention.meaning import Inputs, KeptState, kept_attention
 from still_kernels.kept_attention.spec import KEPT_ATTENTION
-from tests.linear_attention_cases import BOUND, SPLITS, error
-from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.linear_attention_cases import BOUND, SPLITS
+from tests.still_graphs.node_model import node_model
+from tests.still_graphs.pieces import check_definition_and_body, counts_of, largest_error, pieces
 
 SIZES = {"H": 12, "HK": 6, "D": 10, "R": 3}
 SIZE = 16
@@ -43,7 +44,7 @@ def looped(x: dict[str, Tensor], fault: str = "") -> tuple[Tensor, Tensor]:
 
 def drawn(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor]:
     """Tensors of two sequences, and tokens by call, [calls, 2]."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    counts = counts_of(SPLITS)
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
     heads = {"query": SIZES["H"], "key": SIZES["HK"], "value": SIZES["HK"]}
     x = {
@@ -54,28 +55,14 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor
     return x, counts
 
 
-def calls(dtype: torch.dtype = torch.float32, fault: str = "") -> Iterator[tuple[Inputs, Tensor, Tensor]]:
-    """Calls with NaN, or 1 of numbers that are whole, where there is no token; outputs, and chunks that are kept then."""
+def calls(dtype: torch.dtype = torch.float32, fault: str = "") -> Iterator[tuple[Inputs, Tensor, Tensor, Tensor]]:
+    """Calls of two sequences, lengths before them, outputs, and chunks that are kept then."""
     x, counts = drawn(dtype)
     made = [looped({n: t[row].double() for n, t in x.items()}, fault) for row in range(2)]
-    past = torch.zeros(2, dtype=torch.int64)
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {
-            n: torch.full((2, longest, *t.shape[2:]), torch.nan if t.is_floating_point() else 1, dtype=t.dtype)
-            for n, t in x.items()
-        }
-        output = torch.zeros(2, longest, SIZES["H"], SIZES["D"], dtype=torch.float64)
-        kept = torch.zeros(2, SIZES["R"])
-        for row, count in enumerate(new.tolist()):
-            place = slice(int(past[row]), int(past[row]) + count)
-            for name, t in x.items():
-                feeds[name][row, :count] = t[row, place]
-            output[row, :count] = made[row][0][place]
-            if place.stop:
-                kept[row] = made[row][1][place.stop - 1]
-        yield Inputs(**feeds, new_tokens=new, past_length=past, chunk_size=SIZE), output, kept
-        past = past + new
+    for feeds, past, output in pieces(x, [outputs for outputs, _ in made], counts):
+        after = past + feeds["new_tokens"]
+        kept = [counted[end - 1] if end else counted[0] * 0 for (_, counted), end in zip(made, after, strict=True)]
+        yield Inputs(**feeds, past_length=past, chunk_size=SIZE), past, output, torch.stack(kept).float()
 
 
 def empty(rows: int, dtype: torch.dtype = torch.float32) -> KeptState:
@@ -86,7 +73,7 @@ def empty(rows: int, dtype: torch.dtype = torch.float32) -> KeptState:
 def rows_needed() -> int:
     """The most rows that a call of `calls` needs: fewer than there are tokens."""
     least, kept = 0, torch.zeros(2, SIZES["R"])
-    for inputs, _, after in calls():
+    for inputs, *_, after in calls():
         assert inputs.past_length is not None and inputs.new_tokens is not None
         held = SIZE * kept.max(1).values + inputs.past_length % SIZE + inputs.new_tokens
         least, kept = max(least, int(held.max())), after
@@ -99,25 +86,17 @@ def test_definition_and_body_equal_the_loop(dtype: torch.dtype, bound: float) ->
     rows = rows_needed()
     assert rows < drawn()[1].sum(0).max()
     model = node_model(KEPT_ATTENTION, SIZES | {"N": rows}, dtype, chunk_size=SIZE)
-    state, worst = empty(rows, dtype), 0.0
-    nodes = [NodeOfStates(model, empty(rows, dtype)._asdict(), in_place) for in_place in (True, False)]
-    for inputs, output, kept in calls(dtype):
-        found, state = kept_attention(inputs, state)
-        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)}
-        made = [node(feeds, output.to(dtype)) for node in nodes]
-        worst = max(worst, *(error(x, output) for x in (found, *made)))
+    names, state = KeptState._fields, empty(rows, dtype)
+    check_definition_and_body(kept_attention, model, state, names, calls(dtype), bound)
+    for inputs, *_, kept in calls(dtype):
+        _, state = kept_attention(inputs, state)
         assert torch.equal(state.kept_chunks, kept)
-        for node in nodes:
-            for name, tensor in node.states().items():
-                assert torch.equal(tensor, getattr(state, name)), name
-    print(dtype, worst)
-    assert worst <= bound
 
 
 def test_in_place_equals_apart() -> None:
     rows = rows_needed()
     apart, own = empty(rows), empty(rows)
-    for inputs, _, _ in calls():
+    for inputs, *_ in calls():
         before = [x.clone() for x in apart]
         found, after = kept_attention(inputs, apart)
         assert all(torch.equal(x, y) for x, y in zip(before, apart, strict=True))
@@ -130,15 +109,11 @@ def test_in_place_equals_apart() -> None:
 @pytest.mark.parametrize("fault", ["all", "late"])
 def test_faults_are_seen(fault: str) -> None:
     """A thousand times the bound: a chunk that should have gone, and one that goes in the place of another."""
-    state, worst = empty(rows_needed()), 0.0
-    for inputs, output, _ in calls(fault=fault):
-        found, state = kept_attention(inputs, state)
-        worst = max(worst, error(found, output))
-    assert worst > 1e3 * BOUND
+    assert largest_error(kept_attention, empty(rows_needed()), calls(fault=fault)) > 1e3 * BOUND
 
 
 def test_what_does_not_fit_is_named() -> None:
-    x, _, _ = next(calls())
+    x, *_ = next(calls())
     assert x.keep is not None
     four = x.keep.new_zeros(*x.keep.shape[:2], 4)
     with pytest.raises(ShapeError, match="4 routes, which do not divide the 6 heads"):

@@ -15,8 +15,8 @@ from still_kernels.landmark_attention.meaning import Inputs, landmark_attention
 from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 from tests.attention_cases import Layer
 from tests.block_cases import SPLITS
-from tests.linear_attention_cases import error
-from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.still_graphs.node_model import node_model
+from tests.still_graphs.pieces import check_definition_and_body, counts_of, largest_error, pieces
 
 LAYER, SIZE = Layer(), 51
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}
@@ -90,66 +90,39 @@ def retrieved(x: dict[str, Tensor], size: int, top: int, fault: str = "", base: 
 def calls(
     dtype: torch.dtype = torch.float32, size: int = SIZE, fault: str = "", top: int = 0
 ) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
-    """Calls of two sequences with NaN where there is no token, lengths before them, outputs."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in (SHORT if top else SPLITS)])
+    """Calls of two sequences, lengths before them, outputs."""
+    counts = counts_of(SHORT if top else SPLITS)
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
     heads = {"query": LAYER.heads, "key": LAYER.kv_heads, "value": LAYER.kv_heads}
     x = {n: torch.randn(2, tokens, h, LAYER.dim, generator=generator).to(dtype) for n, h in heads.items()}
     wide = [{n: t[row].double() for n, t in x.items()} for row in range(2)]
     expected = [retrieved(each, size, top, fault) if top else looped(each, size, fault) for each in wide]
-    past = torch.zeros(2, dtype=torch.int64)
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {name: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=dtype) for name, t in x.items()}
-        output = torch.zeros(2, longest, LAYER.heads, LAYER.dim, dtype=torch.float64)
-        for row, count in enumerate(new.tolist()):
-            place = slice(int(past[row]), int(past[row]) + count)
-            for name, t in x.items():
-                feeds[name][row, :count] = t[row, place]
-            output[row, :count] = expected[row][place]
-        yield Inputs(**feeds, new_tokens=new, block_tokens=size, top_blocks=top, rope_base=BASE), past, output
-        past = past + new
+    for feeds, past, output in pieces(x, expected, counts):
+        yield Inputs(**feeds, block_tokens=size, top_blocks=top, rope_base=BASE), past, output
 
 
 def empty(dtype: torch.dtype = torch.float32) -> AttentionState:
     return AttentionState.empty(2, LAYER.kv_heads, LAYER.dim, ROWS, dtype)
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, BOUND), (torch.float16, 1e-3)], ids=str)
-@pytest.mark.parametrize("size", [2, SIZE])
-def test_definition_and_body_equal_the_loop(dtype: torch.dtype, bound: float, size: int) -> None:
-    model = node_model(LANDMARK_ATTENTION, SIZES, dtype, block_tokens=size)
-    start, state, worst = empty(dtype), empty(dtype), 0.0
-    nodes = [NodeOfStates(model, {"key": start.key, "value": start.value}, in_place) for in_place in (True, False)]
-    for inputs, past, output in calls(dtype, size):
-        found, state = landmark_attention(inputs, state)
-        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)} | {"past_length": past}
-        made = [node(feeds, output.to(dtype)) for node in nodes]
-        worst = max(worst, *(error(x, output) for x in (found, *made)))
-        for node in nodes:
-            kept = node.states()
-            assert torch.equal(kept["key"], state.key) and torch.equal(kept["value"], state.value)
-    print(dtype, size, worst)
-    assert worst <= bound
-
-
 @pytest.mark.parametrize(
     ("size", "top", "dtype", "bound"),
-    [(2, 5, torch.float32, BOUND), (7, 1, torch.float32, BOUND), (7, 3, torch.float16, 2e-3)],
+    [
+        *((size, 0, torch.float32, BOUND) for size in (2, SIZE)),
+        *((size, 0, torch.float16, 1e-3) for size in (2, SIZE)),
+        (2, 5, torch.float32, BOUND),
+        (7, 1, torch.float32, BOUND),
+        (7, 3, torch.float16, 2e-3),
+    ],
     ids=str,
 )
-def test_definition_and_body_read_the_best_blocks(size: int, top: int, dtype: torch.dtype, bound: float) -> None:
-    """Whole prompts, pieces, steps, ragged rows; before there are so many blocks, and after."""
-    model = node_model(LANDMARK_ATTENTION, SIZES, dtype, block_tokens=size, top_blocks=top, rope_base=BASE)
-    start, state, worst = empty(dtype), empty(dtype), 0.0
-    nodes = [NodeOfStates(model, {"key": start.key, "value": start.value}, in_place) for in_place in (True, False)]
-    for inputs, past, output in calls(dtype, size, top=top):
-        found, state = landmark_attention(inputs, state)
-        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)} | {"past_length": past}
-        made = [node(feeds, output.to(dtype)) for node in nodes]
-        worst = max(worst, *(error(x, output) for x in (found, *made)))
-    print(dtype, size, top, worst)
-    assert worst <= bound
+def test_definition_and_body_equal_the_loop(size: int, top: int, dtype: torch.dtype, bound: float) -> None:
+    """Whole prompts, pieces, steps, ragged rows; before there are so many blocks as are read, and after."""
+    chosen = {"top_blocks": top, "rope_base": BASE} if top else {}
+    model = node_model(LANDMARK_ATTENTION, SIZES, dtype, block_tokens=size, **chosen)
+    check_definition_and_body(
+        landmark_attention, model, empty(dtype), ("key", "value"), calls(dtype, size, top=top), bound
+    )
 
 
 def test_blocks_that_are_not_chosen_are_not_read() -> None:
@@ -185,23 +158,12 @@ def chosen_by(inputs: Inputs, state: AttentionState, head: int) -> int:
     return int(torch.stack([query @ turned(mark, at) for mark, at in zip(marks, places, strict=True)]).argmax())
 
 
-@pytest.mark.parametrize("fault", ["true", "far", "one"])
-def test_faults_of_retrieval_are_seen(fault: str) -> None:
-    state, worst = empty(), 0.0
-    for inputs, _, wrong in calls(size=7, fault=fault, top=3):
-        found, state = landmark_attention(inputs, state)
-        worst = max(worst, error(found, wrong))
-    assert worst > 1e3 * BOUND
-
-
-@pytest.mark.parametrize("fault", ["itself", "flat"])
-def test_faults_are_seen(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "size", "top"), [("itself", SIZE, 0), ("flat", SIZE, 0), ("true", 7, 3), ("far", 7, 3), ("one", 7, 3)]
+)
+def test_faults_are_seen(fault: str, size: int, top: int) -> None:
     """Beyond a thousand times the bound."""
-    state, worst = empty(), 0.0
-    for inputs, _, wrong in calls(fault=fault):
-        found, state = landmark_attention(inputs, state)
-        worst = max(worst, error(found, wrong))
-    assert worst > 1e3 * BOUND
+    assert largest_error(landmark_attention, empty(), calls(size=size, fault=fault, top=top)) > 1e3 * BOUND
 
 
 def test_what_does_not_fit_is_named() -> None:

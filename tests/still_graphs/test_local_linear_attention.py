@@ -16,7 +16,8 @@ from still_kernels.local_linear_attention.spec import LOCAL_LINEAR_ATTENTION
 from tests.attention_cases import Layer
 from tests.block_cases import SPLITS
 from tests.linear_attention_cases import error
-from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.still_graphs.node_model import node_model
+from tests.still_graphs.pieces import check_definition_and_body, counts_of, pieces
 
 LAYER = Layer(rows=320)
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}
@@ -56,9 +57,9 @@ def whole(form: Form, x: dict[str, Tensor], beside: str) -> Tensor:
 def calls(
     beside: str, dtype: torch.dtype = torch.float32, spread: float = 1.0, ridge: float = 1.0, form: Form | None = None
 ) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
-    """Calls of two sequences with NaN where there is no token, lengths before them, outputs. Keys are spread by 1 down to 1 / `spread` in
+    """Calls of two sequences, lengths before them, outputs. Keys are spread by 1 down to 1 / `spread` in
     directions that are no channels."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    counts = counts_of(SPLITS)
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
 
     def normal(heads: int) -> Tensor:
@@ -74,18 +75,8 @@ def calls(
     form = form or (parallax if beside == "correction" else local_linear)
     wide = {name: tensor.double() for name, tensor in given.items()}
     expected = [whole(form, {n: t[row].double() for n, t in x.items()} | wide, beside) for row in range(2)]
-    past = torch.zeros(2, dtype=torch.int64)
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {name: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=dtype) for name, t in x.items()}
-        output = torch.zeros(2, longest, LAYER.heads, LAYER.dim, dtype=torch.float64)
-        for row, count in enumerate(new.tolist()):
-            place = slice(int(past[row]), int(past[row]) + count)
-            for name, t in x.items():
-                feeds[name][row, :count] = t[row, place]
-            output[row, :count] = expected[row][place]
-        yield Inputs(**feeds, **given, new_tokens=new), past, output
-        past = past + new
+    for feeds, past, output in pieces(x, expected, counts):
+        yield Inputs(**feeds, **given), past, output
 
 
 def empty(dtype: torch.dtype = torch.float32) -> AttentionState:
@@ -108,19 +99,8 @@ def test_definition_and_body_equal_the_formulas(
 ) -> None:
     absent = ("ridge",) if beside == "correction" else ("correction",)
     model = node_model(LOCAL_LINEAR_ATTENTION, SIZES, dtype, absent)
-    states = {"key": empty(dtype).key, "value": empty(dtype).value}
-    nodes = [NodeOfStates(model, states, in_place) for in_place in (True, False)]
-    state, errors = empty(dtype), []
-    for inputs, past, output in calls(beside, dtype, **changes):
-        found, state = local_linear_attention(inputs, state)
-        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)} | {"past_length": past}
-        made = [node(feeds, output.to(dtype)) for node in nodes]
-        errors += [error(x, output) for x in (found, *made)]
-    print(max(errors))
-    assert max(errors) <= bound
-    for node in nodes:
-        kept = node.states()
-        assert torch.equal(kept["key"], state.key) and torch.equal(kept["value"], state.value)
+    given = calls(beside, dtype, **changes)
+    check_definition_and_body(local_linear_attention, model, empty(dtype), ("key", "value"), given, bound)
 
 
 def test_faults_are_seen() -> None:

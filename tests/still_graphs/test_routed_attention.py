@@ -13,8 +13,15 @@ from torch.nn.functional import normalize
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.routed_attention.meaning import Inputs, RoutedState, routed_attention
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION
-from tests.linear_attention_cases import BOUND, SPLITS, error
-from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.linear_attention_cases import BOUND, SPLITS
+from tests.still_graphs.node_model import node_model
+from tests.still_graphs.pieces import (
+    check_definition_and_body,
+    check_rows_without_tokens,
+    counts_of,
+    largest_error,
+    pieces,
+)
 
 SIZES = {"H": 6, "D": 10, "V": 7, "R": 3}
 SIZE = 64
@@ -41,9 +48,11 @@ def looped(x: dict[str, Tensor], keep: bool, fault: str = "") -> Tensor:
     return torch.stack(outputs)
 
 
-def calls(dtype: torch.dtype = torch.float32, keep: bool = True, fault: str = "") -> Iterator[tuple[Inputs, Tensor]]:
-    """Calls of two sequences with NaN, or 1 of numbers that are whole, where there is no token; and outputs."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+def calls(
+    dtype: torch.dtype = torch.float32, keep: bool = True, fault: str = ""
+) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
+    """Calls of two sequences, lengths before them, outputs."""
+    counts = counts_of(SPLITS)
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
 
     def drawn(*shape: int) -> Tensor:
@@ -55,21 +64,8 @@ def calls(dtype: torch.dtype = torch.float32, keep: bool = True, fault: str = ""
     x |= {"decay": -0.05 * drawn(heads).abs(), "beta": drawn(heads).sigmoid(), "softmax": drawn(SIZES["R"]) > 0}
     x |= {name: x[name].float() for name in ("decay", "beta")} | {"softmax": x["softmax"].int()}
     made = [looped({n: t[row].double() for n, t in x.items()}, keep, fault) for row in range(2)]
-    past = torch.zeros(2, dtype=torch.int64)
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {
-            n: torch.full((2, longest, *t.shape[2:]), torch.nan if t.is_floating_point() else 1, dtype=t.dtype)
-            for n, t in x.items()
-        }
-        output = torch.zeros(2, longest, heads, size, dtype=torch.float64)
-        for row, count in enumerate(new.tolist()):
-            place = slice(int(past[row]), int(past[row]) + count)
-            for name, t in x.items():
-                feeds[name][row, :count] = t[row, place]
-            output[row, :count] = made[row][place]
-        yield Inputs(**feeds, new_tokens=new, past_length=past, keep_decay=int(keep)), output
-        past = past + new
+    for feeds, past, output in pieces(x, made, counts):
+        yield Inputs(**feeds, past_length=past, keep_decay=int(keep)), past, output
 
 
 def empty() -> RoutedState:
@@ -81,41 +77,23 @@ def empty() -> RoutedState:
 @pytest.mark.parametrize("keep", [True, False])
 def test_definition_and_body_equal_the_loop(dtype: torch.dtype, bound: float, keep: bool) -> None:
     model = node_model(ROUTED_ATTENTION, SIZES, dtype, keep_decay=int(keep))
-    state, worst = empty(), 0.0
-    nodes = [NodeOfStates(model, empty()._asdict(), in_place) for in_place in (True, False)]
-    for inputs, output in calls(dtype, keep):
-        found, state = routed_attention(inputs, state)
-        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)}
-        made = [node(feeds, output.to(dtype)) for node in nodes]
-        worst = max(worst, *(error(x, output) for x in (found, *made)))
-        for node in nodes:
-            for name, kept in node.states().items():
-                assert error(kept, getattr(state, name).double()) <= bound, name
-    print(dtype, keep, worst)
-    assert worst <= bound
+    check_definition_and_body(
+        routed_attention, model, empty(), RoutedState._fields, calls(dtype, keep), bound, of_states=bound
+    )
 
 
 def test_a_sequence_without_tokens_keeps_its_state() -> None:
-    state = empty()
-    for inputs, _ in calls():
-        before, (_, state) = state, routed_attention(inputs, state)
-        for row in range(2):
-            if not inputs.new_tokens[row]:
-                assert all(torch.equal(a[row], b[row]) for a, b in zip(before, state, strict=True))
+    check_rows_without_tokens(routed_attention, empty(), calls())
 
 
-def test_faults_are_seen() -> None:
+@pytest.mark.parametrize("fault", ["kept", "early"])
+def test_faults_are_seen(fault: str) -> None:
     """Each beyond a thousand times the bound: a chunk that is not taken back, and one that goes where the one before it was told to."""
-    for fault in ("kept", "early"):
-        state, worst = empty(), 0.0
-        for inputs, output in calls(fault=fault):
-            found, state = routed_attention(inputs, state)
-            worst = max(worst, error(found, output))
-        assert worst > 1e3 * BOUND, fault
+    assert largest_error(routed_attention, empty(), calls(fault=fault)) > 1e3 * BOUND
 
 
 def test_what_does_not_fit_is_named() -> None:
-    x, _ = next(calls())
+    x, *_ = next(calls())
     with pytest.raises(ShapeError, match="4 routes, which do not divide the 6 heads"):
         routed_attention(replace(x, softmax=x.softmax.new_zeros(*x.softmax.shape[:2], 4)), empty())
     with pytest.raises(ShapeError, match="chunk_state: expected"):

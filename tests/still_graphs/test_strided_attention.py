@@ -16,7 +16,8 @@ from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 from tests.attention_cases import Layer
 from tests.block_cases import SPLITS
 from tests.linear_attention_cases import error
-from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.still_graphs.node_model import node_model
+from tests.still_graphs.pieces import check_definition_and_body, counts_of, pieces
 
 LAYER, SIZE = Layer(), 7
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}
@@ -39,24 +40,14 @@ def looped(x: dict[str, Tensor], size: int, written: str = "") -> Tensor:
 def calls(
     dtype: torch.dtype = torch.float32, size: int = SIZE, **fault: str
 ) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
-    """Calls of two sequences with NaN where there is no token, lengths before them, outputs."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+    """Calls of two sequences, lengths before them, outputs."""
+    counts = counts_of(SPLITS)
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
     heads = {"query": LAYER.heads, "key": LAYER.kv_heads, "value": LAYER.kv_heads}
     x = {n: torch.randn(2, tokens, h, LAYER.dim, generator=generator).to(dtype) for n, h in heads.items()}
     expected = [looped({n: t[row].double() for n, t in x.items()}, size, **fault) for row in range(2)]
-    past = torch.zeros(2, dtype=torch.int64)
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {name: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=dtype) for name, t in x.items()}
-        output = torch.zeros(2, longest, LAYER.heads, LAYER.dim, dtype=torch.float64)
-        for row, count in enumerate(new.tolist()):
-            place = slice(int(past[row]), int(past[row]) + count)
-            for name, t in x.items():
-                feeds[name][row, :count] = t[row, place]
-            output[row, :count] = expected[row][place]
-        yield Inputs(**feeds, new_tokens=new, row_tokens=size), past, output
-        past = past + new
+    for feeds, past, output in pieces(x, expected, counts):
+        yield Inputs(**feeds, row_tokens=size), past, output
 
 
 def empty(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> AttentionState:
@@ -68,16 +59,7 @@ def empty(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> AttentionStat
 def test_definition_and_body_equal_the_loop(dtype: torch.dtype, bound: float, size: int) -> None:
     rows = -(-280 // size)
     model = node_model(STRIDED_ATTENTION, SIZES, dtype, row_tokens=size)
-    start, state = empty(dtype, rows), empty(dtype, rows)
-    nodes = [NodeOfStates(model, {"key": start.key, "value": start.value}, in_place) for in_place in (True, False)]
-    for inputs, past, output in calls(dtype, size):
-        found, state = strided_attention(inputs, state)
-        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)} | {"past_length": past}
-        made = [node(feeds, output.to(dtype)) for node in nodes]
-        assert max(error(x, output) for x in (found, *made)) <= bound
-        for node in nodes:
-            kept = node.states()
-            assert torch.equal(kept["key"], state.key) and torch.equal(kept["value"], state.value)
+    check_definition_and_body(strided_attention, model, empty(dtype, rows), ("key", "value"), calls(dtype, size), bound)
 
 
 def test_faults_are_seen() -> None:

@@ -13,8 +13,15 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.test_time_memory.meaning import Inputs, MemoryState, read_and_learn
 from still_kernels.test_time_memory.spec import TEST_TIME_MEMORY
-from tests.linear_attention_cases import SPLITS, error
-from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.linear_attention_cases import SPLITS
+from tests.still_graphs.node_model import node_model
+from tests.still_graphs.pieces import (
+    check_definition_and_body,
+    check_rows_without_tokens,
+    counts_of,
+    largest_error,
+    pieces,
+)
 
 SIZES = {"H": 3, "G": 2, "D": 10, "M": 14}
 CHUNK, BOUND = 32, 2e-5
@@ -71,9 +78,11 @@ def looped(x: Mapping[str, Tensor], initial: Tensor, chunk: int, muon: bool = Tr
     return outputs
 
 
-def calls(dtype: torch.dtype = torch.float32, muon: bool = True, fault: str = "") -> Iterator[tuple[Inputs, Tensor]]:
-    """Calls of two sequences with NaN where there is no token, and outputs."""
-    counts = torch.tensor([s if isinstance(s, list) else [s] * 2 for s in SPLITS])
+def calls(
+    dtype: torch.dtype = torch.float32, muon: bool = True, fault: str = ""
+) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
+    """Calls of two sequences, lengths before them, outputs."""
+    counts = counts_of(SPLITS)
     generator, tokens = torch.Generator().manual_seed(0), int(counts.sum(0).max())
 
     def drawn(*shape: int) -> Tensor:
@@ -87,20 +96,9 @@ def calls(dtype: torch.dtype = torch.float32, muon: bool = True, fault: str = ""
     made = [
         looped({n: t[row].double() for n, t in x.items()}, initial.double(), CHUNK, muon, fault) for row in range(2)
     ]
-    past = torch.zeros(2, dtype=torch.int64)
-    for new in counts:
-        longest = max(int(new.max()), 1)
-        feeds = {n: torch.full((2, longest, *t.shape[2:]), torch.nan, dtype=t.dtype) for n, t in x.items()}
-        output = torch.zeros(2, longest, heads, group, dim, dtype=torch.float64)
-        for row, count in enumerate(new.tolist()):
-            place = slice(int(past[row]), int(past[row]) + count)
-            for name, t in x.items():
-                feeds[name][row, :count] = t[row, place]
-            output[row, :count] = made[row][place]
-        step = "muon" if muon else "gradient"
-        counted: dict[str, Any] = {"new_tokens": new, "past_length": past, "chunk_size": CHUNK, "memory_update": step}
-        yield Inputs(**feeds, initial=initial, **counted), output
-        past = past + new
+    settings: dict[str, Any] = {"chunk_size": CHUNK, "memory_update": "muon" if muon else "gradient"}
+    for feeds, past, output in pieces(x, made, counts):
+        yield Inputs(**feeds, initial=initial, past_length=past, **settings), past, output
 
 
 def empty() -> MemoryState:
@@ -112,41 +110,23 @@ def empty() -> MemoryState:
 @pytest.mark.parametrize("muon", [True, False])
 def test_definition_and_body_equal_the_chunks(dtype: torch.dtype, bound: float, muon: bool) -> None:
     model = node_model(TEST_TIME_MEMORY, SIZES, dtype, chunk_size=CHUNK, memory_update="muon" if muon else "gradient")
-    state, worst = empty(), 0.0
-    nodes = [NodeOfStates(model, empty()._asdict(), in_place) for in_place in (True, False)]
-    for inputs, output in calls(dtype, muon):
-        found, state = read_and_learn(inputs, state)
-        feeds = {n: t for n, t in vars(inputs).items() if isinstance(t, Tensor)}
-        made = [node(feeds, output.to(dtype)) for node in nodes]
-        worst = max(worst, *(error(x, output) for x in (found, *made)))
-        for node in nodes:
-            for name, kept in node.states().items():
-                assert error(kept, getattr(state, name).double()) <= bound, name
-    print(dtype, muon, worst)
-    assert worst <= bound
+    check_definition_and_body(
+        read_and_learn, model, empty(), MemoryState._fields, calls(dtype, muon), bound, of_states=bound
+    )
 
 
 def test_a_sequence_without_tokens_keeps_its_state() -> None:
-    state = empty()
-    for inputs, _ in calls():
-        before, (_, state) = state, read_and_learn(inputs, state)
-        for row in range(2):
-            if not inputs.new_tokens[row]:
-                assert all(torch.equal(a[row], b[row]) for a, b in zip(before, state, strict=True))
+    check_rows_without_tokens(read_and_learn, empty(), calls())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault: str) -> None:
     """Each beyond a hundred times the bound."""
-    state, worst = empty(), 0.0
-    for inputs, output in calls(fault=fault):
-        found, state = read_and_learn(inputs, state)
-        worst = max(worst, error(found, output))
-    assert worst > 1e2 * BOUND, fault
+    assert largest_error(read_and_learn, empty(), calls(fault=fault)) > 1e2 * BOUND
 
 
 def test_what_does_not_fit_is_named() -> None:
-    inputs, _ = next(calls())
+    inputs, *_ = next(calls())
     with pytest.raises(ShapeError, match=r"memory_step: expected \[2, 3, 3, 14, 10\], got \[2, 3, 3, 14, 9\]"):
         read_and_learn(inputs, empty()._replace(memory_step=torch.zeros(2, 3, 3, 14, 9)))
     with pytest.raises(ShapeError, match="memory_update='adam' is unknown; known: gradient, muon"):
