@@ -17,8 +17,7 @@ from still_kernels.experts_nbits.meaning import Inputs as NBitsInputs
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from tests import experts_cases
 from tests.experts_cases import as_dense, draw, exact, experts_inputs, nbits_inputs
-from tests.still_graphs.node_model import node_model, tensor
-from tests.still_graphs.test_functions import session, value
+from tests.still_graphs.node_model import node_model, session, tensor, value
 
 E = experts_cases.EXPERTS
 ACTIVATIONS = ["swiglu", "relu2"]

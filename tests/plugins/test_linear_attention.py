@@ -18,8 +18,7 @@ from tests.causal_conv_cases import Layer as ConvLayer
 from tests.linear_attention_cases import LAYERS, SPLITS, Layer, Split, calls
 from tests.still_graphs import test_causal_conv as conv
 from tests.still_graphs import test_linear_attention as body
-from tests.still_graphs.node_model import StatefulNode
-from tests.still_graphs.test_functions import session
+from tests.still_graphs.node_model import StatefulNode, session
 
 WIDE = [
     Layer(dim=64, size=128),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
-from tests.still_graphs.node_model import node_model, tensor
-from tests.still_graphs.test_functions import session, value
+from tests.still_graphs.node_model import node_model, session, tensor, value
 
 SIZES = [(288, 8, 77), (64, 24, 96), (5, 3, 2), (40, 1, 33), (96, 40, 64), (2, 48, 5)]
 """Inputs, rank and outputs: whole vectors and rests of them, and ranks below and above one."""

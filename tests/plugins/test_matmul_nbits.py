@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.matmul_nbits_cases import CODES_FROM_0, FEW, MANY, Case, exact, exact_numbers, tokens, weight
-from tests.still_graphs.node_model import tensor
-from tests.still_graphs.test_functions import session, value
+from tests.still_graphs.node_model import session, tensor, value
 from tests.still_graphs.test_matmul_nbits import model_of
 
 CASES = {

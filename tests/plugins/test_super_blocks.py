@@ -15,8 +15,7 @@ from still_export.graph.quantization.read import eight_bits
 from still_export.models.read.super_blocks import from_tiles, tile_numbers, tile_words
 from still_graphs.errors import UnsupportedError
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS, SUPER
-from tests.still_graphs.node_model import node_model, tensor
-from tests.still_graphs.test_functions import session, value
+from tests.still_graphs.node_model import node_model, session, tensor, value
 from tests.still_kernels.matmul_nbits.super_block_cases import CASES, Case
 
 UNIT = 32

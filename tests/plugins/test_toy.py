@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from still_graphs.ops import DOMAIN, OPS
 from tests.plugins.builds import ROOT
 from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
-from tests.still_graphs.test_functions import session
+from tests.still_graphs.node_model import session
 from tests.toy.call import launch_decay
 from tests.toy.meaning import naive_decay
 from tests.toy.plan import KERNELS, Variant

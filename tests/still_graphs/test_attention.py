@@ -8,78 +8,33 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, inliner
+from onnx import inliner
 
-from still_graphs.ops import DOMAIN
 from still_kernels.attention.spec import ATTENTION
 from tests.attention_cases import SPLITS, Layer, Split, calls
-from tests.still_graphs.steps import attach_functions
-from tests.still_graphs.test_functions import ELEMENT, WRONG_COUNTS, close, ort, session, value
+from tests.still_graphs import node_model as nodes
+from tests.still_graphs.node_model import WRONG_COUNTS, close, refused, session, value
 from tests.tolerances import REFERENCE
-
-STATES = ("key", "value")
-NAMES = tuple(t.name for t in ATTENTION.inputs) + tuple(f"past_{name}" for name in STATES)
-"""Inputs of a node that keeps rows as numbers."""
 
 
 def node_model(layer: Layer, dtype: torch.dtype, layers: int = 1, opset: int = 23) -> onnx.ModelProto:
-    """A model of `layers` nodes in a row (each feeds the next one's query), bodies attached."""
+    """A model of `layers` nodes in a row, each of which feeds the next one's query, bodies attached."""
     sizes = {"H": layer.heads, "HK": layer.kv_heads, "D": layer.dim}
-    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
-    inputs, outputs, nodes = {}, [], []
-    for number in range(layers):
-        sides: list[list[str]] = []
-        for names, tensors in (
-            (NAMES, ATTENTION.all_inputs()),
-            (ATTENTION.output_names()[: 1 + len(STATES)], ATTENTION.all_outputs()),
-        ):
-            sides.append([])
-            for name, tensor in zip(names, tensors, strict=False):
-                full = name if tensor.role == "count" else f"{name}.{number}"
-                if name == "query" and number:
-                    full = f"output.{number - 1}"
-                sides[-1].append(full)
-                info = helper.make_tensor_value_info(full, kinds[tensor.dtype], [sizes.get(d, d) for d in tensor.shape])
-                if names is not NAMES:
-                    outputs.append(info)
-                elif not full.startswith("output"):
-                    inputs[full] = info
-        nodes.append(helper.make_node(ATTENTION.name, *sides, domain=DOMAIN))
-    graph = helper.make_graph(nodes, "still", list(inputs.values()), outputs)
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    assert attach_functions(model) == 1
-    return model
+    return nodes.node_model(ATTENTION, sizes, dtype, opset=opset, layers=layers)
 
 
-class Runner:
-    """Runs a one-layer model over IOBinding; with `in_place` past and present are one buffer, else present starts as NaN."""
+class Runner(nodes.NodeOfStates):
+    """Runs one node; outputs and states of each call."""
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, batch: int, in_place: bool, opset: int = 23, **options: Any):
-        self.session = session(node_model(layer, dtype, opset=opset), **options)
-        self.in_place, self.dtype = in_place, dtype
-        shape = (batch, layer.kv_heads, layer.rows, layer.dim)
-        self.state = {name: value(torch.zeros(shape, dtype=dtype)) for name in ("key", "value")}
-
-    def tensor(self, found: Any) -> torch.Tensor:
-        if self.dtype == torch.bfloat16:
-            return torch.utils.dlpack.from_dlpack(found._ortvalue.to_dlpack()).clone()
-        return torch.from_numpy(found.numpy().copy())
+    def __init__(
+        self, layer: Layer, dtype: torch.dtype, batch: int, in_place: bool, opset: int = 23, **options: Any
+    ) -> None:
+        rows = torch.zeros(batch, layer.kv_heads, layer.rows, layer.dim, dtype=dtype)
+        states = {"key": rows, "value": rows.clone()}
+        super().__init__(node_model(layer, dtype, opset=opset), states, in_place, **options)
 
     def __call__(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        binding = self.session.io_binding()
-        held = {name: value(tensor) for name, tensor in feeds.items()}
-        for name, given in held.items():
-            binding.bind_ortvalue_input(name if "_" in name else f"{name}.0", given)
-        made = {"output": value(torch.full_like(feeds["query"], torch.nan))}
-        for name, past in self.state.items():
-            binding.bind_ortvalue_input(f"past_{name}.0", past)
-            made[name] = past if self.in_place else value(torch.full_like(self.tensor(past), torch.nan))
-        for name, result in made.items():
-            binding.bind_ortvalue_output(f"{name if name == 'output' else f'present_{name}'}.0", result)
-        self.session.run_with_iobinding(binding)
-        self.state = {name: made[name] for name in self.state}
-        return {name: self.tensor(result) for name, result in made.items()}
+        return {"output": super().__call__(feeds, feeds["query"]), **self.states()}
 
 
 def check(
@@ -132,12 +87,8 @@ def test_counts_out_of_range_are_refused(changes: dict[str, list[int]]) -> None:
     """Also a row that outgrows the cache."""
     runner = Runner(Layer(rows=12), torch.float32, 2, False)
     call = next(iter(calls(Layer(rows=12), [5], torch.float32)))
-    ort.set_default_logger_severity(4)
-    try:
-        with pytest.raises(Exception, match=r"out_of_range|invalid ind"):
-            runner(call.feeds | {name: torch.tensor(counts) for name, counts in changes.items()})
-    finally:
-        ort.set_default_logger_severity(2)
+    with refused():
+        runner(call.feeds | {name: torch.tensor(counts) for name, counts in changes.items()})
 
 
 def test_cache_is_not_expanded_to_query_heads() -> None:

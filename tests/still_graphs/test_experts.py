@@ -20,8 +20,7 @@ from still_kernels.route.meaning import naive_route
 from still_kernels.route.spec import ROUTE
 from tests import experts_cases
 from tests.experts_cases import CHANNELS, INNER, ROUTERS, as_dense, exact, experts_inputs, nbits_inputs, route_inputs
-from tests.still_graphs.node_model import node_model
-from tests.still_graphs.test_functions import session
+from tests.still_graphs.node_model import node_model, session
 
 E = experts_cases.EXPERTS
 CALLS = [(1, 1), (2, 3), (1, 70)]

@@ -20,12 +20,11 @@ from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attent
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from tests.still_graphs import node_model as nodes
+from tests.still_graphs.node_model import WRONG_COUNTS, close, refused, session
 from tests.still_graphs.steps import attach_functions
 from tests.tolerances import REFERENCE
 
-ort = pytest.importorskip("onnxruntime")
-
-ELEMENT = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16}
 # Whole rows, single steps over a promotion, ragged rows, rows without tokens, a call longer than the window.
 SPLITS: list[int | list[int]] = [5, 3, 1, 1, 1, 1, 1, 7, [0, 3], [2, 9], [1, 1], [1, 0], 16, 4, 1, 1, 1, 1, 1, [1, 1]]
 
@@ -38,120 +37,28 @@ def config(**changes: Any) -> HybridAttentionConfig:
 
 
 def node_model(c: HybridAttentionConfig, dtype: torch.dtype, layers: int = 1, opset: int = 23) -> onnx.ModelProto:
-    """A model of `layers` still nodes in a row (each feeds the next one's query), bodies attached."""
+    """A model of `layers` nodes in a row, each of which feeds the next one's query, bodies attached."""
     sizes = {
         "C": c.chunk_size, "2*C": 2 * c.chunk_size, "H": c.num_heads, "HK": c.num_kv_heads, "HS": c.select_heads,
         "D": c.head_dim, "D/4": c.head_dim // 4, "P": c.projection_dim, "F": c.state_features,
     }  # fmt: skip
-    kinds = {"T": ELEMENT[dtype], "float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32}
     absent = {"gate": c.gate == "none", "window_factor": c.window_factor is None}
-    there = {s.name: s for s in HYBRID_ATTENTION.states_with(c.attributes())}
-    absent |= {s.name: s.name not in there for s in HYBRID_ATTENTION.states}
-    shared = {"new_tokens", "past_length"}
-    inputs, outputs, nodes = {}, [], []
-    for layer in range(layers):
-        names: list[list[str]] = [[], []]
-        for side, tensors in enumerate(
-            (
-                [(t, t.name) for t in HYBRID_ATTENTION.inputs]
-                + [(s, f"past_{s.name}") for s in HYBRID_ATTENTION.states],
-                [(t, t.name) for t in HYBRID_ATTENTION.outputs]
-                + [(s, f"present_{s.name}") for s in HYBRID_ATTENTION.states],
-            )
-        ):
-            for tensor, name in tensors:
-                if absent.get(tensor.name):
-                    names[side].append("")
-                    continue
-                tensor = there.get(tensor.name, tensor)
-                full = name if name in shared else f"{name}.{layer}"
-                if side == 0 and name == "query" and layer:
-                    full = f"output.{layer - 1}"
-                names[side].append(full)
-                info = helper.make_tensor_value_info(full, kinds[tensor.dtype], [sizes.get(d, d) for d in tensor.shape])
-                if side:
-                    outputs.append(info)
-                elif not full.startswith("output"):
-                    inputs[full] = info
-        nodes.append(helper.make_node("HybridAttention", *names, domain=DOMAIN, **c.attributes()))
-    graph = helper.make_graph(nodes, "still", list(inputs.values()), outputs)
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    assert attach_functions(model) == 1
-    return model
+    lacks = tuple(name for name, missing in absent.items() if missing)
+    return nodes.node_model(HYBRID_ATTENTION, sizes, dtype, lacks, opset, layers=layers, **c.attributes())
 
 
-def session(model: onnx.ModelProto, save: str = "", library: str = "", threads: int = 1) -> Any:
-    """A session of `model`; with `library` its kernels win over the bodies."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    if library:
-        options.register_custom_ops_library(library)
-    options.log_severity_level = 3
-    if save:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        options.optimized_model_filepath = save
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def value(tensor: torch.Tensor) -> Any:
-    if tensor.dtype == torch.bfloat16:
-        raw = tensor.contiguous().view(torch.uint16).numpy()
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, TensorProto.BFLOAT16)
-    return ort.OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy())
-
-
-class Runner:
-    """Runs a one-layer model over IOBinding; with `in_place` past and present of each state are one buffer, else present starts as NaN."""
+class Runner(nodes.NodeOfStates):
+    """Runs one node; outputs and states of each call."""
 
     def __init__(
-        self,
-        c: HybridAttentionConfig,
-        dtype: torch.dtype,
-        batch: int,
-        in_place: bool,
-        opset: int = 23,
-        library: str = "",
-        threads: int = 1,
+        self, c: HybridAttentionConfig, dtype: torch.dtype, batch: int, in_place: bool, opset: int = 23, **options: Any
     ) -> None:
-        self.session = session(node_model(c, dtype, opset=opset), library=library, threads=threads)
-        self.dtype, self.in_place = dtype, in_place
         state = HybridAttentionState.empty(c, batch, dtype).tensors()
         state.pop("length")
-        self.kinds = {name: t.dtype for name, t in state.items()}
-        self.state = {name: value(t.clone()) for name, t in state.items()}
+        super().__init__(node_model(c, dtype, opset=opset), state, in_place, **options)
 
     def __call__(self, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        binding = self.session.io_binding()
-        held = {name: value(tensor) for name, tensor in feeds.items()}  # a binding does not keep them alive
-        for name, given in held.items():
-            binding.bind_ortvalue_input(name if name in ("new_tokens", "past_length") else f"{name}.0", given)
-        for name, past in self.state.items():
-            binding.bind_ortvalue_input(f"past_{name}.0", past)
-        names = [o.name for o in self.session.get_outputs()]
-        for name in names:
-            if self.in_place and name != "output.0":
-                binding.bind_ortvalue_output(name, self.state[name[8:-2]])
-            else:
-                like = (
-                    feeds["query"]
-                    if name == "output.0"
-                    else self._tensor(self.state[name[8:-2]], self.kinds[name[8:-2]])
-                )
-                held[name] = value(torch.full_like(like, torch.nan if like.is_floating_point() else 77))
-                binding.bind_ortvalue_output(name, held[name])
-        self.session.run_with_iobinding(binding)
-        if not self.in_place:
-            self.state = {name: held[f"present_{name}.0"] for name in self.state}
-        result = {"output": self._tensor(held["output.0"], self.dtype)}
-        return result | {n: self._tensor(v, self.kinds[n]) for n, v in self.state.items()}
-
-    @staticmethod
-    def _tensor(found: Any, dtype: torch.dtype) -> torch.Tensor:
-        if dtype == torch.bfloat16:
-            raw = torch.utils.dlpack.from_dlpack(found._ortvalue.to_dlpack())
-            return raw.clone()
-        return torch.from_numpy(found.numpy().copy())
+        return {"output": super().__call__(feeds, feeds["query"]), **self.states()}
 
 
 _steps: dict[str, list[Any]] = {}
@@ -201,29 +108,14 @@ def make_steps(
         state = after
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, bound: float, what: str) -> None:
-    assert found.shape == expected.shape, what
-    if found.dtype == torch.int32:  # words of codes
-        assert torch.equal(found.view(torch.int8), expected.view(torch.int8)), what
-        return
-    found, expected = found.float(), expected.float()
-    assert torch.equal(found.isinf(), expected.isinf()), what
-    finite = ~expected.isinf()
-    scale = max(1.0, float(expected[finite].abs().max())) if bool(finite.any()) else 1.0
-    error = float((found - expected)[finite].abs().max()) if bool(finite.any()) else 0.0
-    assert error <= bound * scale, f"{what}: {error:.2e}"  # NaN fails too
-
-
 def check(
     c: HybridAttentionConfig,
     splits: list[int | list[int]] = SPLITS,
     dtype: torch.dtype = torch.float32,
     in_place: bool = False,
-    opset: int = 23,
-    library: str = "",
-    threads: int = 1,
+    **options: Any,
 ) -> None:
-    runner = Runner(c, dtype, 2, in_place, opset, library, threads)
+    runner = Runner(c, dtype, 2, in_place, **options)
     for feeds, expected, split in steps(c, splits, dtype, 2):
         found = runner(feeds)
         for name, tensor in found.items():
@@ -340,20 +232,6 @@ def test_different_nodes_get_functions_of_their_own() -> None:
     assert second[0, 0, 0, 0] == pytest.approx(1 / 1.25, abs=1e-5)
 
 
-WRONG_COUNTS: list[dict[str, list[int]]] = [
-    {"past_length": [0, -1]},
-    {"past_length": [-4, 5]},
-    {"past_length": [0, -(2**62)]},
-    {"past_length": [0, 2**63 - 1]},
-    {"past_length": [0, 60]},  # more than the cache has slots for
-    {"new_tokens": [5, -1]},
-    {"new_tokens": [5, 6]},
-    {"new_tokens": [5, 2**31]},
-    {"new_tokens": [5, 2**63 - 1]},
-    {"past_length": [2**62, 2**62], "new_tokens": [2**62, 2**62]},
-]
-
-
 @pytest.mark.parametrize("changes", WRONG_COUNTS, ids=str)
 @pytest.mark.parametrize("tokens", [5, 1])
 def test_counts_out_of_range_are_refused(changes: dict[str, list[int]], tokens: int) -> None:
@@ -363,12 +241,8 @@ def test_counts_out_of_range_are_refused(changes: dict[str, list[int]], tokens: 
     c = config(capacity_tokens=12)
     runner = Runner(c, torch.float32, 2, False)
     feeds, *_ = next(iter(steps(c, [tokens], torch.float32, 2)))
-    ort.set_default_logger_severity(4)
-    try:
-        with pytest.raises(Exception, match=r"out_of_range|invalid indice"):
-            runner(feeds | {name: torch.tensor(counts) for name, counts in changes.items()})
-    finally:
-        ort.set_default_logger_severity(2)
+    with refused():
+        runner(feeds | {name: torch.tensor(counts) for name, counts in changes.items()})
 
 
 def test_unknown_op_type_and_opset_are_refused() -> None:
@@ -387,9 +261,9 @@ def test_unknown_op_type_and_opset_are_refused() -> None:
 def test_scales_go_with_codes_alone() -> None:
     model = node_model(config(), torch.float32)
     (node,) = model.graph.node
-    assert node.input[-1] == "past_z_state.0" and node.output[-1] == "present_z_state.0", "absent ones are not named"
+    assert node.input[-1] == "past_z_state" and node.output[-1] == "present_z_state", "absent ones are not named"
     assert len(model.functions[0].input) == len(node.input)
     del model.functions[:]
-    node.input.append("past_z_state.0")
-    with pytest.raises(UnsupportedError, match=r"past_z_state.0 are beyond the 16 tensors of the op"):
+    node.input.append("past_z_state")
+    with pytest.raises(UnsupportedError, match=r"past_z_state are beyond the 16 tensors of the op"):
         attach_functions(model)

@@ -8,8 +8,7 @@ import torch
 
 from still_graphs.errors import UnsupportedError
 from still_kernels.gather_nbits.spec import GATHER_NBITS
-from tests.still_graphs.node_model import node_model
-from tests.still_graphs.test_functions import session
+from tests.still_graphs.node_model import node_model, session
 from tests.still_kernels.matmul_nbits.super_block_cases import CASES, Case
 
 

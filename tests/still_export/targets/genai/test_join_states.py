@@ -16,9 +16,9 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.functions.joined import part_of
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.genai_host import GenaiHost
+from tests.still_graphs.node_model import session
 from tests.still_graphs.small_graph import CODES, HYBRID, SIZES, VOCABULARY, empty_state, small_graph
 from tests.still_graphs.steps import run_steps
-from tests.still_graphs.test_functions import session
 
 CAPACITY = 120
 COUNTS = np.array([37, 21])
