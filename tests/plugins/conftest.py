@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
 from tests.plugins import builds
 from tests.plugins.core_abi import Core, Recorder, compile_recorder
 
@@ -29,3 +31,17 @@ def core(core_library: Path, recorder: Recorder) -> Core:
     core.call("still_clear_archive")
     recorder.reset()
     return core
+
+
+@pytest.fixture(params=["baseline", "v3", "v4"])
+def instructions(request: pytest.FixtureRequest, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native kernels run by each instruction set that this processor has."""
+    from tests.still_graphs.node_model import node_model, session
+
+    monkeypatch.setenv("STILL_CPU", request.param)
+    try:
+        session(node_model(LOW_RANK_MATMUL, {}, torch.float32), library=library)
+    except Exception as error:
+        if "cannot run it" not in str(error):
+            raise
+        pytest.skip(f"this processor has no {request.param}")

@@ -17,7 +17,7 @@ from still_kernels.experts_nbits.meaning import Inputs as NBitsInputs
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from tests import experts_cases
 from tests.experts_cases import as_dense, draw, exact, experts_inputs, nbits_inputs
-from tests.still_graphs.node_model import node_model, session, tensor, value
+from tests.still_graphs.node_model import NodeOfStates, node_model
 
 E = experts_cases.EXPERTS
 ACTIVATIONS = ["swiglu", "relu2"]
@@ -27,7 +27,7 @@ AT_ONCE = 1366
 """Tokens of three experts each that are more pairs than are computed at once."""
 
 
-class Node:
+class Node(NodeOfStates):
     """The node of a call's kind; outputs start as NaN."""
 
     def __init__(self, given: Inputs | NBitsInputs, library: str) -> None:
@@ -49,17 +49,10 @@ class Node:
         for x in model.graph.input:
             for place, dim in enumerate(x.type.tensor_type.shape.dim):
                 dim.dim_param = f"{x.name}{place}"  # sizes are the kernel's to check
-        self.session = session(model, library=library, threads=2)
+        super().__init__(model, {}, False, library=library, threads=2)
 
     def __call__(self, given: Inputs | NBitsInputs) -> Tensor:
-        binding = self.session.io_binding()
-        held = {name: value(x) for name, x in vars(given).items() if isinstance(x, Tensor)}
-        output = value(torch.full_like(given.input, torch.nan))
-        for name, one in held.items():
-            binding.bind_ortvalue_input(name, one)
-        binding.bind_ortvalue_output("output", output)
-        self.session.run_with_iobinding(binding)
-        return tensor(output, given.input.dtype)
+        return super().__call__({name: x for name, x in vars(given).items() if isinstance(x, Tensor)}, given.input)
 
 
 def with_tokens(given: Any, input: Tensor, start: int, count: int) -> Any:
@@ -140,20 +133,12 @@ def wide(bits: int, activation: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_call_gives_what_the_calls_of_its_tokens_give(
-    library: str, monkeypatch: pytest.MonkeyPatch, activation: str, bits: int, instructions: str
-) -> None:
-    monkeypatch.setenv("STILL_CPU", instructions)
+def test_a_call_gives_what_the_calls_of_its_tokens_give(library: str, activation: str, bits: int) -> None:
     given = wide(bits, activation)
-    try:
-        node = Node(given, library)
-    except Exception as refused:
-        if "cannot run it" not in str(refused):
-            raise
-        pytest.skip(f"this processor has no {instructions}")
+    node = Node(given, library)
     whole = node(given)
     assert errors_of_tokens(whole, rounded(given) if bits else exact(given)).median() < 1e-6
     for parts in ([1] * 29, [2] * 14 + [1], [5, 8, 3, 13]):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
-from tests.still_graphs.node_model import node_model, session, tensor, value
+from tests.still_graphs.node_model import NodeOfStates, node_model, session
 
 SIZES = [(288, 8, 77), (64, 24, 96), (5, 3, 2), (40, 1, 33), (96, 40, 64), (2, 48, 5)]
 """Inputs, rank and outputs: whole vectors and rests of them, and ranks below and above one."""
@@ -26,7 +24,7 @@ def tokens(batch: int, count: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(batch, count, size, generator=torch.Generator().manual_seed(batch + count)).to(dtype)
 
 
-class Node:
+class Node(NodeOfStates):
     """Outputs start as NaN."""
 
     def __init__(
@@ -36,18 +34,11 @@ class Node:
         self.dtype, self.outputs = dtype, sizes[2]
         given = dict(zip(("I", "R", "O"), sizes, strict=True))
         model = node_model(LOW_RANK_MATMUL, given, dtype, () if based else ("base",))
-        self.session = session(model, library=library, threads=2)
+        super().__init__(model, {}, False, library=library, threads=2)
 
     def __call__(self, input: Tensor, base: Tensor | None) -> Tensor:
-        binding = self.session.io_binding()
-        feeds: dict[str, Any] = {"input": input, "inner": self.inner, "outer": self.outer, "base": base}
-        held = {name: value(x) for name, x in feeds.items() if x is not None}
-        output = value(torch.full((*input.shape[:2], self.outputs), torch.nan, dtype=self.dtype))
-        for name, one in held.items():
-            binding.bind_ortvalue_input(name, one)
-        binding.bind_ortvalue_output("output", output)
-        self.session.run_with_iobinding(binding)
-        return tensor(output, self.dtype)
+        feeds = {"input": input, "inner": self.inner, "outer": self.outer} | ({} if base is None else {"base": base})
+        return super().__call__(feeds, torch.empty(*input.shape[:2], self.outputs, dtype=self.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -65,18 +56,10 @@ def test_kernel_equals_both_products(
         assert error < (1e-6 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("sizes", SIZES[:4], ids=str)
-def test_a_call_gives_what_the_calls_of_its_tokens_give(
-    library: str, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], instructions: str
-) -> None:
-    monkeypatch.setenv("STILL_CPU", instructions)
-    try:
-        node = Node(sizes, True, library)
-    except Exception as refused:
-        if "cannot run it" not in str(refused):
-            raise
-        pytest.skip(f"this processor has no {instructions}")
+def test_a_call_gives_what_the_calls_of_its_tokens_give(library: str, sizes: tuple[int, int, int]) -> None:
+    node = Node(sizes, True, library)
     input, base = tokens(1, 37, sizes[0], torch.float32), tokens(1, 37, sizes[2], torch.float32)
     whole = node(input, base)
     for parts in ([1] * 37, [2] * 18 + [1], [9, 8, 3, 17]):

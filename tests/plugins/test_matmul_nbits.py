@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.matmul_nbits_cases import CODES_FROM_0, FEW, MANY, Case, exact, exact_numbers, tokens, weight
-from tests.still_graphs.node_model import session, tensor, value
+from tests.still_graphs.node_model import NodeOfStates, session
 from tests.still_graphs.test_matmul_nbits import model_of
 
 CASES = {
@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-class Node:
+class Node(NodeOfStates):
     """The node with the case's weight; outputs start as NaN."""
 
     def __init__(
@@ -34,20 +34,15 @@ class Node:
         self.weight = weight(case, torch.float16)
         held = {"scales", "offsets"}
         self.feeds: dict[str, Any] = {
-            name: value(x.to(kept) if name in held else x)
+            name: x.to(kept) if name in held else x
             for name, x in vars(self.weight).items()
             if isinstance(x, torch.Tensor) and name != "input"
         }
-        self.session = session(model_of(case, torch.float32, kept, False, **sizes), library=library, threads=threads)
+        model = model_of(case, torch.float32, kept, False, **sizes)
+        super().__init__(model, {}, False, library=library, threads=threads)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        binding = self.session.io_binding()
-        output = value(torch.full((*given.shape[:2], self.case.outputs), torch.nan))
-        for name, held in {"input": value(given), **self.feeds}.items():
-            binding.bind_ortvalue_input(name, held)
-        binding.bind_ortvalue_output("output", output)
-        self.session.run_with_iobinding(binding)
-        return tensor(output, torch.float32)
+        return super().__call__({"input": given, **self.feeds}, torch.empty(*given.shape[:2], self.case.outputs))
 
     def expected(self, given: torch.Tensor, rounded: bool = True) -> torch.Tensor:
         return exact_numbers(replace(self.weight, input=given), rounded)
@@ -66,23 +61,15 @@ def test_kernel_equals_rounded_tokens_times_the_weight(library: str, name: str) 
         assert error(node(given), node.expected(given)) < 1e-6
 
 
-@pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize(
     "name", ["4 bits", "4 bits from 0, offsets", "8 bits, zero points, offsets", "one block", "blocks of 256"]
 )
 @pytest.mark.parametrize("kept", [torch.float16, torch.float32], ids=str)
-def test_a_call_gives_what_the_calls_of_its_tokens_give(
-    library: str, monkeypatch: pytest.MonkeyPatch, name: str, kept: torch.dtype, instructions: str
-) -> None:
-    monkeypatch.setenv("STILL_CPU", instructions)
+def test_a_call_gives_what_the_calls_of_its_tokens_give(library: str, name: str, kept: torch.dtype) -> None:
     case = CASES[name]
     given = tokens(case, 1, 69, torch.float32)  # more than are computed at once
-    try:
-        node = Node(case, library, kept, threads=2)
-    except Exception as refused:
-        if "cannot run it" not in str(refused):
-            raise
-        pytest.skip(f"this processor has no {instructions}")
+    node = Node(case, library, kept, threads=2)
     whole = node(given)
     assert error(whole, node.expected(given)) < 1e-6
     for parts in ([1] * 69, [2] * 34 + [1], [5, 8, 3, 53]):
@@ -146,6 +133,6 @@ def test_attributes_that_do_not_fit_are_refused(library: str, change: Mapping[st
 def test_zero_points_of_another_length_are_refused(library: str) -> None:
     case = CASES["4 bits"]
     node = Node(case, library, IZ=3)
-    node.feeds["zero_points"] = value(torch.zeros(case.outputs, 3, dtype=torch.int32))
+    node.feeds["zero_points"] = torch.zeros(case.outputs, 3, dtype=torch.int32)
     with pytest.raises(Exception, match="zero_points have 3 words for 9 blocks of 4 bits"):
         node(tokens(case, 1, 1, torch.float32))

@@ -15,7 +15,8 @@ from still_export.graph.quantization.read import eight_bits
 from still_export.models.read.super_blocks import from_tiles, tile_numbers, tile_words
 from still_graphs.errors import UnsupportedError
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS, SUPER
-from tests.still_graphs.node_model import node_model, session, tensor, value
+from tests.plugins.test_matmul_nbits import error
+from tests.still_graphs.node_model import NodeOfStates, node_model
 from tests.still_kernels.matmul_nbits.super_block_cases import CASES, Case
 
 UNIT = 32
@@ -30,28 +31,17 @@ def model_of(case: Case, own: bool = True, **sizes: int) -> onnx.ModelProto:
     )
 
 
-class Node:
+class Node(NodeOfStates):
     """The node with the case's weight; outputs start as NaN."""
 
-    def __init__(self, case: Case, library: str | None, model: onnx.ModelProto | None = None) -> None:
+    def __init__(self, case: Case, library: str, model: onnx.ModelProto | None = None) -> None:
         self.case = case
-        words, numbers = (value(torch.from_numpy(x)) for x in case.held())
+        words, numbers = (torch.from_numpy(x) for x in case.held())
         self.feeds = {"blocks": words, "scales": numbers}
-        model = model_of(case) if model is None else model
-        self.session = session(model, library=library, threads=2) if library else session(model)
+        super().__init__(model_of(case) if model is None else model, {}, False, library=library, threads=2)
 
     def __call__(self, given: Tensor) -> Tensor:
-        binding = self.session.io_binding()
-        output = value(torch.full((*given.shape[:2], self.case.outputs), torch.nan))
-        for name, held in {"input": value(given), **self.feeds}.items():
-            binding.bind_ortvalue_input(name, held)
-        binding.bind_ortvalue_output("output", output)
-        self.session.run_with_iobinding(binding)
-        return tensor(output, torch.float32)
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+        return super().__call__({"input": given, **self.feeds}, torch.empty(*given.shape[:2], self.case.outputs))
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -74,24 +64,16 @@ def test_a_large_weight_is_laid_slab_by_slab(monkeypatch: pytest.MonkeyPatch) ->
 def test_body_multiplies_with_the_files_numbers(name: str, own: bool) -> None:
     case = CASES[name]
     given = case.tokens(2, 3)
-    found = Node(case, None, model_of(case, own))(given)
+    found = Node(case, "", model_of(case, own))(given)
     assert error(found, given.double() @ case.weight().double().T) < 1e-6
 
 
-@pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("name", list(CASES))
-def test_kernel_equals_rounded_tokens_times_the_files_numbers(
-    library: str, monkeypatch: pytest.MonkeyPatch, name: str, instructions: str
-) -> None:
+def test_kernel_equals_rounded_tokens_times_the_files_numbers(library: str, name: str) -> None:
     """And a call gives bit for bit what the calls of its tokens give."""
-    monkeypatch.setenv("STILL_CPU", instructions)
     case = CASES[name]
-    try:
-        node = Node(case, library)
-    except Exception as refused:
-        if "cannot run it" not in str(refused):
-            raise
-        pytest.skip(f"this processor has no {instructions}")
+    node = Node(case, library)
     given = case.tokens(1, 131)  # more than pass at once
     whole = node(given)
     assert error(whole, eight_bits(given.double(), UNIT) @ case.weight().double().T) < 1e-6
@@ -112,7 +94,7 @@ def test_largest_codes_and_tokens_do_not_overflow(library: str, name: str) -> No
         raw[..., 192:208], raw[..., -2:] = 128, number  # the scale of largest magnitude is -128
     node = Node(case, library)
     words, numbers = tile_words(rows, case.bits), tile_numbers(rows, case.bits)
-    node.feeds = {"blocks": value(torch.from_numpy(words)), "scales": value(torch.from_numpy(numbers))}
+    node.feeds = {"blocks": torch.from_numpy(words), "scales": torch.from_numpy(numbers)}
     weight = torch.from_numpy(from_tiles(words, numbers, case.bits)).double()
     for sign in (1.0, -1.0):
         given = torch.full((1, 2, case.inputs), sign)
