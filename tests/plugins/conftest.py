@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,12 @@ def instructions(request: pytest.FixtureRequest, library: str, monkeypatch: pyte
         if "cannot run it" not in str(error):
             raise
         pytest.skip(f"this processor has no {request.param}")
+
+
+@pytest.fixture
+def mirror(core: Core, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The comparison, for any op: see `compare` in launches.py."""
+    pytest.importorskip("triton")
+    from tests.plugins.launches import compare
+
+    return functools.partial(compare, core, recorder, tmp_path, monkeypatch)

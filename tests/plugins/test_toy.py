@@ -13,11 +13,11 @@ from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, OPS
 from tests.plugins.builds import ROOT
-from tests.plugins.test_launches import fake_compiler, mirror  # noqa: F401  # fixtures
+from tests.plugins.launches import made
 from tests.still_graphs.node_model import session
 from tests.toy.call import launch_decay
 from tests.toy.meaning import naive_decay
-from tests.toy.plan import KERNELS, Variant
+from tests.toy.plan import KERNELS
 from tests.toy.spec import DECAY
 
 HEADS, DIM, DECAY_RATE = 3, 5, 0.25
@@ -82,10 +82,7 @@ def test_its_kernel_runs_in_onnx_runtime(library: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 150])
-def test_the_core_launches_what_python_launches(mirror: Callable[..., None], tokens: int) -> None:  # noqa: F811
-    def made(*shape: int, kind: torch.dtype = torch.float16) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
+def test_the_core_launches_what_python_launches(mirror: Callable[..., None], tokens: int) -> None:
     tensors = {
         "value": made(2, tokens, HEADS, 70),
         "new_tokens": made(2, kind=torch.int32),
@@ -96,4 +93,4 @@ def test_the_core_launches_what_python_launches(mirror: Callable[..., None], tok
     def run(output: torch.Tensor) -> None:
         launch_decay(tensors["value"], tensors["new_tokens"], tensors["past_total"], output, DECAY_RATE)
 
-    mirror(DECAY, tensors, run, Variant(count_dtype="int32"), {"decay": DECAY_RATE})
+    mirror("Decay", tensors, {"decay": DECAY_RATE}, {"count_dtype": "int32"}, run=run)
