@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_graphs.errors import UnsupportedError
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.still_kernels.interpreted import run_cases
@@ -76,17 +75,6 @@ def test_plan_and_kernels_fit() -> None:
     kernels_of("Attention").check()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "message"),
-    [({"D": 512}, "float16", "head_dim=512"), ({}, "float64", "dtype=float64")],
-    ids=str,
-)
-def test_refusals(sizes: dict[str, int], dtype: str, message: str) -> None:
-    """What no kernel covers, with what is covered."""
-    call = Call({"B": 1, "T": 1, "H": 4, "HK": 2, "D": 64, "N": 8, **sizes}, {}, {}, dtype=dtype)
-    assert [r for r in kernels_of("Attention").refusals(call) if message in r and "the kernels have" in r]
-
-
 def test_splits_follow_the_capacity_of_one_row() -> None:
     """Few heads: the chip is filled; many: no more programs than that; never more than are merged together."""
     op = kernels_of("Attention")
@@ -97,12 +85,3 @@ def test_splits_follow_the_capacity_of_one_row() -> None:
         return op.plan.evaluate(Call(sizes, {}, build.plan_constants, dtype="bfloat16")).steps[0].grid[0]
 
     assert [splits(1, 65536), splits(8, 65536), splits(64, 65536), splits(1, 200), splits(1, 0)] == [33, 5, 1, 2, 1]
-
-
-def test_unknown_device_is_refused() -> None:
-    from still_kernels.attention.call import triton_attention
-    from still_kernels.attention.meaning import AttentionState, Inputs
-
-    x = torch.zeros(1, 1, 2, 16)
-    with pytest.raises(UnsupportedError, match="device 'cpu'"):
-        triton_attention(Inputs(x, x, x), AttentionState.empty(1, 2, 16, 4))

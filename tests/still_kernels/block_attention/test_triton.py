@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from still_kernels.tile import SHARED_BYTES
 from tests.compiled import Before, inputs
@@ -110,23 +109,3 @@ def test_ahead_of_time(op: str, arch: int, monkeypatch: pytest.MonkeyPatch, comp
         entry, _ = aot.compile_variant(op, kernels.variant(), arch)
     assert set(entry["kernels"]) == set(kernels.functions())
     assert all(kernel["shared_bytes"] <= SHARED_BYTES[arch] for kernel in entry["kernels"].values())
-
-
-@pytest.mark.parametrize(
-    ("op", "sizes", "message"),
-    [
-        ("BlockAttention", {"D": 512}, "head_dim=512"),
-        ("BlockAttention", {"H": 66, "HK": 1}, "66 query heads of a key/value head"),
-        ("SelectBlocks", {"block_size": 48}, "block_size=48 beside mean_stride=16"),
-        ("SelectBlocks", {"mean_length": 96}, "mean_length=96"),
-    ],
-    ids=str,
-)
-def test_what_is_not_covered_is_named(op: str, sizes: dict[str, int], message: str) -> None:
-    kernels = kernels_of(op)
-    attributes = {a.name: sizes.get(a.name, a.default) for a in kernels.spec.attributes}
-    known = {"B": 1, "T": 1, "H": 32, "HK": 2, "D": 128, "N": 640, "S": 128, "block_slots": 128}
-    call = Call(
-        {**known, **{n: x for n, x in sizes.items() if n in known}}, attributes, dtype="float16", count_dtype="int64"
-    )
-    assert message in " ".join(kernels.refusals(call))

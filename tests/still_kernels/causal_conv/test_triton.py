@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_graphs.errors import UnsupportedError
-from still_kernels.plan import Call
-from still_kernels.registry import kernels_of
 from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import REFERENCE
 
@@ -39,33 +36,3 @@ def test_interpreter_rest(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", list(triton_cases.CASES))
 def test_gpu(name: str, dtype: torch.dtype) -> None:
     assert triton_cases.run_case(name, "cuda", dtype) <= REFERENCE[dtype]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "message"), [({"K": 20}, "float16", "20 taps"), ({}, "float64", "float64")], ids=str
-)
-def test_refusals(sizes: dict[str, int], dtype: str, message: str) -> None:
-    """What no kernel covers, with what is covered."""
-    call = Call({"B": 1, "T": 1, "C": 8, "K": 4, "P": 3, **sizes}, {"activation": "silu"}, {}, dtype=dtype)
-    assert [r for r in kernels_of("CausalConv").refusals(call) if message in r and "the kernels have" in r]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "weight", "message"),
-    [
-        ({}, (1, 1, 4), "input C=8; a grouped convolution"),
-        ({"P": 4}, (8, 1, 4), "K=4 taps need K - 1 columns of state"),
-    ],
-)
-def test_calls_that_make_no_sense(sizes: dict[str, int], weight: tuple[int, ...], message: str) -> None:
-    call = Call({"B": 1, "T": 1, "C": 8, "K": 4, "P": 3, **sizes}, {"activation": "silu"}, shapes={"weight": weight})
-    with pytest.raises(UnsupportedError, match=message):
-        kernels_of("CausalConv").plan.check(call)
-
-
-def test_unknown_device_is_refused() -> None:
-    from still_kernels.causal_conv.call import triton_causal_conv
-    from still_kernels.causal_conv.meaning import Inputs, empty_state
-
-    with pytest.raises(UnsupportedError, match="device 'cpu'"):
-        triton_causal_conv(Inputs(torch.zeros(1, 1, 5), torch.zeros(5, 1, 4)), empty_state(1, 5, 4))

@@ -1,9 +1,6 @@
-"""The kernel of still::GreedyToken against NumPy: in Triton's interpreter, compiled on a GPU; and its machine code."""
+"""still::GreedyToken over a whole vocabulary, and graphs without its kernel."""
 
 from __future__ import annotations
-
-import functools
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,35 +9,15 @@ import pytest
 import torch
 from onnx import helper
 
-from still_graphs.errors import ShapeError
 from still_graphs.functions import function_body
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.lower_opset import lowering
-from still_kernels.greedy_token.plan import Inputs, naive_greedy_token
+from still_kernels.greedy_token.plan import Inputs
 from tests.still_graphs.steps import applied
-from tests.still_kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.greedy_token.cases")
-from still_kernels.aot import compile_variant  # noqa: E402
-from still_kernels.greedy_token.plan import Variant  # noqa: E402
-from tests.compiled import Before, inputs  # noqa: E402
-from tests.machine_code import disassembly, lines  # noqa: E402
-
-interpreted = functools.partial(run_cases, Path(__file__).with_name("cases.py"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", cases.CASES)
-def test_interpreter(name: str) -> None:
-    assert interpreted()[name] == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", cases.CASES)
-def test_gpu(name: str) -> None:
-    assert cases.run_case(name, "cuda") == 0
 
 
 @pytest.mark.gpu
@@ -51,13 +28,6 @@ def test_gpu_of_a_whole_vocabulary(dtype: torch.dtype) -> None:
     logits = torch.randn(8, 1, 128256, device="cuda").to(dtype)
     logits[:, :, 128255] = logits[:, :, 77] = 9.0
     assert OP.run(Inputs(logits)).tolist() == [[77]] * 8
-
-
-@pytest.mark.parametrize("name", cases.CASES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_definition(name: str, dtype: torch.dtype) -> None:
-    given = cases.call(name, dtype)
-    assert torch.equal(naive_greedy_token(given), cases.exact(given))
 
 
 @pytest.mark.parametrize("lowered", [17, 23])
@@ -85,20 +55,3 @@ def test_graphs_without_the_kernel(name: str, lowered: int) -> None:
     _, *found = session.run(None, {"x": logits})
     for token in found:
         assert token.dtype == np.int32 and (token == cases.exact(cases.Inputs(torch.from_numpy(logits))).numpy()).all()
-
-
-def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(ShapeError, match=r"logits: expected \[B, T, V\]"):
-        naive_greedy_token(Inputs(torch.zeros(3, 5)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", [Variant(), Variant("float32"), Variant(aligned=0)], ids=str)
-def test_machine_code(variant: Variant, tmp_path: Path, compiled_before: Before) -> None:
-    """Nothing spills."""
-    if compiled_before(inputs("GreedyToken", variant, 90)):
-        return
-    entry, cubins = compile_variant("GreedyToken", variant, 90)
-    (kernel,) = entry["kernels"].values()
-    found = {line.name.split(".")[0] for line in lines(disassembly(cubins[kernel["cubin"]], tmp_path))}
-    assert not {"STL", "LDL"} & found

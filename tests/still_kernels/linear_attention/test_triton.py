@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from still_graphs.errors import UnsupportedError
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
 from tests.linear_attention_cases import BOUND
@@ -110,38 +109,6 @@ def test_plan_and_kernels_fit() -> None:
 SIZES = {"B": 1, "T": 1, "HQ": 2, "G": 1, "D": 64, "HK": 2, "H": 4, "V": 32}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "message"),
-    [({"D": 512}, "float16", "head_dim=512"), ({"G": 20}, "float16", "20 query heads"), ({}, "float64", "float64")],
-    ids=str,
-)
-def test_refusals(sizes: dict[str, int], dtype: str, message: str) -> None:
-    """What no kernel covers, with what is covered."""
-    call = Call({**SIZES, **sizes}, {"update_rule": "linear", "scale": 0.0}, {}, dtype=dtype)
-    assert [r for r in kernels_of("LinearAttention").refusals(call) if message in r and "the kernels have" in r]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"E": 3}, "decay has E=3 values a head; expected 1 or D=64"),
-        ({"W": 2}, "beta has W=2 heads; expected 1 or H=4"),
-        ({"HK": 3}, "HK=3 key heads do not divide the H=4"),
-        ({"HQ": 3}, "HQ=3 query groups do not divide the H=4"),
-    ],
-    ids=str,
-)
-def test_calls_that_make_no_sense(change: dict[str, int], message: str) -> None:
-    sizes = {**SIZES, "E": 1, "W": 4, **change}
-    call = Call(sizes, {"update_rule": "gated_delta", "scale": 0.0}, present=frozenset({"decay", "beta"}))
-    with pytest.raises(UnsupportedError, match=message):
-        kernels_of("LinearAttention").plan.check(call)
-    with pytest.raises(UnsupportedError, match="decay is for gated"):
-        kernels_of("LinearAttention").plan.check(
-            Call(SIZES, {"update_rule": "gated", "scale": 0.0}, present=frozenset({"beta"}))
-        )
-
-
 def test_the_decay_tells_the_variant() -> None:
     """A decay per head or per key; without one it need not be known."""
     op = kernels_of("LinearAttention")
@@ -170,12 +137,3 @@ def test_workspace_is_that_of_a_segment() -> None:
         return sum(torch.Size(b.shape).numel() for b in made.workspace), len(made.steps)
 
     assert workspace(65536) == (workspace(8192)[0], 24) and workspace(8192)[1] == 3 and workspace(8) == (0, 1)
-
-
-def test_unknown_device_is_refused() -> None:
-    from still_kernels.linear_attention.call import triton_linear_attention
-    from still_kernels.linear_attention.meaning import Inputs, empty_state
-
-    x = torch.zeros(1, 1, 2, 16)
-    with pytest.raises(UnsupportedError, match="device 'cpu'"):
-        triton_linear_attention(Inputs(x[:, :, :, None], x, x, update_rule="linear"), empty_state(1, 2, 16, 16))
