@@ -44,13 +44,11 @@ def make_text(path: Path, words: int = 4000, seed: int = 0) -> Path:
     return path
 
 
-def small_recipe(base: Path, text: Path, **changes: Any) -> Recipe:
-    """A recipe of a few steps on the CPU."""
-    values: dict[str, Any] = dict(
+def small_values(base: Path, text: Path) -> dict[str, Any]:
+    """Options of a recipe of a few steps on the CPU, of any layers."""
+    return dict(
         base=str(base),
         texts=(str(text),),
-        chunk_size=8,
-        salient_per_chunk=2,
         sequence_length=64,
         batch_size=4,
         transfer_steps=4,
@@ -61,4 +59,8 @@ def small_recipe(base: Path, text: Path, **changes: Any) -> Recipe:
         patience=0,
         device="cpu",
     )
-    return Recipe(**{**values, **changes})
+
+
+def small_recipe(base: Path, text: Path, **changes: Any) -> Recipe:
+    """The recipe of STILL with such options."""
+    return Recipe(**{**small_values(base, text), "chunk_size": 8, "salient_per_chunk": 2, **changes})

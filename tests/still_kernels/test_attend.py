@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,20 +20,11 @@ from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.sm90 import gluon_attend
 from still_kernels.packing import Packing
+from tests.still_kernels import attend_cases
 
 SCRIPT = Path(__file__).with_name("attend_cases.py")
 
 
-def load() -> ModuleType:
-    """The cases, from this folder, which is not a package."""
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec and spec.loader
-    module = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-attend_cases = load()
 INTERPRETED = (
     "part of a tile",
     "ragged, padded",

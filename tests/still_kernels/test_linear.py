@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,21 +18,10 @@ pytest.importorskip("triton")
 from still_kernels.hybrid_attention.plan.tiles import tile_table
 from still_kernels.hybrid_attention.sm90 import gluon_linear, gluon_scan
 from still_kernels.launcher import descriptor
+from tests.still_kernels import gluon_interpreter
 
 C = 64
 UNWRITTEN = 77.0
-
-
-def load(name: str) -> ModuleType:
-    """A module of this folder, which is not a package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec and spec.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gluon_interpreter = load("gluon_interpreter")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,22 +14,10 @@ from tests.still_kernels.interpreted import run_cases
 from tests.tolerances import NARROW_NORM, REFERENCE
 
 pytest.importorskip("triton")
+from tests.still_kernels import interpreter16, triton_cases
+
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 interpreted = functools.partial(run_cases, SCRIPT, kind="float32")
-
-
-def load(path: Path) -> ModuleType:
-    """A module of this folder, which is not a package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-triton_cases = load(SCRIPT)
-interpreter16 = load(SCRIPT.with_name("interpreter16.py"))
 
 
 FAST = ("crossing", "group max")

@@ -30,7 +30,7 @@ from still_export.models.load import load_model, load_tokenizer
 from still_export.texts.forms import NaturalWriter
 from still_export.texts.texts import python_documentation
 from tests.still_export.tiny import STORIES, needs_stories
-from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
+from tests.still_export.training import byte_tokenizer, small_recipe
 
 LOSS = st.integers(0, 100_000).map(lambda n: n / 100)
 SHARE = st.integers(100, 10_000).map(lambda n: n / 100)
@@ -83,16 +83,6 @@ def test_other_text_is_refused_in_a_sentence(text: str) -> None:
 def test_bad_budgets(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Budget.read(text)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def budgeted(base: Path, text: Path, budget: str, **changes: Any) -> Recipe:

@@ -29,11 +29,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base(tmp_path_factory.mktemp("base"), max_position_embeddings=192, num_hidden_layers=2)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
 def test_recipes_of_the_package() -> None:
     assert set(presets()) == {"quick", "paper", "retrieval", "liger-gla", "gla", "gdn", "allmem", "blocks", "moh"}
     paper = read_recipe(preset("paper"), {})

@@ -37,17 +37,7 @@ from still_export.texts.tasks import TASKS, TaskWriter, Weighing
 from still_export.texts.texts import Batches, held_out_rows, read_corpus
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids, still_model
-from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
+from tests.still_export.training import byte_tokenizer, make_base, small_recipe
 
 
 @pytest.fixture(scope="module")

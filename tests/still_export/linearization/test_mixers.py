@@ -22,7 +22,6 @@ from still_export.linearization.objectives import TransferObjective, make_studen
 from still_export.linearization.recipe import LINEARIZERS, Recipe, preset, read_recipe
 from still_export.linearization.run import Linearization, LinearizationRun
 from still_export.linearization.select_layers import select_layers
-from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.mixers.hybrid_attention.window import windowed_attention
 from still_export.mixers.layers import FULL
@@ -35,8 +34,9 @@ from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_kernels.packing import Packing, PagedStates
+from tests.still_export import linearized
 from tests.still_export.tiny import FAMILIES, plain_model, random_ids
-from tests.still_export.training import make_base, make_text
+from tests.still_export.training import make_text, small_values
 from tests.still_export.verbs import call
 
 NEW = ("liger-gla", "gla", "gdn")
@@ -44,16 +44,7 @@ OPS = {"liger-gla": {"HybridAttention", "LinearAttention"}, "gla": {"LinearAtten
 
 
 def attached(mixer: str, family: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
-    """A random model of three such layers, the one in the middle softmax; gates random, and far from closed."""
-    types = (LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer)
-    model = attach_untrained(plain_model(family, dtype), StillConfig(layer_types=types))
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for name in layer.self_attn.fresh_names():
-                parameter = layer.self_attn.get_parameter(name)
-                parameter += 0.5 * torch.randn(parameter.shape, generator=random, dtype=torch.float64).to(dtype)
-    return model
+    return linearized.attached(LINEARIZERS[mixer].layer, family, dtype, 0.5)
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None, scale: float) -> Tensor:
@@ -99,20 +90,11 @@ def formula(module: Any, mixer: str, hidden: Tensor, cos: Tensor, sin: Tensor) -
 def far_from_formula(mixer: str) -> float:
     """The largest error of a layer's output, without a cache, and as training computes it: 150 tokens are three chunks and more than two
     windows."""
-    model = attached(mixer)
-    ids, seen, errors = random_ids(2, 150), {}, []
-    for index in (0, 2):
-        attention = model.model.layers[index].self_attn
-        attention.register_forward_pre_hook(lambda m, a, k, i=index: seen.__setitem__(i, k), with_kwargs=True)
-        attention.o_proj.register_forward_hook(lambda m, x, y, i=index: seen.__setitem__((i, "output"), x[0]))
-    with torch.no_grad():
-        model(ids, use_cache=False)
-        for index in (0, 2):
-            given = seen[index]
-            expected = formula(
-                model.model.layers[index].self_attn, mixer, given["hidden_states"], *given["position_embeddings"]
-            )
-            errors.append(float((seen[index, "output"] - expected.flatten(2)).abs().max()))
+    errors = []
+    for module, given, output in linearized.seen_by_layers(attached(mixer)):
+        with torch.no_grad():
+            expected = formula(module, mixer, given["hidden_states"], *given["position_embeddings"])
+        errors.append(float((output - expected.flatten(2)).abs().max()))
     return max(errors)
 
 
@@ -129,21 +111,7 @@ def test_a_planted_constant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mixer", NEW)
 def test_pieces_and_padding_change_nothing(mixer: str, family: str) -> None:
-    model = attached(mixer, family)
-    ids = random_ids(2, 150)
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        cache = StillCache.empty(model.config)
-        parts = [model(piece, past_key_values=cache).logits for piece in ids.split((70, 1, 1, 66, 12), dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-8)
-        mask = torch.ones_like(ids)
-        mask[1, 90:] = 0
-        cache = StillCache.empty(model.config)
-        model(ids, attention_mask=mask, past_key_values=cache)
-        following = random_ids(2, 7, seed=3)
-        padded = model(following, past_key_values=cache).logits[1]
-        alone = model(torch.cat((ids[1:, :90], following[1:]), 1), use_cache=False).logits[0, 90:]
-        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-8)
+    linearized.demand_pieces(attached(mixer, family), 1e-8)
 
 
 @pytest.mark.parametrize("mixer", NEW)
@@ -174,32 +142,9 @@ def test_fresh_memories_and_a_fitted_start(mixer: str) -> None:
 
 def recipe(mixer: str, base: Path, text: Path, **changes: Any) -> Recipe:
     """Of a few steps on the CPU."""
-    values: dict[str, Any] = dict(
-        base=str(base),
-        texts=(str(text),),
-        sequence_length=64,
-        batch_size=4,
-        transfer_steps=0 if mixer == "liger-gla" else 6,
-        transfer_rate=1e-3,
-        finetune_steps=4,
-        validate_every=2,
-        validation_rows=2,
-        checkpoint_every=2,
-        patience=0,
-        device="cpu",
-        lora_rank=4,
-    )
+    steps = 0 if mixer == "liger-gla" else 6
+    values = small_values(base, text) | dict(transfer_steps=steps, transfer_rate=1e-3, lora_rank=4)
     return read_recipe(preset(mixer), {**values, **changes})
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module", params=NEW)
@@ -208,7 +153,7 @@ def finished(
 ) -> tuple[str, Path, Linearization]:
     output = tmp_path_factory.mktemp(request.param) / "model"
     mixer = str(request.param)
-    types, said = (LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer), list[str]()
+    types, said = linearized.types_of(LINEARIZERS[mixer].layer), list[str]()
     result = linearize(recipe(mixer, base, text, layer_types=types), output, log=said.append)
     fitted = [line for line in said if "closed form" in line]
     if mixer == "liger-gla":  # has no start of its own
@@ -256,7 +201,7 @@ def test_the_second_stage_starts_where_the_first_ended(
     mixer, output, _ = finished
     if mixer == "liger-gla":
         return
-    wanted = recipe(mixer, base, text, layer_types=(LINEARIZERS[mixer].layer, FULL, LINEARIZERS[mixer].layer))
+    wanted = recipe(mixer, base, text, layer_types=linearized.types_of(LINEARIZERS[mixer].layer))
     run = LinearizationRun(wanted, tmp_path / "run", make_accelerator(wanted), lambda *_: None, lambda _: None)
     maps = output / "training" / "transfer.safetensors"
     model, students = run.student(maps)
@@ -282,10 +227,7 @@ def test_the_folder_becomes_a_proven_package(
     """export, verify, run and evaluate take it as they take a STILL folder; softmax layers are still::Attention."""
     mixer, output, _ = finished
     package = tmp_path / "package"
-    assert call("export", output, "--to", "onnx", "-o", package, "--quiet") == 0
-    code = call("verify", package, "--lengths", "1,65,130", "--decode-steps", "8", "--quiet")
-    assert code == 0, capsys.readouterr()
-    assert set(json.loads((package / "manifest.json").read_text())["ops"]) == OPS[mixer] | {"Attention"}
+    linearized.demand_proven(output, package, OPS[mixer], capsys)
     prompt = torch.randint(3, 250, (1, 90), generator=torch.Generator().manual_seed(2))
     model = OrtModel(package, threads=1)
     model.start()

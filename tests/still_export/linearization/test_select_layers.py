@@ -23,18 +23,13 @@ from still_export.linearization.select_layers import select_layers
 from still_export.mixers.hybrid_attention.modes import make_trainable
 from still_export.mixers.layers import FULL, HYBRID
 from still_export.models.load import load_model
-from tests.still_export.training import make_base, make_text, small_recipe
+from tests.still_export.training import make_base, small_recipe
 from tests.still_export.verbs import call
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return planted(tmp_path_factory.mktemp("base") / "model", 1)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def planted(folder: Path, layer: int) -> Path:

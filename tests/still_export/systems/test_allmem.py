@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,23 @@ from still_export.linearization.folder import apply
 from still_export.linearization.linearize import linearize
 from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe, preset, read_recipe
-from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL
 from still_export.mixers.projections import rotate
 from still_export.mixers.trainable import SOFTMAX, attention_mode
 from still_export.models import attach_untrained
 from still_export.models.load import load_model
+from tests.still_export import linearized
 from tests.still_export.tiny import plain_model, random_ids
-from tests.still_export.training import make_base, make_text
-from tests.still_export.verbs import call
+from tests.still_export.training import make_base, make_text, small_values
 from tests.still_graphs.test_test_time_memory import looped
 
 CHUNK = 24
-TYPES = ("allmem", FULL, "allmem")
+TYPES = linearized.types_of("allmem")
 
 
-def attached(family: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
-    """A random model of three layers, the one in the middle softmax; gates are open, rates and momenta differ."""
-    model = attach_untrained(plain_model(family, dtype), StillConfig(layer_types=TYPES, chunk_size=CHUNK))
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for index in (0, 2):
-            module = model.model.layers[index].self_attn
-            for name in module.fresh_names():
-                parameter = module.get_parameter(name)
-                parameter += 0.3 * torch.randn(parameter.shape, generator=random, dtype=torch.float64).to(dtype)
-    return model
+def attached(family: str = "llama") -> Any:
+    return linearized.attached("allmem", family, torch.float64, 0.3, chunk_size=CHUNK)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -86,41 +75,18 @@ def formula(module: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def test_a_layer_is_its_formula() -> None:
     """150 tokens are more than six chunks; a constant that is planted is seen."""
-    model = attached()
-    ids, seen = random_ids(2, 150), {}
-    for index in (0, 2):
-        attention = model.model.layers[index].self_attn
-        attention.register_forward_pre_hook(lambda m, a, k, i=index: seen.__setitem__(i, k), with_kwargs=True)
-        attention.o_proj.register_forward_hook(lambda m, x, y, i=index: seen.__setitem__((i, "output"), x[0]))
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    for index in (0, 2):
-        given, module = seen[index], model.model.layers[index].self_attn
-        expected = formula(module, given["hidden_states"].detach(), *given["position_embeddings"]).flatten(2)
-        torch.testing.assert_close(seen[index, "output"], expected, rtol=0, atol=1e-8)
+    for module, given, output in linearized.seen_by_layers(attached()):
+        inputs = given["hidden_states"].detach(), *given["position_embeddings"]
+        expected = formula(module, *inputs).flatten(2)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-8)
         with torch.no_grad():
             module.rate_proj.bias[1] += 0.1
-        planted = formula(module, given["hidden_states"].detach(), *given["position_embeddings"]).flatten(2)
-        assert (planted - expected).abs().max() > 1e-4
+        assert (formula(module, *inputs).flatten(2) - expected).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
 def test_pieces_and_padding_change_nothing(family: str) -> None:
-    model = attached(family)
-    ids = random_ids(2, 150)
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        cache = StillCache.empty(model.config)
-        parts = [model(piece, past_key_values=cache).logits for piece in ids.split((70, 1, 1, 66, 12), dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-7)
-        mask = torch.ones_like(ids)
-        mask[1, 90:] = 0
-        cache = StillCache.empty(model.config)
-        model(ids, attention_mask=mask, past_key_values=cache)
-        following = random_ids(2, 7, seed=3)
-        padded = model(following, past_key_values=cache).logits[1]
-        alone = model(torch.cat((ids[1:, :90], following[1:]), 1), use_cache=False).logits[0, 90:]
-        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-7)
+    linearized.demand_pieces(attached(family), 1e-7)
 
 
 def test_an_untrained_layer_is_its_window_and_its_teacher_the_base() -> None:
@@ -136,22 +102,7 @@ def test_an_untrained_layer_is_its_window_and_its_teacher_the_base() -> None:
 
 def recipe(base: Path, text: Path, **changes: Any) -> Recipe:
     """Of a few steps on the CPU."""
-    values: dict[str, Any] = dict(
-        base=str(base),
-        texts=(str(text),),
-        sequence_length=64,
-        batch_size=4,
-        transfer_steps=6,
-        finetune_steps=4,
-        validate_every=2,
-        validation_rows=2,
-        checkpoint_every=2,
-        patience=0,
-        device="cpu",
-        lora_rank=4,
-        chunk_size=CHUNK,
-        layer_types=TYPES,
-    )
+    values = small_values(base, text) | dict(transfer_steps=6, lora_rank=4, chunk_size=CHUNK, layer_types=TYPES)
     return read_recipe(preset("allmem"), {**values, **changes})
 
 
@@ -181,12 +132,7 @@ def test_stages_train_the_memory(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_folder_becomes_a_proven_package(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package = tmp_path / "package"
-    assert call("export", folder / "model", "--to", "onnx", "-o", package, "--quiet") == 0
-    code = call("verify", package, "--lengths", "1,65,130", "--decode-steps", "8", "--quiet")
-    assert code == 0, capsys.readouterr()
-    ops = set(json.loads((package / "manifest.json").read_text())["ops"])
-    assert ops == {"HybridAttention", "TestTimeMemory", "Attention"}
+    linearized.demand_proven(folder / "model", tmp_path / "package", ("HybridAttention", "TestTimeMemory"), capsys)
 
 
 def test_what_does_not_hold_is_refused(tmp_path: Path) -> None:
