@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
@@ -18,7 +17,9 @@ from still_kernels.greedy_token.fuse import add_greedy_node
 from still_kernels.low_rank_matmul.fuse import fuse_low_rank, fuse_low_rank_floats
 from still_kernels.rotary_qkv.fuse_embeddings import fuse_rotary_embeddings
 from still_kernels.swi_glu.fuse import fuse_all_gates
+from tests.still_graphs import written
 from tests.still_graphs.steps import applied, attach_functions, run_steps
+from tests.still_graphs.written import demand_unchanged, outputs_of
 
 WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77
 PARTS = (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE)
@@ -47,7 +48,7 @@ DIMS |= dict.fromkeys(("up", "first", "bent", "silu", "product"), MIDDLE)
 
 def model_of(dtype: str = "float16", more: tuple[str, ...] = (), **change: list[str]) -> onnx.ModelProto:
     """A layer in which attention is left out; `more`: values that are outputs too; `change`: inputs of the node that makes a value."""
-    make, kind = helper.make_node, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    make = helper.make_node
     nodes = [
         make("MatMul", ["x", "qkv.weight"], ["qkv"]),
         make("MatMul", ["x", "a"], ["low"]),
@@ -75,36 +76,23 @@ def model_of(dtype: str = "float16", more: tuple[str, ...] = (), **change: list[
         if node.output[0] in change:
             node.input[:] = change[node.output[0]]
     random = np.random.default_rng(0)
-    given = {name: random.standard_normal(shape).astype(dtype) / 7 for name, shape in SHAPES.items()}
-    weights = [numpy_helper.from_array(value, name) for name, value in given.items()]
-    weights.append(numpy_helper.from_array(np.array(PARTS), "sizes"))
-
-    def info(name: str) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, kind, ["b", "t", {**DIMS, "v.read": PARTS[2]}[name]])
+    weights = {name: random.standard_normal(shape).astype(dtype) / 7 for name, shape in SHAPES.items()}
+    shapes = {name: ["b", "t", size] for name, size in {**DIMS, "v.read": PARTS[2]}.items()}
 
     outputs = ["logits", "k.turned", "v.read", *more]
-    made = {name for node in nodes for name in node.output} - set(outputs)
-    graph = helper.make_graph(
-        nodes, "g", [info(n) for n in ("x", "cos", "sin")], [info(n) for n in outputs], weights, value_info=[info(n) for n in sorted(made)]
-    )  # fmt: skip
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    return written.model_of(nodes, ["x", "cos", "sin"], outputs, shapes, weights | {"sizes": np.array(PARTS)}, dtype)
 
 
 def run(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     """The outputs for five tokens of two rows, by name."""
     random = np.random.default_rng(1)
-    dtype = helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
     half = 9 * random.random((2, 5, SIZE // 2))
     angles = np.concatenate([half, half], axis=-1)
-    given = {"x": random.standard_normal((2, 5, WIDTH)), "cos": np.cos(angles), "sin": np.sin(angles)}
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    found = session.run(None, {name: value.astype(dtype) for name, value in given.items()})
-    return {name: np.asarray(value) for name, value in zip(names, found, strict=True)}
+    return outputs_of(model, {"x": random.standard_normal((2, 5, WIDTH)), "cos": np.cos(angles), "sin": np.sin(angles)})
 
 
 def kinds(model: onnx.ModelProto) -> Counter[str]:
-    return Counter(node.op_type for node in model.graph.node)
+    return Counter(written.kinds(model))
 
 
 def test_a_layer() -> None:
@@ -155,9 +143,7 @@ def test_bodies_of_standard_ops() -> None:
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )  # fmt: skip
 def test_what_something_else_reads_stays(join: Callable[[onnx.ModelProto], int], change: dict[str, Any]) -> None:
-    model = model_of(**change)
-    before = kinds(model)
-    assert applied(join, model) == 0 and kinds(model) == before
+    demand_unchanged(join, model_of(**change))
 
 
 def test_pairs_of_float32() -> None:

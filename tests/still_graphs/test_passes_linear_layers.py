@@ -6,14 +6,15 @@ import itertools
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
 from still_kernels.dense_matmul.fuse import fuse_linear_layers, sum_in_float32
 from still_kernels.gated_mlp.fuse import fuse_feed_forward
+from tests.still_graphs import written
 from tests.still_graphs.steps import applied, attach_functions
+from tests.still_graphs.written import kinds, outputs_of
 
 WIDTH, MIDDLE, EPSILON = 24, 40, 3e-4
 RANDOM = np.random.default_rng(0)
@@ -55,31 +56,13 @@ def fused(model: onnx.ModelProto) -> int:
 
 
 def model_of(nodes: list[onnx.NodeProto], outputs: tuple[str, ...] = ("z",), dtype: str = "float16") -> onnx.ModelProto:
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-
-    def info(name: str) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, kind, SHAPES[name])
-
-    weights = [
-        numpy_helper.from_array(value if name == "sizes" else value.astype(dtype), name)
-        for name, value in WEIGHTS.items()
-    ]
-    made = [name for node in nodes for name in node.output if name in SHAPES and name not in outputs]
-    graph = helper.make_graph(
-        nodes, "g", [info("x")], [info(name) for name in outputs], weights, value_info=[info(name) for name in made]
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    return written.model_of(nodes, ["x"], outputs, SHAPES, WEIGHTS, dtype)
 
 
 def run(model: onnx.ModelProto) -> np.ndarray:
     """The outputs side by side, for five tokens of two rows."""
-    x = (0.02 * np.random.default_rng(1).standard_normal((2, 5, WIDTH))).astype(np.float16)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return np.concatenate([y.astype(np.float64) for y in session.run(None, {"x": x})], axis=-1)
-
-
-def kinds(model: onnx.ModelProto) -> list[str]:
-    return [node.op_type for node in model.graph.node]
+    x = 0.02 * np.random.default_rng(1).standard_normal((2, 5, WIDTH))
+    return np.concatenate([y.astype(np.float64) for y in outputs_of(model, {"x": x}).values()], axis=-1)
 
 
 def test_a_layer_and_a_head_become_two_nodes_of_the_same_numbers() -> None:

@@ -1,0 +1,60 @@
+"""Small graphs as exports write them, which passes are to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper, numpy_helper
+
+from still_graphs.ops import DOMAIN
+from tests.still_graphs.steps import applied
+
+Shape = Sequence[int | str]
+
+
+def model_of(
+    nodes: Sequence[onnx.NodeProto],
+    given: Sequence[str],
+    outputs: Sequence[str],
+    shapes: Mapping[str, Shape],
+    weights: Mapping[str, np.ndarray],
+    dtype: str = "float16",
+) -> onnx.ModelProto:
+    """A model of nodes; values have a type and a shape by name, weights of floating point are rounded to the type."""
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    made = [name for node in nodes for name in node.output if name in shapes and name not in outputs]
+    given_, results, between = (
+        [helper.make_tensor_value_info(name, kind, list(shapes[name])) for name in names]
+        for names in (given, outputs, made)
+    )
+    held = [
+        numpy_helper.from_array(value.astype(dtype) if value.dtype.kind == "f" else value, name)
+        for name, value in weights.items()
+    ]
+    graph = helper.make_graph(nodes, "g", given_, results, held, value_info=between)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def outputs_of(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What ONNX Runtime makes of the inputs, which are rounded to the model's types, by name."""
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    types = {i.name: helper.tensor_dtype_to_np_dtype(i.type.tensor_type.elem_type) for i in model.graph.input}
+    names = [output.name for output in session.get_outputs()]
+    found = session.run(None, {name: value.astype(types[name]) for name, value in feeds.items() if name in types})
+    return {name: np.asarray(value) for name, value in zip(names, found, strict=True)}
+
+
+def kinds(model: onnx.ModelProto) -> list[str]:
+    """Types of nodes, in order."""
+    return [node.op_type for node in model.graph.node]
+
+
+def demand_unchanged(step: Any, model: onnx.ModelProto) -> None:
+    """A pass finds nothing in a graph."""
+    before = kinds(model)
+    assert applied(step, model) == 0 and kinds(model) == before
