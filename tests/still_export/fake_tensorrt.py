@@ -319,6 +319,14 @@ def install(patch: pytest.MonkeyPatch, version: str = "10.3.0") -> FakeTensorRT:
     return module
 
 
+def deploy(patch: pytest.MonkeyPatch, version: str) -> FakeTensorRT:
+    """The same, where lowering writes stand-ins for the plugin libraries and engines are built."""
+    written = "still_export.targets.trt.package._write_plugins"
+    patch.setattr(written, lambda graph, target, *given: write_libraries(target))
+    patch.setattr("still_export.engines.build.has_gpu", lambda: True)
+    return install(patch, version)
+
+
 def write_libraries(folder: Path, archs: Iterable[str] = ("sm_90",)) -> dict[str, str]:
     """Stand-ins for the plugin libraries of every generation; their names by generation."""
     names = {major: f"libstill_tensorrt{major}.so" for major in ("8", "10", "11")}

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 import still_export
 from still_export.cli.chat import interruptible, statistics, talk
-from still_export.cli.main import main
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
 from still_export.package.chat_format import ChatFormat
@@ -20,6 +19,7 @@ from still_export.runtime.conversation import Conversation, FullError
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.stop_texts import StopTexts, until
+from tests.still_export.verbs import call
 
 pytest.importorskip("onnxruntime")
 SMALL = Path(__file__).resolve().parents[2] / "assets/small"
@@ -30,15 +30,6 @@ TEMPLATE = (
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message.') }}{% endif %}" + TEMPLATE
 CHAT = {"templates": {"default": TEMPLATE}, "tokens": {}}
 TEXT = "The road climbs from the village to the old mill. "
-
-
-def call(*arguments: object) -> int:
-    """Exit code of the command line."""
-    try:
-        main([str(a) for a in arguments])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")

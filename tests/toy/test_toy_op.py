@@ -109,17 +109,12 @@ def test_tensorrt_rtx_builds_it(portable: Package, tmp_path: Path, compiled_befo
 def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     portable: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "still_export.targets.trt.package._write_plugins",
-        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
-    )
+    fake_tensorrt.deploy(monkeypatch, "10.3.0")
     folder = tmp_path / "trt"
     folder.mkdir()
     lowered = lower_package(portable, TrtOptions("trt", prefill_tokens=32, batch=3), folder)
     assert lowered.manifest["plugin_layers"] == {"HybridAttention": 1, "Decay": 1, "Attention": 1}
     trust_package(folder)
-    fake_tensorrt.install(monkeypatch, "10.3.0")
-    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
     assert call("build", folder, "--quiet") == 0
     assert call("verify", folder, *SIZES, "--quiet") == 0, capsys.readouterr().out
     assert call("run", folder, "--prompt-ids", "5,6,7", "--tokens", 3, "--quiet") == 0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.cli.main import PANELS, VERBS, app, main
+from still_export.cli.main import PANELS, VERBS, app
 from still_export.cli.output import Output
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
@@ -24,17 +24,9 @@ from still_export.options import flag_of
 from still_export.targets.registry import TARGETS
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model
+from tests.still_export.verbs import call
 
 Capture = pytest.CaptureFixture[str]
-
-
-def call(*arguments: object) -> int:
-    """Exit code of one command."""
-    try:
-        main([str(a) for a in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -453,8 +445,7 @@ def test_a_build_ends_at_a_signal_though_tensorrt_swallows_what_is_raised(number
 
 
 def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+    assert call("--help") == 0
     shown = capsys.readouterr().out
     places = [shown.index(f"─ {panel} ─") for panel in PANELS]
     assert places == sorted(places) and len(set(places)) == len(PANELS)

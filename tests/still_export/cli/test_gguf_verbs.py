@@ -10,20 +10,12 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
-from still_export.cli.main import main
 from still_export.cli.output import Output
 from tests.still_export.linear_models import linear_model
+from tests.still_export.verbs import call
 
 pytest.importorskip("gguf")
 from tests.still_export.models.gguf_files import write_gguf
-
-
-def exit_code(*arguments: object) -> int:
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture
@@ -50,7 +42,7 @@ def test_a_file_is_run_to_the_end(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    assert exit_code("run", file, "--prompt", "Hi you", "--tokens", "5", "--json") == 0
+    assert call("run", file, "--prompt", "Hi you", "--tokens", "5", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(file.with_suffix(".folder")).eval()
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -60,7 +52,7 @@ def test_a_file_is_run_to_the_end(
     assert said["tokens"] == expected[0, 6:].tolist()
     (made,) = (file.parent / "cache" / "packages").iterdir()
     monkeypatch.setattr("still_export.targets.export.export", None)  # the package is kept: nothing is exported again
-    assert exit_code("bench", file, "--lengths", "16", "--steps", "2", "--quiet", "-o", file.parent / "bench") == 0
+    assert call("bench", file, "--lengths", "16", "--steps", "2", "--quiet", "-o", file.parent / "bench") == 0
     assert json.loads((file.parent / "bench" / "bench.json").read_text())["package"] == str(made)
 
 
@@ -74,5 +66,5 @@ def test_serve_takes_a_file_under_its_name(tmp_path: Path, monkeypatch: pytest.M
         return tmp_path / "made"
 
     monkeypatch.setattr("still_export.cli.gguf_package.package_of", package_of)
-    assert exit_code("serve", tmp_path / "model.gguf", "--port", "0") == 2  # there is no such package
+    assert call("serve", tmp_path / "model.gguf", "--port", "0") == 2  # there is no such package
     assert asked == [tmp_path / "model.gguf"]

@@ -10,7 +10,6 @@ from pathlib import Path
 import onnx
 import pytest
 
-from still_export.cli.main import main
 from still_export.errors import ConfigError, PackageError
 from still_export.evaluation.prove import ProveOptions, prove
 from still_export.package.files import MANIFEST, MODEL, sha256
@@ -18,6 +17,7 @@ from still_export.package.folder import write_manifest
 from still_export.proof import package as proof
 from still_export.proof.records import old_parts, read_records
 from tests.still_export.conftest import Exporter
+from tests.still_export.verbs import call
 
 pytestmark = pytest.mark.slow
 
@@ -30,17 +30,11 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "packaged_target", lambda manifest: replace(found(manifest), decode_steps=9))
 
 
-def code(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
-
-
 def test_a_package_is_proven_and_measured(
     export_tiny: Exporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = export_tiny().path
-    assert code("prove", package, "--lengths", "20,40", "-q", "-o", tmp_path) == 0
+    assert call("prove", package, "--lengths", "20,40", "-q", "-o", tmp_path) == 0
     said = capsys.readouterr().out
     (record,) = read_records(tmp_path)
     assert said.startswith("passed: cases ") and "not shown" not in said
@@ -66,7 +60,7 @@ def test_a_package_that_computes_something_else_fails(export_tiny: Exporter, tmp
     onnx.save(graph, folder / MODEL)
     manifest = json.loads((folder / MANIFEST).read_text())
     write_manifest(folder, {k: v for k, v in manifest.items() if k not in ("format_version", "versions", "files")})
-    assert code("prove", folder, "--lengths", "20", "-q", "-o", tmp_path / "proofs") == 1
+    assert call("prove", folder, "--lengths", "20", "-q", "-o", tmp_path / "proofs") == 1
     (record,) = read_records(tmp_path / "proofs")
     assert record.verdict == "failed" and record.figures["worst_of_its_bound"] > 1
     assert ", error of row [" in record.figures["failure"] and "bound" in record.figures["failure"]

@@ -34,7 +34,7 @@ from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
 from still_export.texts.tasks import TASKS, TaskWriter
 from still_export.texts.texts import tokenize
-from tests.still_export.test_api import call
+from tests.still_export.verbs import call
 from tests.tolerances import MODEL
 
 SMALL = Path(__file__).parents[3] / "assets" / "small"

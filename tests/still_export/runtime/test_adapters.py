@@ -31,6 +31,7 @@ from still_export.targets.export import plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.graph.quantization.test_quantization import SIZES
 from tests.still_export.tiny import MIXED, VOCAB
+from tests.still_export.verbs import call
 
 QUERY, GATE, DOWN = (f"layers.{n}.weight" for n in ("0.self_attn.q_proj", "2.self_attn.g_proj", "1.mlp.down_proj"))
 SHAPES = {QUERY: (96, 96), GATE: (96, 96), DOWN: (96, 128)}
@@ -192,16 +193,13 @@ def test_run_and_verify_with_an_adapter(
     answers: Callable[..., Any] = tokens
     first = write_adapter(tmp_path / "first", {QUERY: 4, GATE: 4, DOWN: 4})
     assert answers() != answers("--adapter", first)
-    with pytest.raises(SystemExit, match="2"):
-        main(["run", str(package.path), "--prompt-ids", "3", "--adapter", str(tmp_path)])
+    assert call("run", package.path, "--prompt-ids", "3", "--adapter", tmp_path) == 2
     assert "has no weights" in capsys.readouterr().err
     arguments = [str(package.path), "--lengths", "1,9", "--decode-steps", "3", "-o", str(tmp_path / "proof"), "--quiet"]
-    with pytest.raises(SystemExit, match="0"):
-        main(["verify", *arguments, "--adapter", str(first)])
+    assert call("verify", *arguments, "--adapter", first) == 0
     said = capsys.readouterr().out
     assert "PASSED" in said and "polygraphy.sh" not in said
     inputs = adapter_inputs(first, package.manifest)
     monkeypatch.setattr("still_export.models.read.adapters.adapter_inputs", lambda *_: inputs)
     monkeypatch.setattr("still_export.models.read.adapters.read_pairs", lambda *_: {})  # PyTorch without it
-    with pytest.raises(SystemExit, match="1"):
-        main(["verify", *arguments, "--adapter", str(first)])
+    assert call("verify", *arguments, "--adapter", first) == 1

@@ -43,12 +43,7 @@ VERSION = "8.6.1"
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
-    monkeypatch.setattr(
-        "still_export.targets.trt.package._write_plugins",
-        lambda graph, target, *given: fake_tensorrt.write_libraries(target),
-    )
-    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
-    return fake_tensorrt.install(monkeypatch, VERSION)
+    return fake_tensorrt.deploy(monkeypatch, VERSION)
 
 
 def built(portable: Path, folder: Path, batch: int = SEQUENCES, to: str = "trt8") -> Path:

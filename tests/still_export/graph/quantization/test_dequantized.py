@@ -16,7 +16,6 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from still_export.cli.main import main
 from still_export.engines.build import build_engines
 from still_export.engines.builder import BuildError
 from still_export.errors import ConfigError, UnsupportedError
@@ -45,6 +44,7 @@ from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import needs_rtx, rtx_inputs, trt_package
 from tests.still_export.tiny import MIXED, VOCAB
+from tests.still_export.verbs import call
 from tests.still_graphs.protos import attribute, opset_version
 
 SIZES = dict(hidden_size=128, intermediate_size=192, num_attention_heads=8, head_dim=16, tie_word_embeddings=False)
@@ -253,12 +253,7 @@ def test_verify_of_a_quantized_engine(
     portable: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over the stand-in, whose engine computes what the lowered graph says: passed, and failed over other weights than it holds."""
-    monkeypatch.setattr(
-        "still_export.targets.trt.package._write_plugins",
-        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
-    )
-    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
-    fake_tensorrt.install(monkeypatch, "10.3.0")
+    fake_tensorrt.deploy(monkeypatch, "10.3.0")
     folder = tmp_path / "package"
     folder.mkdir()
     package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), folder)
@@ -269,11 +264,6 @@ def test_verify_of_a_quantized_engine(
     blocks = [attribute(n, "block_size") for n in model.graph.node if n.op_type == "DequantizeLinear"]
     assert set(blocks) == {64, None}
     arguments = [str(folder), "--lengths", "1,9", "--decode-steps", "5", "--quiet"]
-
-    def call(*words: str) -> int:
-        with pytest.raises(SystemExit) as end:
-            main(list(words))
-        return int(end.value.code or 0)
 
     assert call("build", str(folder), "--quiet") == 0
     assert call("verify", *arguments) == 0, capsys.readouterr().out

@@ -15,7 +15,6 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization import read
 from still_export.graph.quantization.forms import EXACT, form_of
@@ -37,6 +36,7 @@ from still_export.targets.trt.package import kernel_variants
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import MIXED, VOCAB
+from tests.still_export.verbs import call
 from tests.still_graphs.protos import attribute, opset_version
 
 SIZES = dict(hidden_size=96, intermediate_size=160, num_attention_heads=8, head_dim=16, tie_word_embeddings=False)
@@ -113,12 +113,7 @@ def test_kernels_and_verify_of_an_engine(
     portable: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over the stand-in for TensorRT 8.6, whose engine computes what the lowered graph says: passed, and failed over other weights."""
-    monkeypatch.setattr(
-        "still_export.targets.trt.package._write_plugins",
-        lambda graph, target, *a: fake_tensorrt.write_libraries(target),
-    )
-    monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: True)
-    fake_tensorrt.install(monkeypatch, "8.6.1")
+    fake_tensorrt.deploy(monkeypatch, "8.6.1")
     folder = tmp_path / "package"
     folder.mkdir()
     package = lower_package(portable, TrtOptions(batch=2, prefill_tokens=32), folder, "trt8")
@@ -131,11 +126,6 @@ def test_kernels_and_verify_of_an_engine(
     assert variants == {(4, 1, 32), (8, 0, 32)}
     assert package.manifest["plugin_layers"]["MatMulNBits"] == 15
     arguments = [str(folder), "--lengths", "1,9", "--decode-steps", "5", "--quiet"]
-
-    def call(*words: str) -> int:
-        with pytest.raises(SystemExit) as end:
-            main(list(words))
-        return int(end.value.code or 0)
 
     assert call("build", str(folder), "--quiet") == 0, capsys.readouterr()
     assert call("verify", *arguments) == 0, capsys.readouterr().out

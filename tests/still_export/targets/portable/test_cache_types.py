@@ -9,7 +9,6 @@ import onnx
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.loading.torch import TorchModel
@@ -21,6 +20,7 @@ from still_export.targets.export import export, plan_job
 from tests.still_export.conftest import Exporter
 from tests.still_export.packages import with_library
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB, still_model
+from tests.still_export.verbs import call
 
 KEPT = ("window_key", "window_value", "salient_key", "salient_value", "key", "value")
 FAMILIES = {"float16": "llama", "int8": "qwen2"}
@@ -127,8 +127,7 @@ def test_refusals_of_float16(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ConfigError, match="--cache float16 is for --dtype float32; keys and values of a float16 package"
     ):
         export(options, tmp_path / "package")
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path / "model"), "--to", "onnx", "--cache", "int3", "-o", str(tmp_path / "package")])
+    assert call(tmp_path / "model", "--to", "onnx", "--cache", "int3", "-o", tmp_path / "package") == 2
     assert "cache='int3' is unknown; known: float16" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
@@ -150,8 +149,7 @@ def test_refusals_of_codes(tmp_path: Path) -> None:
 def test_verify(kind: str, export_tiny: Exporter, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = kept_in(kind, export_tiny)
     sizes = ["--lengths", "1,9,33", "--decode-steps", "20"]
-    with pytest.raises(SystemExit, match="0"):
-        main(["verify", str(package.path), *sizes, "-o", str(tmp_path), "--quiet"])
+    assert call("verify", package.path, *sizes, "-o", tmp_path, "--quiet") == 0
     assert "PASSED" in capsys.readouterr().out
 
 
