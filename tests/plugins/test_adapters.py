@@ -46,8 +46,11 @@ KINDS = {int: "i", float: "f", str: "s"}
 ELEMENTS = {"float16": "h", "float32": "f", "int32": "i"}
 
 
-def entries(**kernels: list[tuple[str, str]]) -> dict[str, Any]:
-    """Kernels of an archive's index by name and arguments."""
+TYPES = {"*": "ptr", "": "i32", "~": "f32"}
+
+
+def entries(kernels: dict[str, str]) -> dict[str, Any]:
+    """Kernels of an archive's index by name and arguments: `name*` is a pointer, `name~` a float32, others are integers."""
     return {
         name: {
             "symbol": f"{name}_kernel",
@@ -55,7 +58,7 @@ def entries(**kernels: list[tuple[str, str]]) -> dict[str, Any]:
             "num_warps": 4,
             "shared_bytes": 1000,
             "trailing_null_pointers": 2,
-            "args": [{"name": n, "type": kind} for n, kind in arguments],
+            "args": [{"name": n, "type": TYPES[kind]} for n, kind in re.findall(r"(\w+)([*~]?)", arguments)],
         }
         for name, arguments in kernels.items()
     }
@@ -69,125 +72,68 @@ def both_counts(key: dict[str, Any], constants: dict[str, int], kernels: dict[st
     ]
 
 
-def op_archive(folder: Path, op: str, *fields: dict[str, Any], **kernels: list[tuple[str, str]]) -> Path:
-    """An archive of an op with variants whose cubins are text.
+ARCHIVES: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {
+    "Attention": (
+        [{"head_dim": 64, "cache": cache} for cache in CACHE.choices],
+        {
+            "attend": "query* present_key* key_scale* output* T scale~",
+            "decode": "present_value* value_scale* part_acc* counters* NS N",
+        },
+    ),
+    "LinearAttention": (
+        [{"head_dim": 64, "value_dim": 48, "shared": 2}],
+        {
+            "prepare": "query* decay* inverse* n_chunks scale~",
+            "scan": "value* recurrent_state* before* new* first",
+            "output": "query* before* new* output* scale~",
+            "decode": "recurrent_state* beta* output* W",
+        },
+    ),
+    "CausalConv": (
+        [{"taps": 4}],
+        {
+            "conv": "input* weight* conv_state* output* C",
+            "commit": "input* conv_state* T",
+            "step": "input* conv_state* output* C",
+        },
+    ),
+    "MatMulNBits": (
+        [{"aligned": 0, "span": 0, "offsets": 1}],
+        {
+            "few": "input* blocks* zero_points* offsets* output* M ZW",
+            "unpack": "scales* dense* first count",
+            "multiply": "input* dense* output* N",
+        },
+    ),
+    "RotaryQkv": ([{"gated": 1, "biased": 1}], {"rotary": "input* cos* gate_bias* query* value* gate* G"}),
+    "LowRankMatMul": (
+        [{"base": 1}],
+        {
+            "lower": "input* inner* low* R",
+            "raise": "low* outer* base* output* N",
+            "low_rank": "input* outer* base* output* K",
+        },
+    ),
+    "SwiGlu": ([{}], {"swi_glu": "input* output* N"}),
+    "GreedyToken": ([{"aligned": 0}], {"greedy": "logits* token* V"}),
+}
+"""Of an op the variants that serve calls, whose cubins are text, and what each kernel takes."""
 
-    Args:
-        fields: Of each variant that serves a call.
-        kernels: What each takes.
-    """
-    known = kernels_of(op)
-    variants = []
+
+def op_archive(folder: Path, op: str) -> Path:
+    known, variants = kernels_of(op), []
+    fields, kernels = ARCHIVES[op]
     for own in fields:
         served = known.variant(dtype="float16", **own)
         key = {name: getattr(served, name) for name in known.plan.key}
-        variants += both_counts(key, known.build(served, 90).plan_constants, entries(**kernels))
+        variants += both_counts(key, known.build(served, 90).plan_constants, entries(kernels))
     write_archive(folder, variants, op=f"still::{op}", plan=known.plan.data)
     return folder
 
 
-def attention_archive(folder: Path) -> Path:
-    """An archive of still::Attention."""
-    return op_archive(
-        folder,
-        "Attention",
-        *({"head_dim": 64, "cache": cache} for cache in CACHE.choices),
-        attend=[
-            ("query", "ptr"),
-            ("present_key", "ptr"),
-            ("key_scale", "ptr"),
-            ("output", "ptr"),
-            ("T", "i32"),
-            ("scale", "f32"),
-        ],
-        decode=[
-            ("present_value", "ptr"),
-            ("value_scale", "ptr"),
-            ("part_acc", "ptr"),
-            ("counters", "ptr"),
-            ("NS", "i32"),
-            ("N", "i32"),
-        ],
-    )
-
-
-def linear_archive(folder: Path) -> Path:
-    """An archive of still::LinearAttention."""
-    return op_archive(
-        folder,
-        "LinearAttention",
-        {"head_dim": 64, "value_dim": 48, "shared": 2},
-        prepare=[("query", "ptr"), ("decay", "ptr"), ("inverse", "ptr"), ("n_chunks", "i32"), ("scale", "f32")],
-        scan=[("value", "ptr"), ("recurrent_state", "ptr"), ("before", "ptr"), ("new", "ptr"), ("first", "i32")],
-        output=[("query", "ptr"), ("before", "ptr"), ("new", "ptr"), ("output", "ptr"), ("scale", "f32")],
-        decode=[("recurrent_state", "ptr"), ("beta", "ptr"), ("output", "ptr"), ("W", "i32")],
-    )
-
-
-def conv_archive(folder: Path) -> Path:
-    """An archive of still::CausalConv."""
-    return op_archive(
-        folder,
-        "CausalConv",
-        {"taps": 4},
-        conv=[("input", "ptr"), ("weight", "ptr"), ("conv_state", "ptr"), ("output", "ptr"), ("C", "i32")],
-        commit=[("input", "ptr"), ("conv_state", "ptr"), ("T", "i32")],
-        step=[("input", "ptr"), ("conv_state", "ptr"), ("output", "ptr"), ("C", "i32")],
-    )
-
-
-def matmul_archive(folder: Path) -> Path:
-    """An archive of still::MatMulNBits."""
-    return op_archive(
-        folder,
-        "MatMulNBits",
-        {"aligned": 0, "span": 0, "offsets": 1},
-        few=[
-            ("input", "ptr"),
-            ("blocks", "ptr"),
-            ("zero_points", "ptr"),
-            ("offsets", "ptr"),
-            ("output", "ptr"),
-            ("M", "i32"),
-            ("ZW", "i32"),
-        ],
-        unpack=[("scales", "ptr"), ("dense", "ptr"), ("first", "i32"), ("count", "i32")],
-        multiply=[("input", "ptr"), ("dense", "ptr"), ("output", "ptr"), ("N", "i32")],
-    )
-
-
-def rotary_archive(folder: Path) -> Path:
-    """An archive of still::RotaryQkv."""
-    pointers = [(name, "ptr") for name in ("input", "cos", "gate_bias", "query", "value", "gate")]
-    return op_archive(folder, "RotaryQkv", {"gated": 1, "biased": 1}, rotary=[*pointers, ("G", "i32")])
-
-
-def low_rank_archive(folder: Path) -> Path:
-    """An archive of still::LowRankMatMul."""
-    between = [("input", "ptr"), ("inner", "ptr"), ("low", "ptr"), ("R", "i32")]
-    return op_archive(
-        folder,
-        "LowRankMatMul",
-        {"base": 1},
-        lower=between,
-        **{"raise": [("low", "ptr"), ("outer", "ptr"), ("base", "ptr"), ("output", "ptr"), ("N", "i32")]},
-        low_rank=[("input", "ptr"), ("outer", "ptr"), ("base", "ptr"), ("output", "ptr"), ("K", "i32")],
-    )
-
-
-def gate_archive(folder: Path) -> Path:
-    """An archive of still::SwiGlu."""
-    return op_archive(folder, "SwiGlu", {}, swi_glu=[("input", "ptr"), ("output", "ptr"), ("N", "i32")])
-
-
-def greedy_archive(folder: Path) -> Path:
-    """An archive of still::GreedyToken."""
-    return op_archive(folder, "GreedyToken", {"aligned": 0}, greedy=[("logits", "ptr"), ("token", "ptr"), ("V", "i32")])
-
-
 def toy_archive(folder: Path) -> Path:
     """The same of the toy op."""
-    kernels = entries(decay=[("value", "ptr"), ("total", "ptr"), ("output", "ptr"), ("H", "i32"), ("decay", "f32")])
+    kernels = entries({"decay": "value* total* output* H decay~"})
     write_archive(folder, both_counts({"dtype": "float16"}, CONSTANTS, kernels), op="still::Decay", plan=TOY_PLAN.data)
     return folder
 
@@ -196,10 +142,7 @@ def all_archives(folder: Path) -> list[Path]:
     """Archives of every op for sm_90, float16 and both types of counts."""
     both = [variant(count_dtype=count, cache=cache) for count in ("int32", "int64") for cache in CACHE.choices]
     write_archive(folder / "hybrid", both)
-    writers = (attention_archive, linear_archive, conv_archive, matmul_archive, rotary_archive)
-    writers += (low_rank_archive, gate_archive, greedy_archive)
-    own = [write(folder / write.__name__) for write in writers]
-    return [folder / "hybrid", *own, toy_archive(folder / "toy")]
+    return [folder / "hybrid", *(op_archive(folder / op, op) for op in ARCHIVES), toy_archive(folder / "toy")]
 
 
 def kernels_taken(archives: list[Path]) -> list[str]:
