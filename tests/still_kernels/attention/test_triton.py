@@ -71,10 +71,6 @@ def test_gpu_what_has_no_place() -> None:
     triton_cases.run_beyond("cuda")
 
 
-def test_plan_and_kernels_fit() -> None:
-    kernels_of("Attention").check()
-
-
 def test_splits_follow_the_capacity_of_one_row() -> None:
     """Few heads: the chip is filled; many: no more programs than that; never more than are merged together."""
     op = kernels_of("Attention")

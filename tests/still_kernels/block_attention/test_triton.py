@@ -87,11 +87,6 @@ def test_gpu_published_sizes(dtype: torch.dtype) -> None:
     triton_cases.run_published("cuda", dtype)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_plan_and_kernels_fit(op: str) -> None:
-    kernels_of(op).check()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arch", [86, pytest.param(90, marks=pytest.mark.long), pytest.param(120, marks=pytest.mark.long)]
