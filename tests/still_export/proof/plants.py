@@ -32,6 +32,14 @@ def planted(package: Package, folder: Path) -> Iterator[Path]:
         trust_package(folder)
 
 
+def searched_copy(package: Package, folder: Path) -> Package:
+    """A copy that says gptq of its codes, which are to nearest: a search takes a library and text."""
+    shutil.copytree(package.path, folder)
+    said = {**package.manifest, "config": {**package.manifest["config"], "quantize_method": "gptq"}}
+    (folder / "manifest.json").write_text(json.dumps(said))
+    return open_package(folder)
+
+
 def with_weights(package: Package, folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Package:
     """A copy whose weights, [by the graph's names] as they lie in its files, `change` edits in place."""
     with planted(package, folder):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ import pytest
 from still_export.graph.options import ExportOptions
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import value_of
-from still_export.package.folder import Package, open_package
+from still_export.package.folder import Package
 from still_export.proof.held_outputs import check_outputs
 from still_export.proof.held_weights import check_weights
 from still_export.proof.verdict import Verdict
 from tests.still_export.conftest import Exporter
-from tests.still_export.proof.plants import with_weights
+from tests.still_export.proof.plants import searched_copy, with_weights
 from tests.still_export.proof.test_held_weights import DOWN, LAYERS, SIZES, layer
 
 NAME = layer(1, DOWN)
@@ -27,12 +25,9 @@ NAME = layer(1, DOWN)
 
 @pytest.fixture
 def searched(export_tiny: Exporter, tmp_path: Path) -> Package:
-    """A package that says gptq of its codes, which are to nearest: no worse than a search finds."""
+    """No worse than a search finds."""
     int4 = export_tiny("llama", options={"quantize": "int4", "native": False}, sizes=SIZES, layer_types=LAYERS)
-    folder = Path(shutil.copytree(int4.path, tmp_path / "searched"))
-    said = {**int4.manifest, "config": {**int4.manifest["config"], "quantize_method": "gptq"}}
-    (folder / "manifest.json").write_text(json.dumps(said))
-    return open_package(folder)
+    return searched_copy(int4, tmp_path / "searched")
 
 
 def source_of(package: Package) -> Any:

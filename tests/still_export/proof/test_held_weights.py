@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from still_export.targets.export import export
 from still_export.targets.ort.options import OrtOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.models.gguf_files import write_gguf
-from tests.still_export.proof.plants import exchange, planted, with_weights
+from tests.still_export.proof.plants import exchange, planted, searched_copy, with_weights
 from tests.still_export.tiny import plain_model, still_model
 
 SIZES: dict[str, Any] = dict(
@@ -124,11 +122,8 @@ def int4(export_tiny: Exporter) -> Package:
 
 @pytest.fixture
 def searched(int4: Package, tmp_path: Path) -> Package:
-    """Held to what gptq may lose, which takes a library and text to make."""
-    folder = Path(shutil.copytree(int4.path, tmp_path / "searched"))
-    said = {**int4.manifest, "config": {**int4.manifest["config"], "quantize_method": "gptq"}}
-    (folder / "manifest.json").write_text(json.dumps(said))
-    return open_package(folder)
+    """Held to what gptq may lose."""
+    return searched_copy(int4, tmp_path / "searched")
 
 
 @pytest.mark.parametrize("method", ["int4", "searched"])

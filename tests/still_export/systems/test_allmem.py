@@ -30,8 +30,8 @@ CHUNK = 24
 TYPES = linearized.types_of("allmem")
 
 
-def attached(family: str = "llama") -> Any:
-    return linearized.attached("allmem", family, torch.float64, 0.3, chunk_size=CHUNK)
+def attached(family: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
+    return linearized.attached("allmem", family, dtype, 0.3, chunk_size=CHUNK)
 
 
 def unit(x: Tensor) -> Tensor:
