@@ -27,6 +27,13 @@ def byte_tokenizer(merges: Sequence[str] = ()) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
+def chat_tokenizer(template: str) -> Any:
+    """The byte tokenizer with a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def make_base(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """A base model folder with weights of a trained model's size."""
     model = plain_model(

@@ -38,7 +38,7 @@ from still_export.mixers.layers import Deployment
 from still_export.models import attach_untrained
 from still_export.texts import forms
 from tests.still_export.tiny import CHUNK, plain_model, random_ids, still_model
-from tests.still_export.training import byte_tokenizer, make_base, make_text
+from tests.still_export.training import byte_tokenizer, chat_tokenizer, make_base, make_text
 from tools.write_chats import prompts
 
 
@@ -201,16 +201,9 @@ def test_bad_input(tmp_path: Path) -> None:
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
-def chat_tokenizer() -> Any:
-    """The byte tokenizer with a chat template."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
 def test_greedy_is_the_most_likely_continuation_of_every_row() -> None:
     """Rows of different lengths, with a cache: what the model says without one, up to the end's token."""
-    model, tokenizer = wide_model(), chat_tokenizer()
+    model, tokenizer = wide_model(), chat_tokenizer(TEMPLATE)
     prompts = [list(range(40, 40 + n)) for n in (5, 3 * CHUNK + 1)]
     replies = greedy(model, tokenizer, prompts, 6)
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -232,7 +225,7 @@ def test_a_teacher_that_generates_is_the_base(tmp_path: Path) -> None:
 
 
 def test_unseen_forms_are_answered_in_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, model = chat_tokenizer(), wide_model()
+    tokenizer, model = chat_tokenizer(TEMPLATE), wide_model()
     options = EvaluationOptions(tasks=("unseen",), lengths=(700,), depths=3, samples=2)
     seen: list[str] = []
 
@@ -327,16 +320,16 @@ def test_chat_ends_are_counted() -> None:
             new[0, 10:] = 256
             return torch.cat([ids, new], dim=1)
 
-    result = chat_ends(Scripted(), chat_tokenizer(), ["one", "another"], 1 << 13)
+    result = chat_ends(Scripted(), chat_tokenizer(TEMPLATE), ["one", "another"], 1 << 13)
     assert result["tokens"] == (10 + 200) / 2 and result["ended"] == 0.5
     assert result["repeated"] == pytest.approx((6 / 7 + 196 / 197) / 2)
-    assert chat_ends(Scripted(), chat_tokenizer(), ["one", "another"], 1)["ended"] == 1, "one prompt at once"
+    assert chat_ends(Scripted(), chat_tokenizer(TEMPLATE), ["one", "another"], 1)["ended"] == 1, "one prompt at once"
 
 
 def test_a_chat_behind_a_text_asks_about_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of the text\n" for n in range(200)))
-    tokenizer, asked = chat_tokenizer(), []
+    tokenizer, asked = chat_tokenizer(TEMPLATE), []
 
     def says(model: Any, tokenizer: Any, prompts: Any, tokens: int) -> list[list[int]]:
         asked.extend(prompts)

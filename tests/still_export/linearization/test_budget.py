@@ -85,6 +85,15 @@ def test_bad_budgets(text: str, says: str) -> None:
         Budget.read(text)
 
 
+class Stop(BaseException):
+    """Ends a run as a kill would."""
+
+
+def stop(stage: str, step: int, *_: Any) -> None:
+    if step == 2:
+        raise Stop
+
+
 def budgeted(base: Path, text: Path, budget: str, **changes: Any) -> Recipe:
     values = {"transfer_steps": 0, "batch_size": 1, "loss": "kl", "retrieval": 0.5, "natural": 1.0, "held_out": 0.2}
     values |= {"salient_per_chunk": 4}
@@ -151,13 +160,6 @@ def test_a_stopped_run_goes_on_by_its_plan(
 ) -> None:
     recipe = budgeted(base, text, "loss 1000%", checkpoint_every=1, sequence_length=256)
     whole = linearize(recipe, tmp_path / "whole")
-
-    class Stop(BaseException):
-        pass
-
-    def stop(stage: str, step: int, *_: Any) -> None:
-        if step == 2:
-            raise Stop
 
     with pytest.raises(Stop):
         linearize(recipe, tmp_path / "model", progress=stop)
@@ -260,13 +262,6 @@ def test_a_slow_machine_measures_by_less(
     """What was left out is said, and a run that goes on measures by the same."""
     recipe, said = budgeted(base, text, "loss 1000%", checkpoint_every=1, sequence_length=256), []
     monkeypatch.setattr(module, "MEASURING", 1e-9)
-
-    class Stop(BaseException):
-        pass
-
-    def stop(stage: str, step: int, *_: Any) -> None:
-        if step == 2:
-            raise Stop
 
     with pytest.raises(Stop):
         linearize(recipe, tmp_path / "model", progress=stop, log=said.append)

@@ -20,17 +20,10 @@ from still_export.texts.forms import RELATIONS, WAYS, NaturalWriter, draw_fact, 
 from still_export.texts.tasks import ANSWER, FEW_ANSWERS, TASKS, TaskWriter, Weighing, places
 from still_export.texts.texts import Batches, Corpus, read_chats, read_corpus
 from still_export.texts.turns import turn_pieces
-from tests.still_export.training import byte_tokenizer, make_base, make_text, small_recipe
+from tests.still_export.training import byte_tokenizer, chat_tokenizer, make_base, make_text, small_recipe
 
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-
-def chat_tokenizer() -> Any:
-    """The byte tokenizer with a chat template."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +61,7 @@ def test_an_answer_weighs_the_same_whatever_its_tokens_and_its_row() -> None:
 
 @pytest.mark.parametrize("template", [True, False], ids=["chat", "text alone"])
 def test_natural_rows_ask_for_what_they_hold(template: bool, corpus: Corpus) -> None:
-    tokenizer = chat_tokenizer()
+    tokenizer = chat_tokenizer(TEMPLATE)
     chat = turn_pieces(tokenizer)
     assert chat is not None and end_of_turn(chat) == "</s>"
     writer = NaturalWriter(tokenizer, corpus.train, chat if template else None)
@@ -111,7 +104,7 @@ def test_questions_stand_at_every_distance() -> None:
 
 
 def test_lengths_take_turns_and_rows_fill_the_batch(corpus: Corpus, tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer()
+    tokenizer = chat_tokenizer(TEMPLATE)
     path = tmp_path / "chat.jsonl"
     talk = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Well."}]
     path.write_text(json.dumps(talk) + "\n" + json.dumps(talk[:1]) + "\n", encoding="utf-8")
@@ -188,7 +181,7 @@ def test_answers_are_learned_from_themselves() -> None:
 @pytest.mark.long
 def test_a_stage_of_several_lengths(tmp_path: Path) -> None:
     """Lengths, natural rows, chat and answers of equal weight in one run that goes on where it was killed."""
-    tokenizer = chat_tokenizer()
+    tokenizer = chat_tokenizer(TEMPLATE)
     base, text, chat = (
         make_base(tmp_path / "base", max_position_embeddings=4096),
         make_text(tmp_path / "text.txt", 30_000),

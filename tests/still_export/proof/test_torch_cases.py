@@ -24,6 +24,18 @@ from tests.still_export.proof.test_layerwise import source_of
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 
 
+def manifest_of(model: Any, dtype: torch.dtype, **facts: Any) -> dict[str, Any]:
+    """What a package of a model says as far as cases ask."""
+    return {
+        "target": "onnx",
+        "model": {"all_logits": False, "vocab_size": VOCAB, "layer_types": []},
+        "ops": {},
+        "states": [s.to_dict() for s in state_table(model.config, dtype)],
+        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
+        **facts,
+    }
+
+
 @pytest.mark.parametrize(
     ("facts", "batch"),
     [
@@ -36,13 +48,7 @@ from tests.still_export.tiny import CHUNK, VOCAB, still_model
 )
 def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int) -> None:
     model = still_model("llama", torch.float32)
-    manifest = {
-        **facts,
-        "model": {"all_logits": False, "vocab_size": VOCAB, "layer_types": []},
-        "ops": {},
-        "states": [s.to_dict() for s in state_table(model.config, torch.float32)],
-        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
-    }
+    manifest = manifest_of(model, torch.float32, **facts)
     reference = LayerwiseModel(manifest, source_of(model), dtype=torch.float64)
     own = LayerwiseModel(manifest, source_of(model))
     cases = TorchCases(manifest, reference, own, lengths=(1, CHUNK + 1), decode_steps=4)
@@ -57,13 +63,7 @@ def test_rows_are_those_that_the_engine_takes(facts: dict[str, Any], batch: int)
 
 def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
     model, half = still_model("llama", torch.float32), still_model("llama", torch.float16)
-    manifest = {
-        "target": "onnx",
-        "model": {"all_logits": False, "vocab_size": VOCAB, "layer_types": []},
-        "ops": {},
-        "states": [s.to_dict() for s in state_table(model.config, torch.float16)],
-        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
-    }
+    manifest = manifest_of(model, torch.float16)
     reference, own = (LayerwiseModel(manifest, source_of(each)) for each in (model, half))
     asked = TorchCases(manifest, reference, own, (1, ROUNDED // 2 - 1, ROUNDED))
     fed: list[tuple[int, ...]] = []
@@ -89,13 +89,7 @@ def test_short_prompts_are_not_held_to_the_rounding_of_one() -> None:
 def test_a_layer_is_measured_and_forgotten_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both runs nobody holds a layer's states when the next one begins, but for those that are compared."""
     model, half = still_model("llama", torch.float32), still_model("llama", torch.float16)
-    manifest = {
-        "target": "onnx",
-        "model": {"all_logits": False, "vocab_size": VOCAB, "layer_types": []},
-        "ops": {},
-        "states": [s.to_dict() for s in state_table(model.config, torch.float16)],
-        "capacity": {"capacity_tokens": 12 * CHUNK, "bounded": True},
-    }
+    manifest = manifest_of(model, torch.float16)
     order: list[tuple[str, int]] = []
     through = Passage.through
 
