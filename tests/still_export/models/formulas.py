@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from still_export.mixers.cache import StillCache
 from still_export.models.load import load_model
 from still_export.package.folder import open_package
 from tests.still_export.linear_models import linear_model
-from tests.still_export.models.test_linear_families import LOGITS, PIECES, STATES, far, ids, pieces
+from tests.still_export.models.test_linear_families import LOGITS, PIECES, STATES, demand_steps, far, ids, pieces
 from tests.still_export.proof.plants import with_weights
-from tests.still_export.tiny import padded
 from tests.still_export.verbs import call
 
 _calm: dict[str, tuple[int, Tensor, Any]] = {}
@@ -49,15 +47,7 @@ def demand_formulas(folder: Path, expected: Tensor, seen: Any) -> None:
                 assert far(states["recurrent_state"], seen.get_recurrent_state(index)) <= STATES
             if "conv_state" in states:
                 assert far(states["conv_state"], seen.get_conv_state(index)) <= STATES
-    tokens, expected = ids()[:, :24], expected[:, :24]
-    assert far(pieces(ours, tokens, [1] * 24)[0], expected) <= LOGITS
-    rows, mask = padded([tokens[0, :17], tokens[1, :9]])
-    rows[mask == 0] = 50  # what stands in the padding enters nothing
-    left = StillCache.empty(ours.config)
-    ours(rows, attention_mask=mask, past_key_values=left)
-    logits = ours(torch.stack([tokens[0, 17:20], tokens[1, 9:12]]), past_key_values=left).logits
-    for row, place in enumerate((17, 9)):
-        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+    demand_steps(ours, ids()[:, :24], expected[:, :24])
     ours.save_pretrained(folder / "ours")
     again = load_model(folder / "ours")
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))

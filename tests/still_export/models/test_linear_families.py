@@ -82,6 +82,18 @@ def pieces(model: Any, tokens: torch.Tensor, sizes: list[int]) -> tuple[torch.Te
     return torch.cat(logits, 1), cache
 
 
+def demand_steps(model: Any, tokens: torch.Tensor, expected: torch.Tensor) -> None:
+    """Logits of 24 tokens of two rows by single steps, and of some behind padded rows of different lengths."""
+    assert far(pieces(model, tokens, [1] * 24)[0], expected) <= LOGITS
+    rows, mask = padded([tokens[0, :17], tokens[1, :9]])
+    rows[mask == 0] = 50  # what stands in the padding enters nothing
+    cache = StillCache.empty(model.config)
+    model(rows, attention_mask=mask, past_key_values=cache)
+    logits = model(torch.stack([tokens[0, 17:20], tokens[1, 9:12]]), past_key_values=cache).logits
+    for row, place in enumerate((17, 9)):
+        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+
+
 @torch.no_grad()
 def test_logits_and_states_are_those_of_transformers(pair: tuple[Any, Any], request: pytest.FixtureRequest) -> None:
     theirs, ours = pair
@@ -131,16 +143,7 @@ def test_steps_of_nemotron_h_are_clamped_as_published(limit: tuple[float, float]
 def test_single_steps_and_ragged_rows(pair: tuple[Any, Any]) -> None:
     theirs, ours = pair
     tokens = ids(tokens=24)
-    expected = theirs(tokens, use_cache=False).logits
-    assert far(pieces(ours, tokens, [1] * 24)[0], expected) <= LOGITS
-    rows, mask = padded([tokens[0, :17], tokens[1, :9]])
-    rows[mask == 0] = 50  # what stands in the padding enters nothing
-    cache = StillCache.empty(ours.config)
-    ours(rows, attention_mask=mask, past_key_values=cache)
-    after = torch.stack([tokens[0, 17:20], tokens[1, 9:12]])
-    logits = ours(after, past_key_values=cache).logits
-    for row, place in enumerate((17, 9)):
-        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+    demand_steps(ours, tokens, theirs(tokens, use_cache=False).logits)
 
 
 @pytest.mark.parametrize(
