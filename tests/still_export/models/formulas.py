@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,21 @@ _calm: dict[str, tuple[int, Tensor, Any]] = {}
 
 @torch.no_grad()
 def calm(family: str, **changes: Any) -> tuple[int, Tensor, Any]:
-    """Seed of the first model whose own float32 is near its float64, and the logits and states of the latter."""
+    """Seed of a model whose own float32 is near its float64, and the logits and states of the latter.
+
+    It is the nearest of eight, or the first at a sixth of the bound: another order of the same sums errs up to four times as much.
+    """
     known = f"{family} {sorted(changes.items())}"
-    for seed in range(0 if known in _calm else 16):
+    nearest = math.inf
+    for seed in range(0 if known in _calm else 8):
         found = linear_model(family, seed=seed, **changes)(ids()).logits
         expected = linear_model(family, seed=seed, **changes).double()(ids())
-        if far(found, expected.logits) <= LOGITS / 3:
-            _calm[known] = seed, expected.logits, expected.past_key_values
+        distance = far(found, expected.logits)
+        if distance < nearest:
+            nearest, _calm[known] = distance, (seed, expected.logits, expected.past_key_values)
+        if nearest <= LOGITS / 6:
             break
-    assert known in _calm, f"{known}: its own float32 loses too much of 16 random models"
+    assert nearest <= LOGITS / 3 or nearest == math.inf, f"{known}: its own float32 loses too much of 8 random models"
     return _calm[known]
 
 
