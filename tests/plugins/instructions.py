@@ -26,8 +26,8 @@ from still_export.targets.ort.library import cross_compiler
 from still_export.targets.trt.plugins import SOURCE, run_cmake
 from still_kernels.experts_nbits.meaning import Inputs as ExpertsInputs
 from still_kernels.matmul_nbits.plan import Inputs
-from tests.matmul_nbits_cases import Case, tokens, weight
 from tests.plugins.builds import locked
+from tests.still_kernels.matmul_nbits.inputs import Case, tokens, weight
 from tests.still_kernels.matmul_nbits.super_block_cases import Case as SuperBlocks
 
 PROGRAM = Path(__file__).parent / "products"

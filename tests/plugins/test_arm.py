@@ -12,8 +12,6 @@ from torch import Tensor
 
 from still_export.graph.quantization.read import eight_bits
 from still_export.models.read.super_blocks import from_tiles
-from tests.experts_cases import nbits_inputs
-from tests.matmul_nbits_cases import UNIT, exact_numbers, tokens, weight
 from tests.plugins.instructions import (
     ARM,
     Call,
@@ -27,6 +25,8 @@ from tests.plugins.instructions import (
 )
 from tests.plugins.test_experts import errors_of_tokens, rounded, with_tokens
 from tests.plugins.test_matmul_nbits import CASES, error
+from tests.still_kernels.experts.inputs import nbits_inputs
+from tests.still_kernels.matmul_nbits.inputs import UNIT, exact_numbers, tokens, weight
 from tests.still_kernels.matmul_nbits.super_block_cases import CASES as SUPER_BLOCKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -9,9 +9,9 @@ import onnx
 import pytest
 import torch
 
-from tests.attention_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs import test_attention as body
 from tests.still_graphs.node_model import WRONG_COUNTS, close, session, value
+from tests.still_kernels.attention.inputs import SPLITS, Layer, Split, calls
 from tests.tolerances import REFERENCE
 
 LONG: list[Split] = [700, 1, [0, 40], 1, [1, 300], [9, 1], [1, 0]]

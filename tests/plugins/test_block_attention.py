@@ -11,9 +11,9 @@ import torch
 
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
 from still_kernels.select_blocks.spec import SELECT_BLOCKS
-from tests.block_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs import test_block_attention as body
 from tests.still_graphs.node_model import WRONG_COUNTS, session, value
+from tests.still_kernels.block_attention.inputs import SPLITS, Layer, Split, calls
 from tests.still_kernels.test_block_attention import LAYERS
 
 CHOICE = Layer().choice

@@ -15,9 +15,9 @@ from still_kernels.experts.meaning import Inputs
 from still_kernels.experts.spec import EXPERTS
 from still_kernels.experts_nbits.meaning import Inputs as NBitsInputs
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
-from tests import experts_cases
-from tests.experts_cases import as_dense, draw, exact, experts_inputs, nbits_inputs
 from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.still_kernels.experts import inputs as experts_cases
+from tests.still_kernels.experts.inputs import as_dense, draw, exact, experts_inputs, nbits_inputs
 
 E = experts_cases.EXPERTS
 ACTIVATIONS = ["swiglu", "relu2"]

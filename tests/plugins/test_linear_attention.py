@@ -13,12 +13,12 @@ import torch
 
 from still_kernels.linear_attention.meaning import empty_state
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from tests.causal_conv_cases import LAYERS as CONV_LAYERS
-from tests.causal_conv_cases import Layer as ConvLayer
-from tests.linear_attention_cases import LAYERS, SPLITS, Layer, Split, calls
 from tests.still_graphs import test_causal_conv as conv
 from tests.still_graphs import test_linear_attention as body
 from tests.still_graphs.node_model import StatefulNode, session
+from tests.still_kernels.causal_conv.inputs import LAYERS as CONV_LAYERS
+from tests.still_kernels.causal_conv.inputs import Layer as ConvLayer
+from tests.still_kernels.linear_attention.inputs import LAYERS, SPLITS, Layer, Split, calls
 
 WIDE = [
     Layer(dim=64, size=128),

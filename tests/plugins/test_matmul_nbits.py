@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.matmul_nbits_cases import CODES_FROM_0, FEW, MANY, Case, exact, exact_numbers, tokens, weight
 from tests.still_graphs.node_model import NodeOfStates, session
 from tests.still_graphs.test_matmul_nbits import model_of
+from tests.still_kernels.matmul_nbits.inputs import CODES_FROM_0, FEW, MANY, Case, exact, exact_numbers, tokens, weight
 
 CASES = {
     **FEW,

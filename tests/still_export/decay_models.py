@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from tests.block_cases import Layer, attended, chosen
 from tests.still_export.fla_models import States, turned
 from tests.still_export.own_models import LLAMA, Draw, OwnModel, Shapes, alibi, mlp, mlp_shapes, recurrence, rms, turns
+from tests.still_kernels.block_attention.inputs import Layer, attended, chosen
 
 
 class TransNormerModel(OwnModel):

@@ -9,8 +9,8 @@ import onnx
 import torch
 from torch import Tensor
 
-from tests.linear_attention_cases import Split, error
 from tests.still_graphs.node_model import NodeOfStates
+from tests.still_kernels.linear_attention.inputs import Split, error
 
 
 def counts_of(splits: Sequence[Split]) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 from still_graphs.errors import ShapeError
 from still_kernels.angle_sum.meaning import Inputs, naive_angle_sum
 from still_kernels.angle_sum.spec import ANGLE_SUM
-from tests.block_cases import SPLITS
 from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_kernels.block_attention.inputs import SPLITS
 
 HEADS, ANGLES = 3, 5
 BOUND = 5e-6

@@ -11,9 +11,9 @@ import torch
 from onnx import inliner
 
 from still_kernels.attention.spec import ATTENTION
-from tests.attention_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs import node_model as nodes
 from tests.still_graphs.node_model import WRONG_COUNTS, close, refused, session, value
+from tests.still_kernels.attention.inputs import SPLITS, Layer, Split, calls
 from tests.tolerances import REFERENCE
 
 

@@ -14,9 +14,9 @@ from still_graphs.ops import OpSpec
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
 from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
 from still_kernels.select_blocks.spec import SELECT_BLOCKS
-from tests.block_cases import SPLITS, Layer, Split, calls
 from tests.still_graphs import node_model as nodes
 from tests.still_graphs.node_model import WRONG_COUNTS, close, refused
+from tests.still_kernels.block_attention.inputs import SPLITS, Layer, Split, calls
 from tests.still_kernels.test_block_attention import LAYERS, same
 from tests.tolerances import REFERENCE
 

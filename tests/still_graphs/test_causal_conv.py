@@ -11,8 +11,8 @@ import torch
 from still_graphs.errors import UnsupportedError
 from still_kernels.causal_conv.meaning import empty_state
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from tests.causal_conv_cases import LAYERS, SPLITS, Layer, calls
 from tests.still_graphs.node_model import StatefulNode, close, fused, node_model, refused
+from tests.still_kernels.causal_conv.inputs import LAYERS, SPLITS, Layer, calls
 from tests.tolerances import REFERENCE
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
 from still_kernels.cluster_tokens.meaning import Inputs, cluster_tokens
 from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
-from tests.block_cases import SPLITS
 from tests.still_graphs.node_model import NodeOfStates, node_model
+from tests.still_kernels.block_attention.inputs import SPLITS
 
 HEADS, CLUSTERS, ROWS = 3, 5, 300
 

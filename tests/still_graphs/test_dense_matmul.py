@@ -7,8 +7,8 @@ import torch
 
 from still_graphs.errors import UnsupportedError
 from still_kernels.dense_matmul.spec import DENSE_MATMUL
-from tests.dense_matmul_cases import FLOAT8, call, every_number, exact
 from tests.still_graphs.node_model import node_model, session
+from tests.still_kernels.dense_matmul.inputs import FLOAT8, call, every_number, exact
 
 OTHERS = ("weight", "turned_weight")
 

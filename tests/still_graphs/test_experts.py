@@ -18,9 +18,18 @@ from still_kernels.experts_nbits.meaning import naive_experts_nbits
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
 from still_kernels.route.meaning import naive_route
 from still_kernels.route.spec import ROUTE
-from tests import experts_cases
-from tests.experts_cases import CHANNELS, INNER, ROUTERS, as_dense, exact, experts_inputs, nbits_inputs, route_inputs
 from tests.still_graphs.node_model import node_model, session
+from tests.still_kernels.experts import inputs as experts_cases
+from tests.still_kernels.experts.inputs import (
+    CHANNELS,
+    INNER,
+    ROUTERS,
+    as_dense,
+    exact,
+    experts_inputs,
+    nbits_inputs,
+    route_inputs,
+)
 
 E = experts_cases.EXPERTS
 CALLS = [(1, 1), (2, 3), (1, 70)]

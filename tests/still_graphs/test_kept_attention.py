@@ -12,9 +12,9 @@ from torch import Tensor
 from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
 from still_kernels.kept_attention.meaning import Inputs, KeptState, kept_attention
 from still_kernels.kept_attention.spec import KEPT_ATTENTION
-from tests.linear_attention_cases import BOUND, SPLITS
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.pieces import check_definition_and_body, counts_of, largest_error, pieces
+from tests.still_kernels.linear_attention.inputs import BOUND, SPLITS
 
 SIZES = {"H": 12, "HK": 6, "D": 10, "R": 3}
 SIZE = 16

@@ -13,10 +13,10 @@ from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.landmark_attention.meaning import Inputs, landmark_attention
 from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
-from tests.attention_cases import Layer
-from tests.block_cases import SPLITS
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.pieces import check_definition_and_body, counts_of, largest_error, pieces
+from tests.still_kernels.attention.inputs import Layer
+from tests.still_kernels.block_attention.inputs import SPLITS
 
 LAYER, SIZE = Layer(), 51
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}

@@ -12,8 +12,8 @@ from onnx import inliner
 from still_graphs.errors import UnsupportedError
 from still_kernels.linear_attention.meaning import empty_state
 from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
-from tests.linear_attention_cases import LAYERS, SPLITS, Layer, Split, calls, error
 from tests.still_graphs.node_model import StatefulNode, fused, node_model, refused
+from tests.still_kernels.linear_attention.inputs import LAYERS, SPLITS, Layer, Split, calls, error
 
 
 def layer_model(layer: Layer, dtype: torch.dtype = torch.float32, **changes: Any) -> onnx.ModelProto:

@@ -11,8 +11,8 @@ import torch
 from still_export.graph.quantization.read import eight_bits
 from still_graphs.errors import UnsupportedError
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS
-from tests.matmul_nbits_cases import CODES_FROM_0, FEW, Case, exact, tokens, weight
 from tests.still_graphs.node_model import node_model, session
+from tests.still_kernels.matmul_nbits.inputs import CODES_FROM_0, FEW, Case, exact, tokens, weight
 
 
 def model_of(

@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 from still_graphs.errors import ShapeError
 from still_kernels.rank_one_attention.meaning import Inputs, chunked_rank_one_attention, naive_rank_one_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
-from tests.linear_attention_cases import BOUND, HARD_BOUND, SPLITS, Split, error
 from tests.still_graphs.node_model import StatefulNode, node_model
+from tests.still_kernels.linear_attention.inputs import BOUND, HARD_BOUND, SPLITS, Split, error
 
 SIZES = {"H": 3, "D": 10, "V": 7}
 STRENGTHS = {0.6: BOUND, 60.0: HARD_BOUND}

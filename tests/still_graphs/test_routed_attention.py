@@ -13,7 +13,6 @@ from torch.nn.functional import normalize
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.routed_attention.meaning import Inputs, RoutedState, routed_attention
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION
-from tests.linear_attention_cases import BOUND, SPLITS
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.pieces import (
     check_definition_and_body,
@@ -22,6 +21,7 @@ from tests.still_graphs.pieces import (
     largest_error,
     pieces,
 )
+from tests.still_kernels.linear_attention.inputs import BOUND, SPLITS
 
 SIZES = {"H": 6, "D": 10, "V": 7, "R": 3}
 SIZE = 64

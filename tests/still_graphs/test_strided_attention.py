@@ -13,11 +13,11 @@ from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.strided_attention.meaning import Inputs, strided_attention
 from still_kernels.strided_attention.spec import STRIDED_ATTENTION
-from tests.attention_cases import Layer
-from tests.block_cases import SPLITS
-from tests.linear_attention_cases import error
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.pieces import check_definition_and_body, counts_of, pieces
+from tests.still_kernels.attention.inputs import Layer
+from tests.still_kernels.block_attention.inputs import SPLITS
+from tests.still_kernels.linear_attention.inputs import error
 
 LAYER, SIZE = Layer(), 7
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}

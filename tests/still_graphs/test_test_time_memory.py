@@ -13,7 +13,6 @@ from torch import Tensor
 from still_graphs.errors import ShapeError, UnsupportedError
 from still_kernels.test_time_memory.meaning import Inputs, MemoryState, read_and_learn
 from still_kernels.test_time_memory.spec import TEST_TIME_MEMORY
-from tests.linear_attention_cases import SPLITS
 from tests.still_graphs.node_model import node_model
 from tests.still_graphs.pieces import (
     check_definition_and_body,
@@ -22,6 +21,7 @@ from tests.still_graphs.pieces import (
     largest_error,
     pieces,
 )
+from tests.still_kernels.linear_attention.inputs import SPLITS
 
 SIZES = {"H": 3, "G": 2, "D": 10, "M": 14}
 CHUNK, BOUND = 32, 2e-5

@@ -13,7 +13,7 @@ from still_kernels.attention.meaning import Inputs as AttentionInputs
 from still_kernels.block_attention.meaning import Inputs, block_attention
 from still_kernels.select_blocks.meaning import Inputs as SelectInputs
 from still_kernels.select_blocks.meaning import naive_select_blocks
-from tests.block_cases import SPLITS, Layer, calls, chosen
+from tests.still_kernels.block_attention.inputs import SPLITS, Layer, calls, chosen
 
 LAYERS = [
     Layer(),

@@ -12,7 +12,7 @@ import torch
 from still_kernels.registry import ties_of
 from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
 from still_kernels.select_blocks.ties import BlockTies
-from tests.block_cases import Layer
+from tests.still_kernels.block_attention.inputs import Layer
 
 LAYER = Layer()
 HEADS, COUNTS = LAYER.kv_heads, np.array([120, 130])

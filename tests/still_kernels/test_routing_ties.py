@@ -14,7 +14,7 @@ from still_kernels.hybrid_attention.ties import SelectionTies
 from still_kernels.route.meaning import Inputs, margins, naive_route
 from still_kernels.route.ties import RoutingTies
 from still_kernels.ties import Ties, expected_ties
-from tests.experts_cases import ROUTERS, route_inputs
+from tests.still_kernels.experts.inputs import ROUTERS, route_inputs
 
 TIES = RoutingTies()
 COUNTS = np.array([4, 5])

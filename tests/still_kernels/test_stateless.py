@@ -15,10 +15,10 @@ from still_graphs.errors import ShapeError
 from still_kernels.gated_mlp.plan import naive_gated_mlp
 from still_kernels.matmul_nbits.plan import naive_matmul_nbits
 from still_kernels.registry import kernels_of
-from tests.dense_matmul_cases import FEW as FEW_DENSE
-from tests.dense_matmul_cases import FLOAT8
-from tests.matmul_nbits_cases import FEW, tokens, weight
+from tests.still_kernels.dense_matmul.inputs import FEW as FEW_DENSE
+from tests.still_kernels.dense_matmul.inputs import FLOAT8
 from tests.still_kernels.interpreted import run_cases
+from tests.still_kernels.matmul_nbits.inputs import FEW, tokens, weight
 
 pytest.importorskip("triton")
 from still_kernels.aot import compile_variant

@@ -16,9 +16,9 @@ from still_export.mixers.layers import FULL, SELECTED
 from still_export.mixers.registry import mixer_of
 from still_export.models import attach_untrained
 from still_export.models.load import load_model
-from tests.block_cases import Layer, attended, chosen
 from tests.still_export.tiny import padded, plain_model, random_ids
 from tests.still_export.verbs import call
+from tests.still_kernels.block_attention.inputs import Layer, attended, chosen
 
 SMALL: dict[str, Any] = dict(
     block_size=8, mean_stride=2, mean_length=4, top_blocks=5, init_blocks=1, local_blocks=2, dense_length=24

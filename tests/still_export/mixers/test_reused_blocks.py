@@ -19,9 +19,9 @@ from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, SELECTED
 from still_export.models import attach_untrained
-from tests.block_cases import Layer, attended, chosen
 from tests.still_export.mixers.test_block_attention import SMALL, call
 from tests.still_export.tiny import padded, plain_model, random_ids
+from tests.still_kernels.block_attention.inputs import Layer, attended, chosen
 
 TYPES = (SELECTED, FULL, SELECTED, SELECTED, SELECTED, SELECTED, SELECTED)
 REUSE = (0, 1, 0, 0, 4, 4, 0)

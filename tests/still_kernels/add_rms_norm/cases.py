@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.add_rms_norm_cases import CASES, call, exact
+from tests.still_kernels.add_rms_norm.inputs import CASES, call, exact
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 

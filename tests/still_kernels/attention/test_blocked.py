@@ -9,7 +9,7 @@ import torch
 
 from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.attention.meaning import BLOCK, AttentionState, Inputs, blocked_attention, naive_attention
-from tests.attention_cases import SPLITS, Call, Layer, calls
+from tests.still_kernels.attention.inputs import SPLITS, Call, Layer, calls
 from tests.tolerances import REFERENCE
 
 

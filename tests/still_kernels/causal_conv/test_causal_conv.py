@@ -10,7 +10,7 @@ from torch.nn.functional import conv1d, pad
 
 from still_graphs.errors import ShapeError
 from still_kernels.causal_conv.meaning import Inputs, empty_state, naive_causal_conv, whole_causal_conv
-from tests.causal_conv_cases import LAYERS, SPLITS, Layer, calls
+from tests.still_kernels.causal_conv.inputs import LAYERS, SPLITS, Layer, calls
 from tests.tolerances import REFERENCE
 
 

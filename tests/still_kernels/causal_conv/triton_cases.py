@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.causal_conv.meaning import empty_state
-from tests.causal_conv_cases import LAYERS, SPLITS, Layer, Split, calls
+from tests.still_kernels.causal_conv.inputs import LAYERS, SPLITS, Layer, Split, calls
 from tests.still_kernels.triton_cases import guarded_workspaces, shuffle_programs
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from still_kernels.tile import Setting, TileTable
-from tests.dense_matmul_cases import FEW, FLOAT8, MANY, SOME, Case, call, every_number, exact
+from tests.still_kernels.dense_matmul.inputs import FEW, FLOAT8, MANY, SOME, Case, call, every_number, exact
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 CASES = {**FEW, **SOME, **MANY, **FLOAT8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from still_kernels.dense_matmul.plan import naive_dense_matmul
-from tests.dense_matmul_cases import every_number
+from tests.still_kernels.dense_matmul.inputs import every_number
 
 
 def test_definition_rounds_every_number_as_torch_does() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from still_kernels.tile import Setting, TileTable
-from tests.experts_cases import ROUTERS, as_dense, exact, experts_inputs, nbits_inputs, route_inputs
+from tests.still_kernels.experts.inputs import ROUTERS, as_dense, exact, experts_inputs, nbits_inputs, route_inputs
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 CALLS = [(1, 1), (2, 3), (1, 33), (1, 131)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from still_kernels.experts.meaning import naive_experts
-from tests.experts_cases import experts_inputs
+from tests.still_kernels.experts.inputs import experts_inputs
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.experts.cases")

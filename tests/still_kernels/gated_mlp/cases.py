@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from still_kernels.tile import Setting, TileTable
-from tests.gated_mlp_cases import CASES, call, exact
+from tests.still_kernels.gated_mlp.inputs import CASES, call, exact
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 SMALL: dict[str, Setting] = {

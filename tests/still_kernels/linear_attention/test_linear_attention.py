@@ -14,7 +14,17 @@ from onnx.reference import ReferenceEvaluator
 from still_graphs.errors import ShapeError
 from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
-from tests.linear_attention_cases import BOUND, LAYERS, SPLITS, Layer, Split, calls, error, whole, wrong_forms
+from tests.still_kernels.linear_attention.inputs import (
+    BOUND,
+    LAYERS,
+    SPLITS,
+    Layer,
+    Split,
+    calls,
+    error,
+    whole,
+    wrong_forms,
+)
 
 
 def run(layer: Layer, splits: list[Split], dtype: torch.dtype = torch.float32, in_place: bool = False) -> float:

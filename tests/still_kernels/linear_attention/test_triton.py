@@ -10,8 +10,8 @@ import torch
 
 from still_kernels.plan import Call
 from still_kernels.registry import kernels_of
-from tests.linear_attention_cases import BOUND
 from tests.still_kernels.interpreted import run_cases
+from tests.still_kernels.linear_attention.inputs import BOUND
 
 pytest.importorskip("triton")
 triton_cases = pytest.importorskip("tests.still_kernels.linear_attention.triton_cases")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from still_kernels.linear_attention.call import linear_attention_whole
 from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
-from tests.linear_attention_cases import LAYERS, Layer, error, whole
+from tests.still_kernels.linear_attention.inputs import LAYERS, Layer, error, whole
 
 
 def inputs_of(layer: Layer, tensors: dict[str, Tensor]) -> Inputs:

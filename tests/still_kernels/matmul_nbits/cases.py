@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from still_kernels.tile import Setting, TileTable
-from tests.matmul_nbits_cases import FEW, MANY, Case, exact, tokens, weight
+from tests.still_kernels.matmul_nbits.inputs import FEW, MANY, Case, exact, tokens, weight
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 CASES = {

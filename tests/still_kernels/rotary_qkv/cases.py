@@ -5,7 +5,7 @@ The interpreter must be chosen before Triton is imported, so the tests start thi
 
 from __future__ import annotations
 
-from tests.rotary_qkv_cases import CASES, call, exact
+from tests.still_kernels.rotary_qkv.inputs import CASES, call, exact
 from tests.still_kernels.stateless_cases import launched, main, worst_error
 
 

@@ -5,7 +5,7 @@ The interpreter must be chosen before Triton is imported, so the tests start thi
 
 from __future__ import annotations
 
-from tests.round_key_value_cases import CASES, call, exact
+from tests.still_kernels.round_key_value.inputs import CASES, call, exact
 from tests.still_kernels.stateless_cases import launched, main
 
 

@@ -6,7 +6,7 @@ The interpreter must be chosen before Triton is imported, so the tests start thi
 from __future__ import annotations
 
 from tests.still_kernels.stateless_cases import launched, main, worst_error
-from tests.swi_glu_cases import CASES, call, exact
+from tests.still_kernels.swi_glu.inputs import CASES, call, exact
 
 
 def run_case(name: str, device: str = "cpu") -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.gated_mlp.plan import Inputs
-from tests.dense_matmul_cases import normed
+from tests.still_kernels.dense_matmul.inputs import normed
 
 
 @dataclass(frozen=True)
