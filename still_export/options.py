@@ -36,7 +36,6 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 
 def flag_of(kind: type, name: str) -> str:
-    """The flag of the dataclass `kind`'s field `name`."""
     entry = next(entry for entry in fields(kind) if entry.name == name)
     return str(entry.metadata.get("flag", f"--{name.replace('_', '-')}"))
 

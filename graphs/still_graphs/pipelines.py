@@ -39,7 +39,6 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Name of the pass."""
         return self.run.__name__
 
 

@@ -49,7 +49,6 @@ def build_engines(
 
     Args:
         package: For a target that has engines.
-        options: Overrides.
         progress: Called with each step.
 
     Returns:
@@ -159,7 +158,6 @@ def load_tensorrt(target: str, package: Path) -> Any:
 
 
 def has_gpu() -> bool:
-    """True when the CUDA driver finds a device."""
     from still_export.runtime.cuda_driver import CudaError, Driver
 
     try:

@@ -336,7 +336,6 @@ def runs_on(name: str, device: int) -> bool:
 
 
 def write_atomically(path: Path, content: Any) -> None:
-    """Write a file whole or not at all."""
     staging = path.with_name(f".{path.name}.part")
     try:
         with staging.open("wb") as file:

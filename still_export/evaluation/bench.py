@@ -107,7 +107,6 @@ def bench(
     """Measure prefill, decode and peak memory of a package by context length, each in a process of its own.
 
     Args:
-        package: Its folder.
         options: What is measured, with which runtime.
         progress: Called with each length that is done.
 
@@ -134,7 +133,6 @@ def bench(
 
 
 def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
-    """As values of JSON."""
     return [asdict(row) for row in rows]
 
 

@@ -53,7 +53,6 @@ def prove(
     Args:
         package: Its folder.
         options: What is shown, with which provider.
-        say: Called with each step.
 
     Returns:
         A record, of kind proof where PyTorch's answers were there, and what is missing from it.

@@ -51,7 +51,6 @@ class Made:
     """A file's tokenizer.
 
     Attributes:
-        tokenizer: Of the library tokenizers.
         names: Special tokens, as transformers names them: bos_token, eos_token, unk_token, pad_token.
         begins: Each text begins with the token bos.
     """

@@ -109,7 +109,6 @@ class ExportOptions:
         return self.quantize_method == GPTQ or self.quantize_budget is not None
 
     def still_config(self) -> StillConfig | None:
-        """The STILL configuration asked for, None where nothing was."""
         from still_export.mixers.config import DEPLOYMENT, StillConfig
 
         trained = {name: value for name, value in self.still.items() if name not in DEPLOYMENT}

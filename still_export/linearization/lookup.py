@@ -19,7 +19,6 @@ def lookup_scores(model: Any, attentions: list[Trainable], writer: TaskWriter, t
 
     Args:
         model: A STILL model; its softmax attention is looked at.
-        attentions: Its linearized layers.
         writer: Of the needle prompts, PROMPTS of them, each of `tokens` tokens with its fact in another place.
 
     Returns:

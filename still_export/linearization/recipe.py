@@ -299,7 +299,6 @@ class Recipe:
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON and YAML."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

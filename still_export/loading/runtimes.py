@@ -75,7 +75,6 @@ class Runtime:
 
 
 def open_ort(asked: Opening) -> Runner:
-    """As of Runtime."""
     from still_export.runtime.ort import OrtModel
 
     changed = asked.watch or asked.tensors or asked.graph != MODEL or _unpacks(asked)
@@ -140,7 +139,6 @@ def open_trt(asked: Opening) -> Runner:
 
 
 def repeat_trt(asked: Opening) -> list[str]:
-    """Polygraphy's command."""
     entry = asked.manifest["engines"][0]
     library = asked.plugin or asked.folder / asked.manifest["plugins"][entry["tensorrt"].split(".")[0]]
     # Polygraphy only opens libraries: the variant that registers itself.

@@ -42,7 +42,6 @@ class LayersConfig:
                 raise unknown(name, MIXERS, f"layer_types[{index}]={name!r}")
 
     def layer_type(self, layer: int) -> str:
-        """The mixer of layer `layer`, by name."""
         return HYBRID if self.layer_types is None else self.layer_types[layer]
 
     def check_layers(self, layers: int) -> None:

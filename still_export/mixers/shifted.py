@@ -33,7 +33,6 @@ def rank_one_inputs(
         query, key, value: [B, T, H, D].
         decay: Its logarithm, [B, T, H, D], float32.
         moved: Keys of unit length whose values in the state move at `rate`, both [B, T, H, D], float32.
-        new_tokens: Of each sequence, [B].
     """
     back, forth = (-moved * (-decay).exp()).to(value.dtype), (moved * rate).to(value.dtype)
     return RankOneInputs(query, key, value, decay, back, forth, new_tokens)

@@ -136,7 +136,6 @@ def _without_values(family: Family, config: Any) -> Any:
 
 
 def _same(a: Weight, b: Weight) -> bool:
-    """Whether two weights hold the same values."""
     return a is b or torch.equal(value_of(a), value_of(b))
 
 
@@ -144,7 +143,6 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     """A model that holds exactly `tensors`, not copied.
 
     Args:
-        family, config: Its class and STILL configuration.
         tensors: Every parameter by name, as of `complete_weights`.
     """
     model = _without_values(family, config)
@@ -194,7 +192,6 @@ def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
 
     Args:
         model: A `...ForCausalLM` of a covered family.
-        still: The STILL configuration; default `StillConfig()`.
 
     Raises:
         UnsupportedModelError: The family or a variant of its attention is not covered.

@@ -99,7 +99,6 @@ class Source:
 
 
 def load_model(source: str | Path, **options: Any) -> Any:
-    """The STILL model of `open_source`, with its weights."""
     return open_source(source, **options).read()
 
 

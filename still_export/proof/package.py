@@ -78,7 +78,6 @@ class VerifyResult:
     loss: QuantizationLoss | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         return {**self.report.to_dict(), **({} if self.loss is None else {"quantization_loss": self.loss.to_dict()})}
 
 
@@ -92,10 +91,8 @@ def verify(
     """Compare a package with PyTorch on logits, every state tensor and every selection.
 
     Args:
-        package: Its folder.
         options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-        progress: Called with each step.
 
     Returns:
         The verdict, `report.passed` first.

@@ -121,8 +121,6 @@ def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> l
     """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared: that needs an export.
 
     Args:
-        judge: PROOF_VERSION of the run.
-        ran: Its parts.
         letters: Of each hash that are known.
     """
     found = ["judge"] if judge != PROOF_VERSION else []
@@ -149,7 +147,6 @@ def make_record(
 
     Args:
         ran: Its parts, from `what_ran` or `ops_ran`; empty of a benchmark that runs no package.
-        passed: Of a proof.
         command: Its words; this process's own without them.
         versions: Beside those that can be found here.
     """
@@ -220,7 +217,6 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def find_machine() -> Machine:
-    """This one."""
     try:
         driver = Driver()
         gpu, kind = str(driver.name), f"sm_{driver.architecture}"

@@ -36,7 +36,6 @@ class TorchCases:
         own: The same model as the package computes, whose errors that is held to.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
-        seed: Of the prompts.
         words: Tokens of texts in the prompts.
 
     Attributes:
@@ -64,7 +63,6 @@ class TorchCases:
         self.progress: Progress = silent
 
     def begin(self, number: int) -> Question:
-        """As of CaseSource."""
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:

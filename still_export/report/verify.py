@@ -19,7 +19,6 @@ def page(content: Mapping[str, Any], runtime: str, package: str, machine: Mappin
 
     Args:
         content: Of verify's report.json.
-        runtime: That was compared with PyTorch.
     """
     outputs = content["outputs"]
     failed = [entry for entry in outputs if not entry["passed"]]

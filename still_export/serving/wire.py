@@ -69,7 +69,6 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -216,7 +215,6 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
 
     Args:
         text: Tokenizer and chat format.
-        context: Tokens of prompt and answer.
         warm: It is read ahead: the last message of a chat goes on in later requests.
 
     Raises:

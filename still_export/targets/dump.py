@@ -14,7 +14,6 @@ SMALL_BYTES = 1024
 
 
 def dumper(folder: Path) -> Dump:
-    """Writes graphs to `folder`, numbered."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
 

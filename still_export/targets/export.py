@@ -41,9 +41,7 @@ def export(
         output: The package folder; written whole or not at all.
         to: Target, as `--to` has it, or the name of a record.
         options: Of the target, such as OrtOptions or TrtOptions; None: their defaults.
-        force: Replace `output`.
         command: The command line, for the manifest.
-        progress: Called with each step.
         dump_dir: Gets the graph after each step, without its weights.
 
     Returns:
@@ -105,7 +103,6 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
     Args:
         to: Target, None: the manifest's, else onnx.
         flags: What the user gave, by field of ExportOptions, StillChoices and the target's options.
-        manifest: Of an export to repeat.
 
     Raises:
         ConfigError: The target is unknown, a flag is another target's, or the options contradict each other.

@@ -51,9 +51,7 @@ def lower(
         output: The new package's folder; written whole or not at all.
         options: Of the target, OrtOptions or TrtOptions; None: their defaults.
         dtype: float16 or bfloat16 of a package in float32; None: as it is.
-        force: Replace `output`.
         command: The command line, for the manifest; empty: the export's.
-        progress: Called with each step.
         dump_dir: Gets the graph after each step, without its weights.
 
     Returns:

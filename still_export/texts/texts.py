@@ -105,7 +105,6 @@ class Batch:
     weights: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on `device`."""
         return Batch(self.ids.to(device), self.weights.to(device))
 
 
@@ -114,7 +113,6 @@ class Batches:
 
     Args:
         corpus: Its training tokens are cut into blocks, which are visited in a new random order every epoch.
-        writer: Writes the retrieval rows.
         rows, tokens: B and T, rows over all processes.
         retrieval: Share of the rows that are retrieval tasks.
         weighing: Of their answers.

@@ -87,7 +87,6 @@ class Rule:
     fp8: int | None = None
 
     def bits(self, scheme: str) -> int | None:
-        """Bits under `scheme`."""
         return {"int8": self.int8, "int4": self.int4, FLOAT8: self.fp8}[scheme]
 
 
@@ -166,7 +165,6 @@ class Quantization:
 
     @property
     def float8(self) -> bool:
-        """Whether weights are in e4m3."""
         return self.scheme == FLOAT8
 
     def _check_float8(self) -> None:
@@ -210,7 +208,6 @@ def account(
 
     Args:
         asked: The scheme.
-        roles: Of every weight by name.
         forms: Bits and method of the quantized ones.
         places: Products that take LoRA pairs while they run.
     """

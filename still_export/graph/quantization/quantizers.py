@@ -78,7 +78,6 @@ def _outputs(weight: torch.Tensor) -> BlockWeight:
 
 
 def _slabs(weight: torch.Tensor, size: int = SLAB_WEIGHTS) -> tuple[torch.Tensor, ...]:
-    """Rows that are rounded at once."""
     return weight.split(max(1, size // weight.shape[1]))
 
 

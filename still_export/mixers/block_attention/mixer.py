@@ -37,7 +37,6 @@ class BlockSelected(SoftmaxAttention):
 
     Args:
         base: The family's attention module; its submodules are taken over, not copied.
-        head_dim: D.
         choice: Attributes of SelectBlocks.
     """
 

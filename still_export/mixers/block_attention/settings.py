@@ -64,11 +64,7 @@ class BlockSettings:
         return layer if self.reuse is None else self.reuse[layer]
 
     def check_reuse(self, types: Sequence[str]) -> None:
-        """Raise ConfigError unless every layer reads its own blocks, or those of an earlier one that chooses its own.
-
-        Args:
-            types: Names of the layers' mixers.
-        """
+        """Raise ConfigError unless every layer reads its own blocks, or those of an earlier one that chooses its own."""
         if self.reuse is None:
             return
         if len(self.reuse) != len(types):

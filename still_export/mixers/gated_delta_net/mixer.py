@@ -26,7 +26,6 @@ class GatedDeltaNet(FixedStateModule):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
     """
 
     output, norm_name = "out_proj", "norm"
@@ -74,7 +73,6 @@ class GatedDeltaNet(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         mixed, gate, b, a = self.project(hidden_states)
         (query, key, value), columns = self.convolved(mixed, states["conv_state"], new_tokens)
@@ -221,8 +219,6 @@ MODULES: dict[str, type[GatedDeltaNet]] = {
 
 
 class GatedDeltaNetMixer(FixedStatesMixer):
-    """Layers of type "gated_delta_net"."""
-
     name = "gated_delta_net"
     modules, what = MODULES, "gated delta rule"
     rule = "gated_delta"

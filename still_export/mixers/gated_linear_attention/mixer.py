@@ -32,7 +32,6 @@ class GatedLinearAttention(FixedStateModule):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
     """
 
     names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
@@ -66,7 +65,6 @@ class GatedLinearAttention(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, position_embeddings: Turn = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer. A mask is not used: the cache knows the sequences' new tokens."""
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
         mixed = torch.cat([getattr(self, name)(hidden_states) for name in self.names], dim=-1)
@@ -169,8 +167,6 @@ MODULES: dict[str, type[GatedLinearAttention]] = {
 
 
 class GatedLinearAttentionMixer(FixedStatesMixer):
-    """Layers of type "gated_linear_attention"."""
-
     name = "gated_linear_attention"
     modules, what = MODULES, "gated rule"
 

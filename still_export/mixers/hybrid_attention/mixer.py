@@ -22,8 +22,6 @@ from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 
 
 class HybridAttentionMixer(Mixer):
-    """Layers of type "hybrid_attention"."""
-
     name = HYBRID
     settings = tuple(f.name for f in fields(HybridSettings))
     parts = PARTS

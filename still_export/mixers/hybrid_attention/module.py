@@ -31,7 +31,6 @@ class HybridOpModule(ProjectedAttention):
 
     Args:
         base: The family's attention module; its submodules are taken over, not copied.
-        config: The layer.
     """
 
     def __init__(self, base: Any, config: HybridAttentionConfig) -> None:
@@ -42,7 +41,6 @@ class HybridOpModule(ProjectedAttention):
 
     @property
     def selects(self) -> bool:
-        """Whether there is anything to watch."""
         return self.still.salient_per_chunk > 0
 
     @property
@@ -103,8 +101,6 @@ class StillAttention(HybridOpModule):
 
     Args:
         base: The family's attention module; its submodules are taken over, not copied.
-        config: The layer.
-        hidden_size: Channels of the model.
         gate_bias: The gate projection has a bias.
         shared_feature_map: One feature projection for all heads.
     """

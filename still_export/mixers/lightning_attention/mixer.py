@@ -25,7 +25,6 @@ class Lightning(FixedStateModule):
 
     Args:
         base: The family's module; its submodules are taken over, not copied.
-        ops: Of the layer.
     """
 
     slopes: tuple[float, ...]
@@ -72,7 +71,6 @@ class MiniMaxLightning(Lightning):
     def forward(
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         heads = silu(self.qkv_proj(hidden_states)).unflatten(-1, (self.heads, 3 * self.dim))
         output = self.attend(hidden_states, past_key_values, *heads.split(self.dim, dim=-1))
         gate = self.output_gate(hidden_states).sigmoid()
@@ -132,7 +130,6 @@ class SalaLightning(Lightning):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The call of a decoder layer."""
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )

@@ -17,8 +17,6 @@ from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class LinearizedGLAMixer(FixedStatesMixer):
-    """Layers of type "linearized_gla"."""
-
     name = "linearized_gla"
     of_families = False
     kind: type[LinearizedAttention] = LinearizedGLA
@@ -44,7 +42,5 @@ class LinearizedGLAMixer(FixedStatesMixer):
 
 
 class LinearizedGatedDeltaNetMixer(LinearizedGLAMixer):
-    """Layers of type "linearized_gdn"."""
-
     name = "linearized_gdn"
     kind, trained = LinearizedGatedDeltaNet, TrainableGatedDeltaNet

@@ -41,7 +41,6 @@ class LinearizedAttention(ProjectedAttention):
         base: The family's attention module; its submodules are taken over, not copied.
         head_dim: D.
         heads: H, query heads.
-        hidden_size: Channels of the model.
         ops: Of the layer.
     """
 
@@ -86,7 +85,6 @@ class LinearizedAttention(ProjectedAttention):
         Args:
             query, key: Before RoPE.
             projected: What `projections` made, [.., H * size].
-            weights: Those of `head_weights`.
         """
         raise NotImplementedError
 

@@ -15,7 +15,6 @@ class PagedLinearized(PagedLinearAttention):
     Args:
         kind: The layer's module, which has the mathematics.
         heads, kv_heads: H, HK of the whole layer.
-        dim: D.
 
     Raises:
         UnsupportedModelError: The heads cannot be shared among so many ranks.

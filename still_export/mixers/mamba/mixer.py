@@ -26,7 +26,6 @@ class Mamba(FixedStateModule):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
 
     Raises:
         UnsupportedModelError: `base` has another activation.
@@ -64,7 +63,6 @@ class Mamba(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         mixed, gate = self.project(hidden_states)
         taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
@@ -133,8 +131,6 @@ _NAMES = {
 
 
 class MambaMixer(FixedStatesMixer):
-    """Layers of type "mamba"."""
-
     name = "mamba"
     modules, what = MODULES, "Mamba"
 

@@ -27,8 +27,6 @@ class Mamba2(FixedStateModule):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-        config: Of the model.
 
     Raises:
         UnsupportedModelError: `base` has another activation.
@@ -72,7 +70,6 @@ class Mamba2(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         widths = (self.heads * self.size, self.conv1d.weight.shape[0], self.heads)
         gate, mixed, step = self.project(hidden_states).split(widths, dim=-1)
@@ -174,8 +171,6 @@ _NAMES = {
 
 
 class Mamba2Mixer(FixedStatesMixer):
-    """Layers of type "mamba2"."""
-
     name = "mamba2"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

@@ -32,7 +32,6 @@ class Mamba3(FixedStateModule):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -46,7 +45,6 @@ class Mamba3(FixedStateModule):
         self.sizes, self.least, self.normed = base.sizes, base.least, base.normed
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
-        """The call of a decoder layer. A mask is not used: the cache knows the sequences' new tokens."""
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
         heads, size, groups, dim, angles = self.sizes
@@ -104,8 +102,6 @@ class Mamba3(FixedStateModule):
 
 
 class Mamba3Mixer(FixedStatesMixer):
-    """Layers of type "mamba3"."""
-
     name = "mamba3"
     modules, what = {"Mamba3Weights": Mamba3}, "Mamba-3"
 

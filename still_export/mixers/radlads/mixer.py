@@ -45,7 +45,6 @@ class QwenRule(ShiftedModule):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
     """
 
     read: ClassVar[str]

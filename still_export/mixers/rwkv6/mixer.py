@@ -54,7 +54,6 @@ class ChannelMix(MixingModule):
     }
 
     def forward(self, hidden: Tensor, cache: Any) -> Tensor:
-        """[B, T, C] to the same."""
         states, new_tokens, layer = self.begin(hidden, cache)
         before, column = self.shift(hidden, states["conv_state"], new_tokens)
         if layer is not None:
@@ -90,7 +89,6 @@ class TimeMix(MixingModule):
         return {n: hidden + off * (self.share(n) + getattr(self, f"mix_{n}")(part)) for n, part in more}
 
     def forward(self, hidden: Tensor, cache: Any) -> Tensor:
-        """[B, T, C] to the same."""
         states, new_tokens, layer = self.begin(hidden, cache)
         past = states["conv_state"].transpose(1, 2)  # [B, 2, C], the two tokens before the call
         before, columns = self.shift(hidden, states["conv_state"], new_tokens)

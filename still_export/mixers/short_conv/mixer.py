@@ -23,7 +23,6 @@ class ShortConv(FixedStateModule):
 
     Args:
         base: The family's module; its submodules are taken over, not copied.
-        ops: Of the layer.
 
     Raises:
         UnsupportedModelError: `base` is another kind of module.
@@ -46,7 +45,6 @@ class ShortConv(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, past_key_values)
         before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         mixed, columns = causal_conv(
@@ -58,8 +56,6 @@ class ShortConv(FixedStateModule):
 
 
 class ShortConvMixer(FixedStatesMixer):
-    """Layers of type "short_conv"."""
-
     name = "short_conv"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

@@ -27,7 +27,6 @@ class GatedWindow(GatedHeads, WindowedAttention):
 
 
 def window_for(base: Any) -> type[WindowedAttention]:
-    """The class in the place of `base`."""
     return GatedWindow if type(base).__name__ == "Lfm3Attention" else WindowedAttention
 
 

@@ -52,14 +52,11 @@ class FlaConfigMixin(LinearConfigMixin):
 
 
 class FlaModelMixin(LinearModelMixin):
-    """On the stack of layers that they share."""
-
     def stack(self, config: Any) -> Stack:
         return fla_stack(config)
 
 
 def fla_family(kind: FlaKind, module: str = __name__) -> Family:
-    """The family of a model_type of flash-linear-attention, whose classes are part of `module`."""
     KINDS[kind.name] = kind
     mixers = {LINEAR: kind.mixer, FULL: FULL, **{name: mixer for name, (mixer, _) in kind.further.items()}}
     return make_family(

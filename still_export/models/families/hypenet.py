@@ -64,7 +64,6 @@ class HypeConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a HypeConfig from a published config.json; errors as of `language_model`."""
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     keys = int(config.get("num_key_value_heads") or heads)
     dim = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -143,8 +142,6 @@ class HypePositions(LlamaRotaryEmbedding):
 
 
 class HypeBlock(nn.Module):
-    """A Qwen3's layer."""
-
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.linear = config.layer_types[index] == LINEAR
@@ -155,7 +152,6 @@ class HypeBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor, cache: Any, position_embeddings: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         turn = position_embeddings[:2] if self.linear else position_embeddings
         normed = self.input_layernorm(hidden)
         mixed = self.self_attn(normed, past_key_values=cache, position_embeddings=turn, **kwargs)
@@ -164,8 +160,6 @@ class HypeBlock(nn.Module):
 
 
 class HypeModelMixin(LinearModelMixin):
-    """Its stack."""
-
     def stack(self, config: Any) -> Stack:
         norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         return Stack(config, HypeBlock, norm, HypePositions(config))

@@ -130,22 +130,16 @@ class Qwen3_5ModelMixin(LinearModelMixin):
 
 
 class GraniteModelMixin(LinearModelMixin):
-    """Logits that are divided."""
-
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) / self.config.logits_scaling
 
 
 class FalconModelMixin(LinearModelMixin):
-    """Logits that are multiplied."""
-
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) * self.config.lm_head_multiplier
 
 
 class Mamba2ModelMixin(MambaModelMixin):
-    """Mamba-2 alone."""
-
     block: type[nn.Module] = Mamba2Block
     norm: type[nn.Module] = Mamba2RMSNorm
 
@@ -157,8 +151,6 @@ class Mamba2ModelMixin(MambaModelMixin):
 
 
 class Mamba1ModelMixin(Mamba2ModelMixin):
-    """Mamba alone, the first."""
-
     block, norm = MambaBlock, MambaRMSNorm
 
 
@@ -178,7 +170,6 @@ class MiniMaxConfigMixin(LinearConfigMixin):
     """Sizes of its Lightning layers, and what of MiniMax is not covered."""
 
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
-        """H, D, V and the output's scale of layer `index`."""
         size = head_size(self)
         return self.num_attention_heads, size, size, 1.0  # type: ignore[attr-defined]
 

@@ -44,7 +44,6 @@ class Mamba3Config(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a Mamba3Config from a config.json of flash-linear-attention; errors as of `language_model`."""
     if config.get("is_mimo"):
         raise UnsupportedModelError(
             "is_mimo=True in config.json of a mamba3 model; covered: False, states of one input and output."
@@ -93,21 +92,16 @@ class Mamba3Weights(nn.Module):
 
 
 class Mamba3Block(nn.Module):
-    """Norm and mixer, added to what goes in."""
-
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.norm = LlamaRMSNorm(config.hidden_size, config.norm_eps)
         self.mixer: nn.Module = Mamba3Weights(config, index)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         return hidden + self.mixer(self.norm(hidden), cache)
 
 
 class Mamba3ModelMixin(MambaModelMixin):
-    """Its stack."""
-
     def stack(self, config: Any) -> Stack:
         return Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps))
 

@@ -129,7 +129,6 @@ class InLlamaBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         normed = self.input_layernorm(hidden)
         if self.linear:
             mixed = self.mamba(normed, cache)

@@ -122,8 +122,6 @@ class LastRMSNorm(LlamaRMSNorm):
 
 
 class RadladsModelMixin(LinearModelMixin):
-    """Its stack."""
-
     def stack(self, config: Any) -> Stack:
         norm = LastRMSNorm(config.hidden_size, config.rms_norm_eps)
         return Stack(config, RadladsBlock, norm, LlamaRotaryEmbedding(config) if config.use_rope else None)

@@ -50,7 +50,6 @@ class Rwkv7Config(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an Rwkv7Config from a config.json of flash-linear-attention; errors as of `language_model`."""
     named = config.get("hidden_size")
     given = config.get("value_dim") or named
     if any(size != named for size in (given if isinstance(given, list) else [given])):
@@ -80,8 +79,6 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(name: str) -> str:
-    """Our name of a published tensor."""
-
     def place(match: re.Match[str]) -> str:
         part = match[2]
         return f"model.layers.{2 * int(match[1]) + part.startswith('ffn')}.{_PARTS[part]}."
@@ -174,8 +171,6 @@ class LastNorm(nn.LayerNorm):
 
 
 class Rwkv7ModelMixin(LinearModelMixin):
-    """Its stack."""
-
     def stack(self, config: Any) -> Stack:
         return Stack(config, Rwkv7Block, LastNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias))
 

@@ -88,7 +88,6 @@ def make_family(
     """A family whose STILL classes are named after the plain ones, registered and part of `module`, where pickles look for them.
 
     Args:
-        config, model: The plain classes.
         mixins: Go before them.
         title, name: Of the STILL classes, and of the family; where not given, as the plain ones say.
         fields: Of the STILL configuration beside its own: type and default.

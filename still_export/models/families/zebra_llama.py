@@ -44,7 +44,6 @@ class ZebraConfig(InLlamaConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a ZebraConfig from the fields of config.json and hybrid_config.json; errors as of `language_model`."""
     scaling = config.get("rope_scaling") or {}
     said = {"rope_scaling": scaling.get("rope_type", scaling.get("type", "yarn")), **scaling}
     covered = {
@@ -106,14 +105,10 @@ class ZebraAttention(nn.Module):
 
 
 class ZebraBlock(InLlamaBlock):
-    """A layer."""
-
     attention, place = ZebraAttention, "mla"
 
 
 class ZebraModelMixin(InLlamaModelMixin):
-    """Its stack."""
-
     block = ZebraBlock
 
 

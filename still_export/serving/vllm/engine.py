@@ -34,7 +34,6 @@ class VllmEngine:
 
     Args:
         folder: STILL folder.
-        dtype: float32, float16 or bfloat16.
         ranks: Devices that share each layer.
         log: Where what vLLM says is written.
         settings: Other settings of vLLM, such as its memory.

@@ -48,9 +48,6 @@ class AllMem(WindowModule):
 
     Args:
         base: The family's attention module; its submodules are taken over, not copied.
-        window: The layer's softmax part.
-        hidden_size: Channels of the model.
-        ops: Of the memory.
     """
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {

@@ -39,8 +39,6 @@ class LigerGLA(WindowModule):
 
     Args:
         base: The family's attention module; its submodules are taken over, not copied.
-        window: The layer's softmax part.
-        ops: Of the layer's other part.
     """
 
     def __init__(self, base: Any, window: HybridAttentionConfig, ops: Sequence[LayerOp]) -> None:
@@ -98,8 +96,6 @@ WINDOW = 64
 
 
 class LigerGLAMixer(Mixer):
-    """Layers of type "liger_gla"."""
-
     name = "liger_gla"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

@@ -62,8 +62,6 @@ MODULES: dict[str, type[LocalLinearAttention]] = {"FlaParallax": Parallax, "FlaL
 
 
 class LocalLinearAttentionMixer(KeysMixer):
-    """Layers of type "local_linear_attention"."""
-
     name = "local_linear_attention"
     of_families = True
     as_numbers = "corrects values by keys, which are kept as numbers"

@@ -39,11 +39,7 @@ from still_kernels.routed_attention.traced import routed_attention
 
 
 class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
-    """Keys and values of kept chunks and of the open one, with as many rows as these need; the other states beside them.
-
-    Args:
-        ops: Of the layer.
-    """
+    """Keys and values of kept chunks and of the open one, with as many rows as these need; the other states beside them."""
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
         return super().empty(batch, _whole(columns), dtype, device)
@@ -74,8 +70,6 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-        config: Of the model.
     """
 
     specs = (ROUTE,)
@@ -118,7 +112,6 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, fixed = self.begin(hidden_states, cache_params)
         kept = part_of(cache_params, self.layer_idx, RoutedLayer)
         past = torch.zeros_like(new_tokens) if kept is None or kept.length is None else kept.length

@@ -51,7 +51,6 @@ class RatConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a RatConfig from a config.json with the names of the published settings; errors as of `language_model`."""
     covered = {"ln": ("rmsnorm",), "act_fn": ("gelu",), "bias": (False,)}
     demand_covered("a rat", config, covered)
     width, layers, dim = (int(config[name]) for name in ("d_model", "num_layers", "d_head"))
@@ -136,7 +135,6 @@ class RatBlock(nn.Module):
         self.hidden_layer = RatFeedForward(config)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         mixed, _ = self.seq_layer(self.seq_layer.input_norm(hidden), past_key_values=cache, **kwargs)  # type: ignore[operator]
         return self.hidden_layer(hidden + mixed)
 
@@ -156,8 +154,6 @@ class ChunkPositions(LlamaRotaryEmbedding):
 
 
 class RatModelMixin(LinearModelMixin):
-    """Its stack."""
-
     def stack(self, config: Any) -> Stack:
         return Stack(config, RatBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config))
 

@@ -34,11 +34,7 @@ strided_attention = op_of_keys(STRIDED_ATTENTION, Inputs, kernel)
 
 
 class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):
-    """A row for each `row_tokens` tokens.
-
-    Args:
-        scan: The other op.
-    """
+    """A row for each `row_tokens` tokens."""
 
     def __init__(self, scan: Sequence[LayerOp], row_tokens: int, heads: int, dim: int, cache: str | None) -> None:
         super().__init__(scan, heads, dim, cache)
@@ -112,7 +108,6 @@ class LocalAttention(WindowModule):
 
     Args:
         base: The family's module; its submodules are taken over, not copied.
-        window: The layer.
     """
 
     weight_roles: ClassVar[dict[str, str]] = Rat.weight_roles
@@ -131,8 +126,6 @@ class LocalAttention(WindowModule):
 
 
 class LocalAttentionMixer(WindowedAttentionMixer):
-    """Layers of type "rat_window"."""
-
     name = "rat_window"
 
     def module(self, base: nn.Module, config: Any, index: int) -> Any:

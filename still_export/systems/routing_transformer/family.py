@@ -24,7 +24,6 @@ class RoutingConfig(StackConfig):
     """What the layers have, under transformers' names where it has the like.
 
     Args:
-        num_clusters: Of each head.
         window_size: Tokens of its cluster that a token attends to.
     """
 
@@ -81,8 +80,6 @@ class RoutingConfigMixin(LinearConfigMixin):
 
 
 class RoutingModelMixin(LinearModelMixin):
-    """Its stack."""
-
     def stack(self, config: Any) -> Stack:
         norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         return Stack(config, _layer, norm, LlamaRotaryEmbedding(config))

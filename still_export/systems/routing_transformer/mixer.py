@@ -56,7 +56,6 @@ class ClusterAttention(Keyed):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        window: Tokens that each attends to.
     """
 
     specs = (ROUTE,)
@@ -90,7 +89,6 @@ class ClusterAttention(Keyed):
         return (near + MARK * told.to(wide)).argmax(-1).to(torch.int32)
 
     def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        """The call of a decoder layer."""
         query, value = (p(hidden_states).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.v_proj))
         cluster = self.clusters(
             unit_length(query)

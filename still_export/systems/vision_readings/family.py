@@ -170,8 +170,6 @@ class VisionConfigMixin(LinearConfigMixin):
 
 
 class VisionModelMixin(LinearModelMixin):
-    """Its stack."""
-
     def stack(self, config: Any) -> Stack:
         return Stack(config, _layer, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
 

@@ -29,7 +29,6 @@ class InLineAttention(FixedStateModule):
 
     Args:
         base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
     """
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys((f"{x}_proj.weight" for x in "qkvo"), PROJECTION)
@@ -192,8 +191,6 @@ MODULES: dict[str, type[InLineAttention]] = {
 
 
 class MeanAttentionMixer(FixedStatesMixer):
-    """Layers of type "mean_attention"."""
-
     name = "mean_attention"
     modules, what = MODULES, "mean attention"
 

@@ -75,7 +75,6 @@ class OrtOptions:
         return cls(**{**known, **({"archs": tuple(known["archs"])} if "archs" in known else {}), **changes})
 
     def config(self) -> dict[str, Any]:
-        """The same as a manifest's `config` has it."""
         config = asdict(self)
         del config["onnxruntime_include"]
         return {**config, "archs": list(self.archs)}
