@@ -51,9 +51,6 @@ def build_engines(
         package: For a target that has engines.
         progress: Called with each step.
 
-    Returns:
-        The engine files.
-
     Raises:
         NoBuilderError: No TensorRT or no GPU here.
         BuildError: The graph was refused, a still node did not become a plugin layer, or rows of a batch are not what they are alone;

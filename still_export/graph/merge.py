@@ -25,9 +25,6 @@ def merge_linear_layers(model: ir.Model, parts: int | None = None) -> int:
 
     Args:
         parts: Products that are merged, of those of one value the first, or both of two of the same size; None: all that there are.
-
-    Returns:
-        Number of products that are gone.
     """
     found = _groups(model, parts)
     for group in found:

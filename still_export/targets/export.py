@@ -44,9 +44,6 @@ def export(
         command: The command line, for the manifest.
         dump_dir: Gets the graph after each step, without its weights.
 
-    Returns:
-        The package.
-
     Raises:
         StillExportError: The model cannot be read or exported, or the package cannot be written.
     """

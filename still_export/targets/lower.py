@@ -54,9 +54,6 @@ def lower(
         command: The command line, for the manifest; empty: the export's.
         dump_dir: Gets the graph after each step, without its weights.
 
-    Returns:
-        The package.
-
     Raises:
         StillExportError: The package is not portable, the target does not support its content, or a tool is missing.
     """

@@ -22,11 +22,7 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class GatedDeltaNet(FixedStateModule):
-    """The module of Qwen3.5; others differ in names and order of their projections.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-    """
+    """The module of Qwen3.5; others differ in names and order of their projections."""
 
     output, norm_name = "out_proj", "norm"
     rule = "gated_delta"

@@ -28,11 +28,7 @@ LOGIT_NORMALIZER = 16
 
 
 class GatedLinearAttention(FixedStateModule):
-    """GLA: a decay of low rank; several query heads may share a state.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-    """
+    """GLA: a decay of low rank; several query heads may share a state."""
 
     names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     weight_roles: ClassVar[dict[str, str]] = {

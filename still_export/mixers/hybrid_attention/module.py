@@ -27,11 +27,7 @@ OPEN_GATE_BIAS = 8.0
 
 
 class HybridOpModule(ProjectedAttention):
-    """Calls still::HybridAttention on what a cache holds.
-
-    Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-    """
+    """Calls still::HybridAttention on what a cache holds."""
 
     def __init__(self, base: Any, config: HybridAttentionConfig) -> None:
         super().__init__(base, config.head_dim)
@@ -100,7 +96,6 @@ class StillAttention(HybridOpModule):
     """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces.
 
     Args:
-        base: The family's attention module; its submodules are taken over, not copied.
         gate_bias: The gate projection has a bias.
         shared_feature_map: One feature projection for all heads.
     """

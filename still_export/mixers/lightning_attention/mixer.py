@@ -21,11 +21,7 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Lightning(FixedStateModule):
-    """What they share: head h forgets exp(-slopes[h]) of its state at each token.
-
-    Args:
-        base: The family's module; its submodules are taken over, not copied.
-    """
+    """What they share: head h forgets exp(-slopes[h]) of its state at each token."""
 
     slopes: tuple[float, ...]
 

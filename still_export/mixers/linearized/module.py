@@ -38,7 +38,6 @@ class LinearizedAttention(ProjectedAttention):
     """What both rules share: normed output per head, times a scale per channel and a gate, into the base's output projection.
 
     Args:
-        base: The family's attention module; its submodules are taken over, not copied.
         head_dim: D.
         heads: H, query heads.
         ops: Of the layer.

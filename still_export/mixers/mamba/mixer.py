@@ -24,9 +24,6 @@ from still_kernels.linear_attention.traced import linear_attention
 class Mamba(FixedStateModule):
     """The recurrence with its projections, convolution, skip and gate, and norms where the family has them.
 
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-
     Raises:
         UnsupportedModelError: `base` has another activation.
     """

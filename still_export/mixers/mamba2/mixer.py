@@ -25,9 +25,6 @@ from still_kernels.linear_attention.traced import linear_attention
 class Mamba2(FixedStateModule):
     """The recurrence with its projections, convolution, skip and gated norm.
 
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-
     Raises:
         UnsupportedModelError: `base` has another activation.
     """

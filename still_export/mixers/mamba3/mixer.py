@@ -28,11 +28,7 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba3(FixedStateModule):
-    """The recurrence with its projections, norms of B and C, turns, skip and gate.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-    """
+    """The recurrence with its projections, norms of B and C, turns, skip and gate."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("in_proj.weight", "out_proj.weight"), PROJECTION),

@@ -41,11 +41,7 @@ class Tokens(NamedTuple):
 
 
 class QwenRule(ShiftedModule):
-    """What both rules share: projections, heads, norm and gate of the output.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-    """
+    """What both rules share: projections, heads, norm and gate of the output."""
 
     read: ClassVar[str]
     """What tokens are projected to, by a letter each."""

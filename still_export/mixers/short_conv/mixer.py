@@ -21,9 +21,6 @@ COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 class ShortConv(FixedStateModule):
     """The convolution with its projections.
 
-    Args:
-        base: The family's module; its submodules are taken over, not copied.
-
     Raises:
         UnsupportedModelError: `base` is another kind of module.
     """

@@ -45,9 +45,6 @@ class AllMem(WindowModule):
     """One memory a key/value head, read by its group's queries. Queries and keys before RoPE are scaled and shifted by channel, go through
     silu and get unit length, values go through silu; what is read is normed and added to the window's output times silu of a gate a query
     head. The gate starts at 0, and the layer as its window.
-
-    Args:
-        base: The family's attention module; its submodules are taken over, not copied.
     """
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {

@@ -50,7 +50,6 @@ class ChosenWidth(KeyedAttention):
     first blocks and the latest ones, for good.
 
     Args:
-        base: The family's attention module; its submodules are taken over, not copied.
         decided: The op that keeps what was decided.
     """
 

@@ -35,11 +35,7 @@ class WindowAndFixedStates(BesideFixedStates[HybridAttentionState], HybridLayer)
 
 
 class LigerGLA(WindowModule):
-    """The projections of the module that it replaces, and nothing else; the heads of a group share their state.
-
-    Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-    """
+    """The projections of the module that it replaces, and nothing else; the heads of a group share their state."""
 
     def __init__(self, base: Any, window: HybridAttentionConfig, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, window)

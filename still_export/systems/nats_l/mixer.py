@@ -67,9 +67,6 @@ def _whole(columns: int) -> int:
 class NatsAttention(FlaGatedDeltaNet, Keyed):
     """NAtS-L (arXiv:2602.03681): of each chunk of 64 tokens its mean hidden state says whether later tokens find it by softmax attention or
     in the state of a gated delta rule; both have the same queries, keys and values. Inside a chunk both see it.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
     """
 
     specs = (ROUTE,)

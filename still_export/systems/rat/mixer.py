@@ -51,7 +51,6 @@ class Rat(KeyedAttention):
     """RAT (arXiv:2507.04416): h := g h + (1 - g) x in each channel of keys and values, from 0 at a chunk's first token on.
 
     Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
         scan: The op of the scan.
         row_tokens: Of a chunk.
     """
@@ -104,11 +103,7 @@ class Rat(KeyedAttention):
 
 
 class LocalAttention(WindowModule):
-    """The layers of RAT's hybrid that lie between: softmax over the latest tokens, by their own positions.
-
-    Args:
-        base: The family's module; its submodules are taken over, not copied.
-    """
+    """The layers of RAT's hybrid that lie between: softmax over the latest tokens, by their own positions."""
 
     weight_roles: ClassVar[dict[str, str]] = Rat.weight_roles
 

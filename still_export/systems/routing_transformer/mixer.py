@@ -53,9 +53,6 @@ class ClusterAttention(Keyed):
     """Routing Transformer (arXiv:2003.05997), in a causal reading of ours: a token's cluster is that of the centroid whose product with its
     query, of unit length and before positions, is largest; it attends to the latest tokens before it of the same cluster, and to itself
     where there is none.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
     """
 
     specs = (ROUTE,)

@@ -25,11 +25,7 @@ EPSILON = 1e-6
 
 
 class InLineAttention(FixedStateModule):
-    """InLine attention (arXiv:2412.06590): weights of a token are q k less their mean, plus 1 / n.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-    """
+    """InLine attention (arXiv:2412.06590): weights of a token are q k less their mean, plus 1 / n."""
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys((f"{x}_proj.weight" for x in "qkvo"), PROJECTION)
     """Of parameters that are no vectors, by name (mixers/roles.py)."""
