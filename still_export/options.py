@@ -75,4 +75,5 @@ def check_types(kind: type, values: Mapping[str, Any], source: str, fail: type[S
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
     from pydantic import TypeAdapter
 
-    return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind).items()}
+    hints = get_type_hints(kind)
+    return {entry.name: TypeAdapter(hints[entry.name]) for entry in fields(kind)}

@@ -26,7 +26,7 @@ from still_export.targets.lower import lower_into, lower_package
 from still_export.targets.ort.library import LIBRARY
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of
-from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_graphs.states import State
 from tests.compiled import sources
 from tests.still_export import fake_tensorrt
@@ -104,7 +104,7 @@ def rtx_inputs(package: Package) -> list[str]:
 
 def rtx_package(folder: Path, **options: Any) -> Package:
     folder.mkdir(parents=True)
-    trt = TrtOptions("trt-rtx", **{"prefill_tokens": 32, "batch": 2, "archs": ("sm_89",)} | options)
+    trt = RtxOptions(**{"prefill_tokens": 32, "batch": 2, "archs": ("sm_89",)} | options)
     return lower_package(onnx_package(folder / "portable"), trt, folder)
 
 
@@ -119,7 +119,7 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
     target = target_of("trt8")
     target = replace(target, steps=tuple(s for s in target.steps if s.name != "merge_linear_layers"))
     portable = onnx_package(folder / "portable", dtype)
-    lower_into(portable.path, folder, target, TrtOptions("trt", **{"batch": 2} | options))
+    lower_into(portable.path, folder, target, TrtOptions(**{"batch": 2} | options))
     package = open_package(folder, check_hashes=False)
     trust_package(folder)  # as an export does that compiles its plugins here
     return package
