@@ -57,7 +57,7 @@ class ExportOptions:
     dtype: str = option(
         "auto",
         "float32, float16, bfloat16, or auto: as stored, but bfloat16 as float32.",
-        shown="auto, of engines float16",
+        shown="auto, of engines float16, for browsers float32",
     )
     all_logits: bool = option(False, "Logits of every position, not of the last token.", panel=MODEL)
     overlays: tuple[str, ...] = option(

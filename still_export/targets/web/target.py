@@ -160,5 +160,6 @@ WEB = Target(
     lacks=("Experts",),
     traits=lambda options: (OWN_OPS,),
     demand=demand,
+    dtype="float32",
     runtime="ort",
 )
