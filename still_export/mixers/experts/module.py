@@ -62,7 +62,6 @@ ROUTERS: dict[str, Callable[[Any], Routing]] = {
     "BailingHybridTopkRouter": _groups,
     "NemotronHTopkRouter": _groups,
 }
-"""By the class that each takes the place of."""
 ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "silu": "swiglu", "ReLUSquaredActivation": "relu2"}
 """The op's by the names of classes and functions."""
 SCORES = ("moe_router_activation_func", "scoring_func", "score_function", "topk_method")
@@ -164,7 +163,6 @@ class RoutedExperts(nn.Module):
         self.weight_roles = {
             name: special.get(name, FEED_FORWARD) for name, x in self.named_parameters() if x.dim() > 1
         }
-        """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         expert, weight = self.gate(hidden)

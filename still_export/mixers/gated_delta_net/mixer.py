@@ -34,7 +34,6 @@ class GatedDeltaNet(FixedStateModule):
         "out_proj.weight": PROJECTION,
         "conv1d.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -211,7 +210,6 @@ MODULES: dict[str, type[GatedDeltaNet]] = {
     "KimiLinearDeltaAttention": KimiDeltaAttention,
     "BailingHybridDeltaAttention": BailingDeltaAttention,
 }
-"""By the class that each takes the place of."""
 
 
 class GatedDeltaNetMixer(FixedStatesMixer):

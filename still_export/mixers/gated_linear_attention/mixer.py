@@ -36,7 +36,6 @@ class GatedLinearAttention(FixedStateModule):
         **dict.fromkeys(("g_proj.weight", "gk_proj.0.weight", "gk_proj.1.weight"), GATE),
         "conv1d.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -159,7 +158,6 @@ MODULES: dict[str, type[GatedLinearAttention]] = {
     "FlaHGRN": HGRN,
     "FlaRetNet": Retention,
 }
-"""By the class that each takes the place of."""
 
 
 class GatedLinearAttentionMixer(FixedStatesMixer):

@@ -97,7 +97,6 @@ MODULES: dict[str, type[LatentAttention]] = {
     "BailingHybridAttention": BailingLatentAttention,
     "ZebraAttention": RotatedLatentAttention,
 }
-"""By the class that each takes the place of."""
 
 
 def _by_head(values: Tensor, weight: Tensor) -> Tensor:

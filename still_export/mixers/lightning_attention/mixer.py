@@ -157,7 +157,6 @@ MODULES: dict[str, type[Lightning]] = {
     "TransNormerMixer": TransNormer,
     "SalaLightningMixer": SalaLightning,
 }
-"""By the class that each takes the place of."""
 
 
 class LightningAttentionMixer(FixedStatesMixer):

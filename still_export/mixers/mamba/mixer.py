@@ -33,7 +33,6 @@ class Mamba(FixedStateModule):
         "dt_proj.weight": GATE,
         **dict.fromkeys(("conv1d.weight", "A_log"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -115,7 +114,6 @@ MODULES: dict[str, type[Mamba]] = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), Mamba),
     "InLlamaMamba": SharedMamba,
 }
-"""By the class of transformers that each takes the place of."""
 
 
 _NAMES = {

@@ -34,7 +34,6 @@ class Mamba2(FixedStateModule):
         "out_proj.weight": PROJECTION,
         "conv1d.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
         super().__init__(base, ops)
@@ -154,7 +153,6 @@ MODULES: dict[str, type[Mamba2]] = {
     "FalconH1Mixer": FalconH1Mamba2,
     "InLlamaMamba2": SharedMamba2,
 }
-"""By the class of transformers that each takes the place of."""
 
 
 _NAMES = {

@@ -34,7 +34,6 @@ class Mamba3(FixedStateModule):
         **dict.fromkeys(("in_proj.weight", "out_proj.weight"), PROJECTION),
         **dict.fromkeys(("B_bias", "C_bias"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)

@@ -51,7 +51,6 @@ class QwenRule(ShiftedModule):
         **dict.fromkeys(("gate.weight", "mix_in.weight", *(f"mix_{x}.weight" for x in "rkvwg")), GATE),
         **dict.fromkeys((*(f"x_{x}" for x in ("all", *"rkvwag")), "w0", "a0", "v0", "k_k", "k_a", "r_k"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -165,7 +164,6 @@ class QwenRwkv7(QwenRule):
 
 
 MODULES: dict[str, type[QwenRule]] = {"Rwkv6Attention": QwenRwkv6, "Rwkv7Attention": QwenRwkv7}
-"""By the class that each takes the place of."""
 
 
 class RadladsMixer(FixedStatesMixer):

@@ -73,7 +73,6 @@ class TimeMix(MixingModule):
         ),
         **dict.fromkeys((*(f"x_{x}" for x in ("all", *MIXED)), "time_faaaa", "time_decay"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -129,7 +128,6 @@ class TimeMix(MixingModule):
 
 
 MODULES: dict[str, type[MixingModule]] = {"Rwkv6TimeMix": TimeMix, "Rwkv6ChannelMix": ChannelMix}
-"""By the class that each takes the place of."""
 
 
 class Rwkv6Mixer(FixedStatesMixer):

@@ -40,7 +40,6 @@ class TimeMix(ShiftedModule):
         **dict.fromkeys((f"{x}_lora.{i}.weight" for x in "wavg" for i in (0, 2)), GATE),
         **dict.fromkeys((*(f"x_{x}" for x in "rwkvag"), "r_k"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -77,7 +76,6 @@ class TimeMix(ShiftedModule):
 
 
 MODULES: dict[str, type[ShiftedModule]] = {"Rwkv7TimeMix": TimeMix, "Rwkv7ChannelMix": ChannelMix}
-"""By the class that each takes the place of."""
 
 
 class Rwkv7Mixer(FixedStatesMixer):

@@ -30,7 +30,6 @@ class ShortConv(FixedStateModule):
         "out_proj.weight": PROJECTION,
         "conv.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)

@@ -77,7 +77,6 @@ NAMES = (
     ("model.embeddings.", "model.embed_tokens."),
     (".attn.g_norm_swish_gate.", ".attn.o_norm."),
 )
-"""Of its tensors, and ours."""
 _NORM = ((".attn.g_norm.", ".attn.o_norm."),)
 
 
@@ -156,4 +155,3 @@ FLA_FAMILIES: tuple[Family, ...] = tuple(
         ),
     )
 )
-"""By flash-linear-attention's model_type."""

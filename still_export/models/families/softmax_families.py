@@ -139,4 +139,3 @@ FAMILIES: dict[str, Family] = {
         make_family(__name__, Gemma3TextConfig, Gemma3ForCausalLM, (GemmaConfigMixin, GemmaModelMixin)),
     )
 }
-"""Families by transformers' model_type."""

@@ -28,7 +28,6 @@ class ChosenHeads(SoftmaxAttention):
         super().__init__(base, head_dim)
         self.shared, self.routed = shared, routed
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the choices of a call, and may replace them, as a router's."""
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         query, key, value = self.heads(hidden)

@@ -81,7 +81,6 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         self.routes, self.keep_decay = config.routes, int(config.keep_decay)
         self.softmax_heads, self.softmax_dim = config.num_attention_heads, head_size(config)
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the choices of a call, and may replace them, as a router's."""
 
     def layer(self, key: Tensor) -> RoutedLayer:
         return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache)

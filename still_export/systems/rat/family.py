@@ -23,7 +23,6 @@ NAMES = (
     ("backbone.ln.", "model.norm."),
     ("head.lm_head.", "lm_head."),
 )
-"""Of its code's tensors, and ours."""
 
 
 @strict

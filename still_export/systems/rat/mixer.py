@@ -30,7 +30,6 @@ from still_kernels.strided_attention.meaning import strided_attention as kernel
 from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 strided_attention = op_of_keys(STRIDED_ATTENTION, Inputs, kernel)
-"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
 
 
 class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):

@@ -66,7 +66,6 @@ class ClusterAttention(Keyed):
         self.layer_idx, self.head_dim, self.window = base.layer_idx, base.head_dim, window
         self.q_proj, self.v_proj, self.o_proj, self.means = base.q_proj, base.v_proj, base.o_proj, base.means
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the choices of a call, and may replace them, as a router's."""
 
     def layer(self, key: Tensor) -> ClusterLayer:
         return ClusterLayer(key.shape[2], key.shape[3], self.cache, 1, (key.shape[2],))

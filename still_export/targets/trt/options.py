@@ -13,7 +13,6 @@ PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
 RTX = "trt-rtx"
-"""Name of the target TensorRT-RTX."""
 GPUS = "GPUs to compile kernels for."
 """As targets of ONNX Runtime say it."""
 WORKAROUND = "norm_in_place"
