@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from still_export.cli.next_commands import next_commands
-from still_export.cli.output import LOADING, Output, command_line
+from still_export.cli.output import LOADING, Output, command_line, next_commands
 from still_export.folders.model import check_model, check_overlay
 from still_export.package.staging import demand_free
 from still_export.sources import demand_model

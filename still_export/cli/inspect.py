@@ -42,7 +42,7 @@ def inspect(
             )
         _describe(looked, Output(as_json, quiet))
         return
-    from still_export.cli.next_commands import next_commands
+    from still_export.cli.output import next_commands
     from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
     from still_export.package.inspect import inspect as inspect_package

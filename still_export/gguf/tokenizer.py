@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from still_export.gguf.architectures import turn_ends
 from still_export.gguf.container import Container, open_gguf
-from still_export.gguf.ends import turn_ends
 from still_export.gguf.rules import rule_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from still_export.mixers.choices import StillChoices
 from still_export.options import names_of
 from still_export.package.files import MANIFEST
 from still_export.package.folder import Package, open_package, staged_folder
-from still_export.targets.dump import dumper
-from still_export.targets.lower import PORTABLE_FOLDER, demand, lower_into, refuse_flags_of_others
+from still_export.targets.lower import PORTABLE_FOLDER, demand, dumper, lower_into, refuse_flags_of_others
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of, targets_of
 

@@ -14,7 +14,7 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.projections import rotated
 from still_export.mixers.roles import GATE, NORM, PROJECTION
-from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule, rank_one_inputs
+from still_export.mixers.rwkv7.mixer import LEAST_DECAY, ShiftedModule, rank_one_inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
