@@ -13,7 +13,6 @@ from still_export.mixers.linear_attention.paged import PagedLinearAttention
 from still_export.mixers.linearized.fitted import TrainableGatedDeltaNet, TrainableGLA
 from still_export.mixers.linearized.module import LinearizedAttention, LinearizedGatedDeltaNet, LinearizedGLA
 from still_export.mixers.paged import PagedTokens, heads_of_rank
-from still_export.mixers.trainable import Trainable
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
@@ -47,7 +46,7 @@ class LinearizedGLAMixer(FixedStatesMixer):
     name = "linearized_gla"
     of_families = False
     kind: type[LinearizedAttention] = LinearizedGLA
-    trained: type[Any] = TrainableGLA
+    trained: type | None = TrainableGLA
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         dim = head_size(config)
@@ -57,10 +56,6 @@ class LinearizedGLAMixer(FixedStatesMixer):
     def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
         heads = config.num_attention_heads
         return self.kind(base, head_size(config), heads, config.hidden_size, self.ops(config, index))
-
-    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
-        module.__class__ = self.trained  # wrapping would rename the parameters
-        return module
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLinearized:
         return PagedLinearized(

@@ -22,7 +22,7 @@ from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.roles import FEATURE_MAP, GATE, NORM
-from still_export.mixers.trainable import Trainable, TrainableModule
+from still_export.mixers.trainable import TrainableModule
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
@@ -135,6 +135,7 @@ class AllMemMixer(Mixer):
     """Layers of type "allmem": their window and their memory's chunk have the model's `chunk_size`, so that a token is in one of them."""
 
     name = "allmem"
+    trained = TrainableAllMem
     settings = ("chunk_size",)
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
@@ -147,10 +148,6 @@ class AllMemMixer(Mixer):
     def module(self, base: nn.Module, config: Any, index: int) -> AllMem:
         window = window_of(config, config.still.chunk_size)
         return AllMem(base, window, config.hidden_size, self._beside(config))
-
-    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
-        module.__class__ = TrainableAllMem  # wrapping would rename the parameters
-        return module
 
     def _beside(self, config: Any) -> tuple[LayerOp, ...]:
         heads, kept, dim = config.num_attention_heads, config.num_key_value_heads, head_size(config)
