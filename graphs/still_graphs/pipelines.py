@@ -59,12 +59,6 @@ def run_steps(
 ) -> dict[str, int]:
     """Run `steps` over `model`, in place.
 
-    Args:
-        model: The graph, an onnx_ir.Model; its weights may lie in files beside it.
-        steps: In order.
-        dump: Called after each.
-        traits: Of the model or its deployment, which steps ask for.
-
     Returns:
         Changes by step.
 

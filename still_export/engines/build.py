@@ -46,10 +46,6 @@ def build_engines(
 ) -> list[Path]:
     """Build the engines of a package, in place, and record them in its manifest.
 
-    Args:
-        package: For a target that has engines.
-        progress: Called with each step.
-
     Raises:
         NoBuilderError: No TensorRT or no GPU here.
         BuildError: The graph was refused, a still node did not become a plugin layer, or rows of a batch are not what they are alone;

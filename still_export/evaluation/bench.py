@@ -107,7 +107,6 @@ def bench(
     """Measure prefill, decode and peak memory of a package by context length, each in a process of its own.
 
     Args:
-        options: What is measured, with which runtime.
         progress: Called with each length that is done.
 
     Returns:

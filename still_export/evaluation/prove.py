@@ -50,10 +50,6 @@ def prove(
 ) -> Proven:
     """Build, verify and measure a package, as far as this machine can.
 
-    Args:
-        package: Its folder.
-        options: What is shown, with which provider.
-
     Returns:
         A record, of kind proof where PyTorch's answers were there, and what is missing from it.
 

@@ -41,7 +41,6 @@ class ExportOptions:
     """What of a model is exported, for any target; a manifest's `config` records it, `--config manifest.json` repeats it.
 
     Args:
-        model: Folder, hub id or GGUF file.
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
 
     The others are flags of `still-export export`, whose help says what they are. `dtype` is that of the weights, "auto": as stored, but
@@ -116,10 +115,6 @@ class ExportOptions:
 
     def quantization(self, layout: Layout, to: str) -> Quantization | None:
         """How weights are quantized, None: not.
-
-        Args:
-            layout: The target's form of them.
-            to: The target's name, for messages.
 
         Raises:
             ConfigError: The scheme, method or block size is unknown, or not one of the target.

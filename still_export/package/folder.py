@@ -45,9 +45,6 @@ class Package:
 def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
     """A new package folder that takes the place of `target` when the block ends, and vanishes if it fails (package/staging.py).
 
-    Args:
-        force: Replace the package that is there.
-
     Raises:
         PackageError: `target` exists without `force`, is no package, is written by another process, or the disk is full.
     """

@@ -91,7 +91,6 @@ def verify(
     """Compare a package with PyTorch on logits, every state tensor and every selection.
 
     Args:
-        options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
 
     Returns:

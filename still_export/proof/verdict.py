@@ -16,7 +16,6 @@ class Check:
         what: What was found, in one sentence.
         where: The tensor, layer, file or token of the worst finding.
         value, bound: The worst finding and what it may be, where both are numbers.
-        notes: Further findings, one line each.
     """
 
     name: str

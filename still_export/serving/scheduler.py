@@ -61,7 +61,6 @@ class Request:
 
     Args:
         max_tokens: Of the answer, at most.
-        sampling: How tokens are chosen; its own for every request.
         listener: Called with every event, from the thread that steps; an event that `ended` is the last.
         stop: Texts that end the answer, and are not part of it.
         ignore_eos: The model does not end the answer; for loads whose answers have a length.

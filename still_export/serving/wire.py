@@ -58,9 +58,6 @@ class ApiError(Exception):
     """An answer in OpenAI's form of an error.
 
     Args:
-        status: Of HTTP.
-        message: One sentence.
-        param: The field that is wrong.
         code: OpenAI's name of the error.
     """
 
@@ -175,10 +172,6 @@ Kind = TypeVar("Kind", bound=Generation)
 
 def understood(kind: type[Kind], body: object, served: str) -> Kind:
     """A request of this kind.
-
-    Args:
-        body: What JSON had.
-        served: Name of the model that is served.
 
     Raises:
         ApiError: A field is missing, wrong or not served; another model is asked for.
@@ -303,12 +296,7 @@ FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Reply:
-    """The objects that answer one request.
-
-    Args:
-        request: What was asked.
-        model: Name of the model.
-    """
+    """The objects that answer one request."""
 
     def __init__(self, request: Asked, model: str) -> None:
         self.request = request

@@ -36,11 +36,9 @@ def export(
     """Export a model to the package of a target: the portable package, lowered.
 
     Args:
-        asked: The model, and what of it is exported.
         output: The package folder; written whole or not at all.
         to: Target, as `--to` has it, or the name of a record.
         options: Of the target, such as OrtOptions or TrtOptions; None: their defaults.
-        command: The command line, for the manifest.
         dump_dir: Gets the graph after each step, without its weights.
 
     Raises:

@@ -85,11 +85,7 @@ def lower(
     Args:
         package: Folder of a package that `still-export MODEL` wrote, whose files are compared with their hashes.
         to: Target, as `--to` has it, or the name of a record, such as trt8.
-        output: The new package's folder; written whole or not at all.
-        options: Of the target, OrtOptions or TrtOptions; None: their defaults.
         dtype: float16 or bfloat16 of a package in float32; None: as it is.
-        command: The command line, for the manifest; empty: the export's.
-        dump_dir: Gets the graph after each step, without its weights.
 
     Raises:
         StillExportError: The package is not portable, the target does not support its content, or a tool is missing.

@@ -94,7 +94,6 @@ def calibrate(
     """Round the weights of 4 bits beforehand.
 
     Args:
-        source: The model.
         budget: What the loss on held-out text may grow by, as a share; weights that lose most for their bytes then get 8 bits. None: any.
         say: Called with each step, how much of it is done, and how much there is.
 

@@ -38,7 +38,6 @@ def quantize_graph(
     Args:
         model: From `lower_program`; its initializers have the model's names.
         weights: Values by those names, [N, K].
-        asked, forms: As `plan_forms` has them.
         rounded: Gets, when they are written, the relative error of weights whose codes in the source are rounded again.
 
     Returns:

@@ -207,9 +207,7 @@ def account(
     """What the manifest says: the scheme, and of each role the bits of its weights, who rounded them, and how many they are.
 
     Args:
-        asked: The scheme.
         forms: Bits and method of the quantized ones.
-        places: Products that take LoRA pairs while they run.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for (role, bits, method), count in Counter(

@@ -80,12 +80,7 @@ def held_source(
 
 
 def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
-    """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with.
-
-    Args:
-        source: What was exported, in any type.
-        device: Where quantized weights are read to.
-    """
+    """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with."""
     return _with_held(source, folder / MODEL, manifest, device)
 
 

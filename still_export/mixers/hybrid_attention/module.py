@@ -93,12 +93,7 @@ class HybridOpModule(ProjectedAttention):
 
 
 class StillAttention(HybridOpModule):
-    """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces.
-
-    Args:
-        gate_bias: The gate projection has a bias.
-        shared_feature_map: One feature projection for all heads.
-    """
+    """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces."""
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
         "g_proj.weight": GATE,

@@ -42,9 +42,6 @@ class MiniMaxLightning(Lightning):
     """MiniMax: with a norm over all heads and a gate.
 
     Head h of H in layer l of L has the slope 2^(-8 (h + 1) / H) (1 - l / (L - 1 + 1e-5) + 1e-5).
-
-    Raises:
-        UnsupportedModelError: `base` has another activation.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {

@@ -22,11 +22,7 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba(FixedStateModule):
-    """The recurrence with its projections, convolution, skip and gate, and norms where the family has them.
-
-    Raises:
-        UnsupportedModelError: `base` has another activation.
-    """
+    """The recurrence with its projections, convolution, skip and gate, and norms where the family has them."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("in_proj.weight", "x_proj.weight", "out_proj.weight"), PROJECTION),

@@ -23,11 +23,7 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba2(FixedStateModule):
-    """The recurrence with its projections, convolution, skip and gated norm.
-
-    Raises:
-        UnsupportedModelError: `base` has another activation.
-    """
+    """The recurrence with its projections, convolution, skip and gated norm."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         "in_proj.weight": PROJECTION,

@@ -19,11 +19,7 @@ COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 
 class ShortConv(FixedStateModule):
-    """The convolution with its projections.
-
-    Raises:
-        UnsupportedModelError: `base` is another kind of module.
-    """
+    """The convolution with its projections."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         "in_proj.weight": PROJECTION,

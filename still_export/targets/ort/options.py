@@ -21,12 +21,8 @@ class OrtOptions:
 
     Args:
         native: Put the kernels for CPUs into the package: True builds them where they are not there yet, None takes those that are there.
-        cpu: Processors that they are for, of CPUS; None: this machine's.
-        archs: GPUs that its library has kernels for too, such as "sm_90".
         opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
             ops are in the graph then but still's, which have bodies.
-        prefill_tokens: Tokens of one prefill call; None: the target's default.
-        onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None: the usual places.
 
     Raises:
         ConfigError: A value is unknown, or two contradict each other.

@@ -27,16 +27,8 @@ class TrtOptions:
     """What a TensorRT package is asked for beyond the model.
 
     Args:
-        target: As `--to` has it.
         archs: Architectures that kernels (trt) or engines (trt-rtx) are compiled for; empty = the defaults of the target.
-        prefill_tokens: Tokens of one prefill call.
-        batch: Largest batch of the engines.
-        version_compatible: Engines that later versions of TensorRT run too.
-        strip_weights: Engines without weights, to be refitted from the package (TensorRT 10 and later).
-        workspace_mib: Limit of TensorRT's workspace, 0 = none.
         optimization_level: Effort of TensorRT's builder, 0 to 5.
-        tensorrt_include: Folders of NvInfer.h to compile the plugin library for; empty = the usual places.
-        cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None = the usual places and NVIDIA's packages.
 
     module: Python module of the builder. engine: File of the engine. builds_here: For the GPU of this machine, by kernels of this project.
     """
