@@ -117,21 +117,6 @@ def ops_ran(names: Iterable[str], device: Device) -> dict[str, str]:
     return {f"{OP}{name} on {device}": digest for name in names if (digest := op_digest(name, device))}
 
 
-def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> list[str]:
-    """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared: that needs an export.
-
-    Args:
-        letters: Of each hash that are known.
-    """
-    found = ["judge"] if judge != PROOF_VERSION else []
-    for part, digest in ran.items():
-        if part.startswith(OP):
-            name, _, device = part.removeprefix(OP).partition(" on ")
-            if (op_digest(name, "cuda" if device == "cuda" else "cpu") or "")[:letters] != digest:
-                found.append(part.removeprefix(OP))
-    return found
-
-
 def make_record(
     kind: Literal["proof", "benchmark"],
     name: str,
@@ -168,21 +153,6 @@ def make_record(
     return Record.model_validate({**found, "digest": _digest(found)})
 
 
-def sum_up(name: str, parts: Sequence[Record]) -> Record:
-    """One record of a run that proved several packages or asked several checks: `rows` has each, `failed` the names of those that failed,
-    `ran` the ops of all; its subject is what they share."""
-    margins = [m for part in parts if isinstance(m := part.figures.get("worst_of_its_bound"), int | float)]
-    failed: list[JsonValue] = [part.name for part in parts if part.verdict == "failed"]
-    rows = [part.model_dump(mode="json", include={"name", "subject", "verdict", "figures", "ran"}) for part in parts]
-    figures = {"checks": len(parts), "failed": failed, "rows": rows}
-    if margins:
-        figures["worst_of_its_bound"] = max(margins)
-    subject = dict(set.intersection(*(set(part.subject.items()) for part in parts)))
-    ran = {kind: digest for part in parts for kind, digest in part.ran.items() if kind.startswith(OP)}
-    versions = {kind: version for part in parts for kind, version in part.versions.items()}
-    return make_record("proof", name, subject, figures, ran, not failed, parts[0].seed, versions=versions)
-
-
 def write_record(record: Record, folder: Path) -> Path:
     """Write it into `folder`, under a name of its own."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,11 +179,6 @@ def read_record(path: Path) -> Record:
             place = ".".join(map(str, first["loc"]))
             where, said = f"{place}: " * bool(place), first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{path} is no record: {where}{said}. Make it again: still-export prove DIR") from error
-
-
-def read_records(folder: Path) -> list[Record]:
-    """All of a folder, the oldest first."""
-    return sorted((read_record(path) for path in folder.glob("**/*.json")), key=lambda record: record.date)
 
 
 def find_machine() -> Machine:

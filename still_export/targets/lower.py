@@ -144,12 +144,6 @@ def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{flag_of(theirs[0].options, name)}: for --to {known}, not for --to {target.to}.")
 
 
-def lower_package(source: Package, options: Any, folder: Path, to: str = "") -> Package:
-    """Make the package of a target in the existing, empty `folder`. `to`: as `lower` has it; empty: as `options` have it."""
-    lower_into(source.path, folder, target_of(to or options.target, options), options)
-    return open_package(folder, check_hashes=False)
-
-
 def lower_into(
     source: Path,
     folder: Path,

@@ -22,7 +22,7 @@ from still_export.package.programs import write_programs
 from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
-from still_export.targets.lower import lower_into, lower_package
+from still_export.targets.lower import lower_into
 from still_export.targets.ort.library import LIBRARY
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of
@@ -35,6 +35,12 @@ from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_grap
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs tensorrt-rtx-cu13-libs and -bindings"
 )
+
+
+def lower_package(source: Package, options: Any, folder: Path, to: str = "") -> Package:
+    """Make the package of a target in the existing, empty `folder`; its name is `to`, or as `options` have it."""
+    lower_into(source.path, folder, target_of(to or options.target, options), options)
+    return open_package(folder, check_hashes=False)
 
 
 def onnx_package(folder: Path, dtype: str = "float16") -> Package:

@@ -19,13 +19,12 @@ from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.targets.export import export
-from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_graphs.ops import OPS
 from tests.compiled import Before
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import graph_alone  # noqa: F401  (its op is registered in this process alone)
-from tests.still_export.packages import portable_package, rtx_inputs
+from tests.still_export.packages import lower_package, portable_package, rtx_inputs
 from tests.still_export.tiny import VOCAB, still_model
 from tests.still_export.verbs import call
 from tests.toy.mixer import DecayMixer

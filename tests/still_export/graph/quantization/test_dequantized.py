@@ -37,13 +37,12 @@ from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import plan_job
-from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_export.targets.trt.plugins import INCLUDE_VARIABLE, PluginBuildError, tensorrt_major
 from tests.compiled import Before
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
-from tests.still_export.packages import needs_rtx, rtx_inputs, trt_package
+from tests.still_export.packages import lower_package, needs_rtx, rtx_inputs, trt_package
 from tests.still_export.tiny import MIXED, VOCAB
 from tests.still_graphs.protos import attribute, opset_version
 
