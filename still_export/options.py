@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: flags and their allowed values.
+"""Options as fields of dataclasses: flags and their allowed values. Records raise ConfigError for others, and for contradictions.
 
 pydantic costs 15 MB and a tenth of a second, so it is loaded only where types are checked: `run` checks none.
 """

@@ -46,9 +46,6 @@ class EvaluationOptions:
     depth (0 = far, 1 = near the question). The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code"
     asks about files of code, in the first text, of half to the whole of a length. RULER's tasks and BABILong's (`synthetic.MAKERS`) are
     answered in words, in a chat where the tokenizer has a template. Of `chat` answers ends and repetitions are counted.
-
-    Raises:
-        ConfigError: A task or variant is unknown, or a number out of range.
     """
 
     texts: tuple[str, ...] = option((), "Text file for bits per byte and as filler; repeatable.", flag="--text")

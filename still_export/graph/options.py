@@ -46,9 +46,6 @@ class ExportOptions:
     The others are flags of `still-export export`, whose help says what they are. `dtype` is that of the weights, "auto": as stored, but
     bfloat16 as float32. `all_logits`: otherwise each sequence has those of its last new token. `quantize`: scheme of the weights' bits
     (quantization/policy.py), None: as `dtype` says.
-
-    Raises:
-        ConfigError: Options of quantization without `quantize`.
     """
 
     model: str

@@ -66,9 +66,6 @@ def check_settings(folder: Path, manifest: Mapping[str, Any], source: Source) ->
 
     Args:
         source: The model, read from the user's files.
-
-    Returns:
-        A check of each kind, and what could not be asked.
     """
     import onnx
 

@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """How a package is compared with PyTorch; every field is a flag of `still-export verify`.
-
-    Raises:
-        ConfigError: Two options contradict each other.
-    """
+    """How a package is compared with PyTorch; every field is a flag of `still-export verify`."""
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
     lengths: tuple[int, ...] = option(
@@ -92,9 +88,6 @@ def verify(
 
     Args:
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-
-    Returns:
-        The verdict, `report.passed` first.
 
     Raises:
         ConfigError: An option does not fit the package.

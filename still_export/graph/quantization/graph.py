@@ -40,9 +40,6 @@ def quantize_graph(
         weights: Values by those names, [N, K].
         rounded: Gets, when they are written, the relative error of weights whose codes in the source are rounded again.
 
-    Returns:
-        What the manifest says of it.
-
     Raises:
         UnsupportedError: A weight is read in a way that has no quantized form.
     """

@@ -120,9 +120,6 @@ class Quantization:
         layout: How the target holds low-bit weights.
         adapters: Products take LoRA pairs while they run.
         to: The target's name, for messages.
-
-    Raises:
-        ConfigError: A value is unknown, or the target does not have it.
     """
 
     scheme: str

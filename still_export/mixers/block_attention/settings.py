@@ -40,9 +40,6 @@ class BlockSettings:
 
     Args:
         reuse: By layer the one whose blocks it reads, an earlier one or itself; None: itself.
-
-    Raises:
-        ConfigError: They do not fit each other.
     """
 
     block_size: int = 64

@@ -87,9 +87,6 @@ def shard_weights(lowering: Lowering, graph: ir.Model, limit_bytes: int) -> int:
 
     Tensors that share bytes stay together.
 
-    Returns:
-        Files written.
-
     Raises:
         UnsupportedError: One tensor is larger.
     """
