@@ -31,9 +31,8 @@ from still_export.models.families.fla_config import (
     retnet_heads,
     values,
 )
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Family, Published, make_family
-from still_export.models.families.stack import Stack, StackForCausalLM
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Family, Published
 
 
 class FlaConfigMixin(LinearConfigMixin):
@@ -51,22 +50,16 @@ class FlaConfigMixin(LinearConfigMixin):
         return replace(still, layer_types=tuple(WINDOWED if name == FULL else name for name in still.layer_types or ()))
 
 
-class FlaModelMixin(LinearModelMixin):
-    def stack(self, config: Any) -> Stack:
-        return fla_stack(config)
-
-
 def fla_family(kind: FlaKind, module: str = __name__) -> Family:
     KINDS[kind.name] = kind
     mixers = {LINEAR: kind.mixer, FULL: FULL, **{name: mixer for name, (mixer, _) in kind.further.items()}}
-    return make_family(
+    return stack_family(
         module,
         FlaConfig,
-        StackForCausalLM,
-        (FlaConfigMixin, FlaModelMixin),
+        fla_stack,
+        (FlaConfigMixin, LinearModelMixin),
         title=kind.title,
         name=kind.name,
-        linear=True,
         fields=kind.fields,
         published=Published(values, (*NAMES, *kind.names)),
         places={name: Place(mixer, ("attn",)) for name, mixer in mixers.items()},

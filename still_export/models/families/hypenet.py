@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from still_export.errors import ConfigError
 from still_export.mixers.layers import FULL
-from still_export.models.families.linear_mixins import LinearModelMixin, Place
+from still_export.models.families.linear_mixins import LinearModelMixin, Place, stack_family
 from still_export.models.families.minicpm_sala import LINEAR, SCALES, LightningConfigMixin, SalaLightningMixer
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, rope_of
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
 
 _TYPES = {"attn": FULL, **dict.fromkeys(("lightning-attn", "lightning_attn"), LINEAR)}
 _ORIGIN = 362.0
@@ -159,20 +159,14 @@ class HypeBlock(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class HypeModelMixin(LinearModelMixin):
-    def stack(self, config: Any) -> Stack:
-        norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, HypeBlock, norm, HypePositions(config))
-
-
-HYPENET = make_family(
+HYPENET = stack_family(
     __name__,
     HypeConfig,
-    StackForCausalLM,
-    (LightningConfigMixin, HypeModelMixin),
+    lambda config: Stack(
+        config, HypeBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), HypePositions(config)
+    ),
+    (LightningConfigMixin, LinearModelMixin),
     title="HypeNet",
-    name="hypenet",
-    linear=True,
     published=Published(values),
     places={LINEAR: Place("lightning_attention", ("self_attn",)), FULL: Place(FULL, ("self_attn",))},
 )

@@ -58,7 +58,13 @@ from still_export.models.base import no_mask
 from still_export.models.families import lara
 from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.hypenet import HYPENET
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
+from still_export.models.families.linear_mixins import (
+    LinearConfigMixin,
+    LinearModelMixin,
+    MambaModelMixin,
+    Place,
+    stack_family,
+)
 from still_export.models.families.mamba3 import MAMBA3
 from still_export.models.families.mamba_in_llama import MAMBA_IN_LLAMA
 from still_export.models.families.minicpm_sala import SALA
@@ -189,13 +195,6 @@ class MiniMaxModelMixin(LinearModelMixin):
         return self.model(attention_mask=masks, position_ids=positions, use_cache=False, **{CACHE: cache}, **kwargs)
 
 
-class NemotronModelMixin(LinearModelMixin):
-    """Layers that are a single block each."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, NemotronHBlock, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon))
-
-
 def _family(
     config: Any,
     model: Any,
@@ -287,16 +286,19 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
             },
             (MiniMaxConfigMixin, MiniMaxModelMixin),
         ),
-        _family(
+        stack_family(
+            __name__,
             NemotronHConfig,
-            StackForCausalLM,
-            {
+            lambda config: Stack(
+                config, NemotronHBlock, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+            ),
+            title="NemotronH",
+            name="nemotron_h",
+            places={
                 "linear_attention": Place("mamba2", ("mixer",)),
                 "full_attention": Place(FULL, ("mixer",)),
                 **dict.fromkeys(("mlp", "moe"), Place("feed_forward", ())),
             },
-            (LinearConfigMixin, NemotronModelMixin),
-            title="NemotronH",
         ),
         *FLA_FAMILIES,
         TRANSNORMER,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, kept
+from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, kept
 
 
 @strict
@@ -101,19 +101,12 @@ class Mamba3Block(nn.Module):
         return hidden + self.mixer(self.norm(hidden), cache)
 
 
-class Mamba3ModelMixin(MambaModelMixin):
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps))
-
-
-MAMBA3 = make_family(
+MAMBA3 = stack_family(
     __name__,
     Mamba3Config,
-    StackForCausalLM,
-    (HeadlessConfigMixin, Mamba3ModelMixin),
+    lambda config: Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps)),
+    (HeadlessConfigMixin, MambaModelMixin),
     title="Mamba3",
-    name="mamba3",
-    linear=True,
     published=Published(values),
     places={"linear_attention": Place("mamba3", ("mixer",))},
 )

@@ -15,9 +15,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"rwkv\.blocks\.(\d{1,6})\.(pre_ln|ln1|ln2|attention|feed_forward)\.")
@@ -175,20 +175,13 @@ class Rwkv6Block(nn.Module):
         return hidden + self.mixer(self.norm(hidden), cache)
 
 
-class Rwkv6ModelMixin(LinearModelMixin):
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, Rwkv6Block, nn.LayerNorm(config.hidden_size, config.norm_eps))
-
-
 RWKV5, RWKV6 = (
-    make_family(
+    stack_family(
         __name__,
         Rwkv6Config,
-        StackForCausalLM,
-        (HeadlessConfigMixin, Rwkv6ModelMixin),
+        lambda config: Stack(config, Rwkv6Block, nn.LayerNorm(config.hidden_size, config.norm_eps)),
+        (HeadlessConfigMixin, LinearModelMixin),
         title=name.title(),
-        name=name,
-        linear=True,
         published=Published(values, renamed=renamed, moved=linear),
         places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv6", ("mixer",))),
     )

@@ -10,9 +10,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
 
 EPSILON = 1e-6
 """Of its norms; no configuration says so."""
@@ -148,19 +148,12 @@ class TransNormerConfigMixin(LinearConfigMixin):
         return config.num_attention_heads, size * (2 if config.lrpe_layers[index] else 1), size, 1.0
 
 
-class TransNormerModelMixin(LinearModelMixin):
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, TransNormerBlock, PlainRMSNorm(), Places(config), config.embed_scale)
-
-
-TRANSNORMER = make_family(
+TRANSNORMER = stack_family(
     __name__,
     TransNormerConfig,
-    StackForCausalLM,
-    (TransNormerConfigMixin, TransNormerModelMixin),
+    lambda config: Stack(config, TransNormerBlock, PlainRMSNorm(), Places(config), config.embed_scale),
+    (TransNormerConfigMixin, LinearModelMixin),
     title="TransNormer",
-    name="transnormer",
-    linear=True,
     published=Published(values),
     places={"linear_attention": Place("lightning_attention", ("token_mixer",))},
 )

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from still_export.errors import ConfigError
 from still_export.mixers.layers import MOST_ROWS
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.linear_mixins import Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
 from still_export.models.families.support import SLIDING
 
 NAMES = (
@@ -152,20 +152,14 @@ class ChunkPositions(LlamaRotaryEmbedding):
         return cos, sin, (position_ids % self.row_tokens == 0)[..., None], *own
 
 
-class RatModelMixin(LinearModelMixin):
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, RatBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config))
-
-
 FAMILIES = (
-    make_family(
+    stack_family(
         __name__,
         RatConfig,
-        StackForCausalLM,
-        (LinearConfigMixin, RatModelMixin),
+        lambda config: Stack(
+            config, RatBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config)
+        ),
         title="Rat",
-        name="rat",
-        linear=True,
         published=Published(values, NAMES),
         places={
             "full_attention": Place("strided_attention", ("seq_layer",)),
