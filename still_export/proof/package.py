@@ -283,7 +283,6 @@ def select(
     from still_export.proof.chains import empty_feed
     from still_export.proof.prompts import Prompts, affordable
     from still_export.proof.selections import write_selections
-    from still_graphs.states import StateTable
     from still_kernels.registry import ties_of
 
     _check_written(options, "--selections")
@@ -403,7 +402,6 @@ def _torch_cases(
     PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
     fewer bits is held to half precision: where a number lies between two of theirs the last bit decides, and what follows differs."""
     from copy import deepcopy
-    from dataclasses import replace
 
     import torch
 
