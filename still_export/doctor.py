@@ -67,7 +67,6 @@ def find_gpu() -> str | None:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a distribution, None where it is not there."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -248,7 +247,6 @@ def _memory_bytes() -> int:
 
 
 def _processor() -> str:
-    """The processor's name as the system gives it."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
         if found:
@@ -257,7 +255,6 @@ def _processor() -> str:
 
 
 def machine() -> dict[str, str]:
-    """What it is."""
     memory = f"{_memory_bytes() / 1e9:.0f} GB"
     return {
         "still-export": version(DISTRIBUTION) or "not installed",

@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: flags and their allowed values.
+"""Options as fields of dataclasses: flags and their allowed values. Records raise ConfigError for others, and for contradictions.
 
 pydantic costs 15 MB and a tenth of a second, so it is loaded only where types are checked: `run` checks none.
 """
@@ -36,7 +36,6 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 
 def flag_of(kind: type, name: str) -> str:
-    """The flag of the dataclass `kind`'s field `name`."""
     entry = next(entry for entry in fields(kind) if entry.name == name)
     return str(entry.metadata.get("flag", f"--{name.replace('_', '-')}"))
 
@@ -76,4 +75,5 @@ def check_types(kind: type, values: Mapping[str, Any], source: str, fail: type[S
 def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
     from pydantic import TypeAdapter
 
-    return {name: TypeAdapter(hint) for name, hint in get_type_hints(kind).items()}
+    hints = get_type_hints(kind)
+    return {entry.name: TypeAdapter(hints[entry.name]) for entry in fields(kind)}

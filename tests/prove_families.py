@@ -14,9 +14,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from still_export.proof.records import read_records, sum_up, write_record
+from still_export.proof.records import write_record
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.linear_models import FAMILIES, linear_model
+from tools.verdicts import read_records, sum_up
 
 WITH_EXPERTS = {f"{name}-experts": name for name in SPARSE}
 

@@ -13,12 +13,14 @@ import argparse
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from still_export.errors import ConfigError
-from still_export.proof.records import OP, Record, old_parts, read_record
+from still_export.proof.constants import PROOF_VERSION
+from still_export.proof.op_sources import op_digest
+from still_export.proof.records import OP, Record, make_record, read_record
 
 VERDICTS = Path(__file__).resolve().parents[1] / "docs/reference/verdicts.json"
 KEY = ("target", "machine", "subject", "type")
@@ -33,6 +35,41 @@ RUNTIMES = {
 }
 
 Row = dict[str, Any]
+
+
+def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> list[str]:
+    """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared: that needs an export.
+
+    Args:
+        letters: Of each hash that are known.
+    """
+    found = ["judge"] if judge != PROOF_VERSION else []
+    for part, digest in ran.items():
+        if part.startswith(OP):
+            name, _, device = part.removeprefix(OP).partition(" on ")
+            if (op_digest(name, "cuda" if device == "cuda" else "cpu") or "")[:letters] != digest:
+                found.append(part.removeprefix(OP))
+    return found
+
+
+def sum_up(name: str, parts: Sequence[Record]) -> Record:
+    """One record of a run that proved several packages or asked several checks: `rows` has each, `failed` the names of those that failed,
+    `ran` the ops of all; its subject is what they share."""
+    margins = [m for part in parts if isinstance(m := part.figures.get("worst_of_its_bound"), int | float)]
+    failed: list[Any] = [part.name for part in parts if part.verdict == "failed"]
+    rows = [part.model_dump(mode="json", include={"name", "subject", "verdict", "figures", "ran"}) for part in parts]
+    figures = {"checks": len(parts), "failed": failed, "rows": rows}
+    if margins:
+        figures["worst_of_its_bound"] = max(margins)
+    subject = dict(set.intersection(*(set(part.subject.items()) for part in parts)))
+    ran = {kind: digest for part in parts for kind, digest in part.ran.items() if kind.startswith(OP)}
+    versions = {kind: version for part in parts for kind, version in part.versions.items()}
+    return make_record("proof", name, subject, figures, ran, not failed, parts[0].seed, versions=versions)
+
+
+def read_records(folder: Path) -> list[Record]:
+    """All of a folder, the oldest first."""
+    return sorted((read_record(path) for path in folder.glob("**/*.json")), key=lambda record: record.date)
 
 
 def row_of(records: Sequence[Record]) -> Row:

@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from still_export.errors import ConfigError, StillExportError
-from still_export.models.gguf.folder import write_folder
 from still_export.models.load import load_tokenizer
+from tools.gguf_folder import write_folder
 
 ANSWER_TOKENS, TEMPERATURE, ROWS = 224, 0.7, 1536
 PLACES = (

@@ -32,7 +32,6 @@ def _unmade(graph: ir.Graph, outer: Collection[ir.Value]) -> str:
 
 
 def no_functions(model: ir.Model) -> str:
-    """No local function is left."""
     names = sorted({f.name for f in model.functions.values()})
     return f"local functions {', '.join(names)}" if names else ""
 
@@ -73,8 +72,6 @@ def plugin_nodes(model: ir.Model) -> str:
 
 
 def opset_at_least(version: int) -> Condition:
-    """The standard opset is at least `version`."""
-
     def check(model: ir.Model) -> str:
         found = model.opset_imports.get("", 0)
         return f"opset {found}, below {version}" if found < version else ""
@@ -83,8 +80,6 @@ def opset_at_least(version: int) -> Condition:
 
 
 def opset_at_most(version: int) -> Condition:
-    """The standard opset is at most `version`."""
-
     def check(model: ir.Model) -> str:
         found = model.opset_imports.get("", 0)
         return f"opset {found}, above {version}" if found > version else ""

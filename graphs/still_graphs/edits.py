@@ -149,7 +149,6 @@ class Writer:
     """Adds nodes to one graph, before the node `place` or, where that is None, at its end; fresh names are unique in the whole model.
 
     Args:
-        graph: Gets the nodes.
         fresh: Gives names, where several graphs of a model are written; None: of `graph` and the graphs inside it.
     """
 
@@ -183,7 +182,6 @@ class Writer:
         return node.outputs
 
     def constant(self, value: Any, dtype: str | np.dtype[Any], hint: str = "constant") -> ir.Value:
-        """The result of a new Constant node."""
         name = self.fresh(hint)
         tensor = ir.tensor(np.asarray(value, dtype=dtype), name=name)
         return self.node("Constant", [], name, value=tensor)

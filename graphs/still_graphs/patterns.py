@@ -36,7 +36,6 @@ class Op:
     Args:
         op: Its type, or the types that it may have.
         inputs: Patterns of all its inputs, None: one that is absent; with `...` in the end of the first ones.
-        domain: Of the type.
         outputs: How many results it has, None: any number.
         kept: It stays, for it has other readers; what nobody reads after all goes.
         check: Must hold for it.

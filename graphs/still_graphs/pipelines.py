@@ -39,7 +39,6 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Name of the pass."""
         return self.run.__name__
 
 
@@ -59,12 +58,6 @@ def run_steps(
     model: ir.Model, steps: Sequence[Step], dump: Dump | None = None, traits: Collection[str] = ()
 ) -> dict[str, int]:
     """Run `steps` over `model`, in place.
-
-    Args:
-        model: The graph, an onnx_ir.Model; its weights may lie in files beside it.
-        steps: In order.
-        dump: Called after each.
-        traits: Of the model or its deployment, which steps ask for.
 
     Returns:
         Changes by step.

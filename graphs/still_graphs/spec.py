@@ -119,7 +119,6 @@ class StateSpec:
         return self.only == (CACHE.name, "int8")
 
     def exists(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether the op has this state with these attributes."""
         return self.only is None or attributes[self.only[0]] == self.only[1]
 
     def sizes(self, symbols: Mapping[str, int]) -> tuple[int, ...]:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from still_export.cli.errors import ended_at_once
-from still_export.cli.next_commands import next_commands
-from still_export.cli.output import Output, TrustNative
+from still_export.cli.output import Output, TrustNative, next_commands
 from still_export.sources import demand_package
 
 EXAMPLES = """

@@ -32,8 +32,6 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
     """Talk until /exit or the input ends.
 
     Args:
-        conversation: With the model.
-        output: For what is no answer.
         when_full: At the end of the capacity: "ask" whether the oldest turns may go, "drop" them, or "stop".
 
     Raises:

@@ -92,6 +92,5 @@ def complain_interrupted() -> None:
 
 
 def complain(name: str, message: str) -> None:
-    """Print an error in one line on stderr."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{name}:[/] ", end="")
     print(message, file=sys.stderr)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from still_export.cli.next_commands import next_commands
-from still_export.cli.output import LOADING, Output, command_line
+from still_export.cli.output import LOADING, Output, command_line, next_commands
 from still_export.folders.model import check_model, check_overlay
 from still_export.package.staging import demand_free
 from still_export.sources import demand_model
@@ -78,7 +77,7 @@ def export(
             check_overlay(overlay)
         for text in asked.get("calibrate") or ():
             read_text(Path(text))
-        _check_dtype(asked.get("to"), asked.get("dtype", "auto"), found.dtype)
+        _check_dtype(asked.get("to"), asked.get("dtype"), found.dtype)
     demand_free(output, force)
     out = Output(as_json, quiet)
     with out.waiting(LOADING):
@@ -139,15 +138,18 @@ def _build_kernels(out: Output) -> None:
         out.log(f"kernels built in {time.monotonic() - begin:.0f} s; later exports include them")
 
 
-def _check_dtype(to: str | None, asked: str, stored: str) -> None:
+def _check_dtype(to: str | None, asked: str | None, stored: str) -> None:
     """Refuse at once a type that no target by the name `to` computes in."""
     from still_export.targets.registry import names, targets_of
 
-    dtype = stored if asked == "auto" else asked
-    if dtype == "bfloat16" and asked == "auto":
-        return  # becomes float32
-    if to in names() and dtype and not any(dtype in target.dtypes for target in targets_of(to)):
-        targets_of(to)[0].check_dtype(dtype)
+    if to not in names():
+        return
+    targets = targets_of(to)
+    dtype = asked or targets[0].dtype
+    if dtype == "auto":
+        dtype = "float32" if stored == "bfloat16" else stored
+    if dtype and not any(dtype in target.dtypes for target in targets):
+        targets[0].check_dtype(dtype)
 
 
 def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path], str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from still_export.cli.output import Output, ReportFile
+from still_export.cli.output import Output, ReportFile, next_commands
 from still_export.errors import ConfigError
 from still_export.sources import Found, demand_package, look
 
@@ -42,7 +42,6 @@ def inspect(
             )
         _describe(looked, Output(as_json, quiet))
         return
-    from still_export.cli.next_commands import next_commands
     from still_export.doctor import machine, runs_here
     from still_export.package.folder import open_package
     from still_export.package.inspect import inspect as inspect_package

@@ -12,7 +12,6 @@ from still_export.cli.output import Output
 
 
 def register(app: typer.Typer, panel: str) -> None:
-    """Add the verb to `app`."""
     kernels = typer.Typer(help="Build the kernels for CPUs once; later exports include them.", no_args_is_help=True)
     kernels.command("build")(build)
     kernels.command("headers")(headers)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.next_commands import next_commands
-from still_export.cli.output import Output, command_line
+from still_export.cli.output import Output, command_line, next_commands
 from still_export.package.staging import demand_free
 from still_export.sources import demand_package
 

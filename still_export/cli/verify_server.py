@@ -18,7 +18,6 @@ SHOWN = 5
 
 
 def is_server(named: str) -> bool:
-    """Whether what is to be proven is an address."""
     return named.startswith(("http:/", "https:/"))
 
 
@@ -40,7 +39,6 @@ def verify_server(
         name: The server's name of the model.
         lengths: Of prompts, tokens; (): as usual.
         output: Folder of report.json; None: none is written.
-        seed: Of prompts.
         given: Other flags, which ask for nothing here; whether each was given.
 
     Raises:

@@ -24,7 +24,6 @@ from still_export.runtime.trt_engine import TrtError
 from still_export.targets.target import BuildError, NoBuilderError
 from still_export.targets.trt.options import RtxOptions, TrtOptions
 
-MODULES = {"trt": "tensorrt", "trt-rtx": "tensorrt_rtx_bindings"}
 RECORDS = {record.target: record for record in (TrtOptions, RtxOptions)}
 
 
@@ -47,14 +46,6 @@ def build_engines(
 ) -> list[Path]:
     """Build the engines of a package, in place, and record them in its manifest.
 
-    Args:
-        package: For a target that has engines.
-        options: Overrides.
-        progress: Called with each step.
-
-    Returns:
-        The engine files.
-
     Raises:
         NoBuilderError: No TensorRT or no GPU here.
         BuildError: The graph was refused, a still node did not become a plugin layer, or rows of a batch are not what they are alone;
@@ -62,7 +53,7 @@ def build_engines(
     """
     options, say = options or BuildOptions(), progress or (lambda step: None)
     manifest = package.manifest
-    if manifest.get("target") not in MODULES:
+    if manifest.get("target") not in RECORDS:
         raise PackageError(
             f"{package.path} is a package for {manifest.get('target')}, which has no engines. "
             "Export with --to trt or --to trt-rtx."
@@ -70,7 +61,7 @@ def build_engines(
     names = ("batch", "prefill_tokens", "workspace_mib", "optimization_level")
     changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     trt = RECORDS[manifest["target"]].from_manifest(manifest, **changes)
-    module = load_tensorrt(trt.target, package.path)
+    module = load_tensorrt(trt, package.path)
     try:
         with _kept(package):
             with EngineBuilder(module, package, trt, say) as builder:
@@ -82,7 +73,7 @@ def build_engines(
             write_manifest(package.path, content, {k: v for k, v in manifest["files"].items() if k not in engines})
             for name in engines:
                 trust(package.path / name)
-            if trt.target == "trt":
+            if trt.builds_here:
                 say("comparing rows with each alone")
                 _check_rows(package.path, options.plugin, trt.batch)
     except WrongEngineError as error:
@@ -139,13 +130,13 @@ def _check_rows(path: Path, plugin: Path | None, batch: int) -> None:
         raise BuildError(f"the engine was built, but does not run here: {error}") from error
 
 
-def load_tensorrt(target: str, package: Path) -> Any:
+def load_tensorrt(trt: TrtOptions, package: Path) -> Any:
     """TensorRT's Python module.
 
     Raises:
         NoBuilderError: It is not installed, or it needs a GPU and there is none.
     """
-    name = MODULES[target]
+    name = trt.module
     again = f"Run on a machine that has it: still-export build {package}"
     try:
         module = importlib.import_module(name)
@@ -153,13 +144,12 @@ def load_tensorrt(target: str, package: Path) -> Any:
         raise NoBuilderError(
             f"the Python module {name} is not installed ({error}): {installation(name)}. {again}"
         ) from error
-    if target == "trt" and not has_gpu():
+    if trt.builds_here and not has_gpu():
         raise NoBuilderError(f"no CUDA device: TensorRT builds engines on the GPU that runs them. {again}")
     return module
 
 
 def has_gpu() -> bool:
-    """True when the CUDA driver finds a device."""
     from still_export.runtime.cuda_driver import CudaError, Driver
 
     try:

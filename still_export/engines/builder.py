@@ -44,7 +44,7 @@ class EngineBuilder:
 
     def __init__(self, module: Any, package: Package, trt: TrtOptions, say: Progress) -> None:
         self.module, self.package, self.trt, self.say = module, package, trt, say
-        self.major = int(module.__version__.split(".")[0]) if trt.target == "trt" else 11
+        self.major = int(module.__version__.split(".")[0]) if trt.builds_here else 11
         self.errors: list[str] = []
 
     def __enter__(self) -> EngineBuilder:
@@ -59,7 +59,7 @@ class EngineBuilder:
         """An error that carries TensorRT's last words."""
         said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
         advice = ""
-        if any("memory" in error.lower() for error in self.errors) and self.trt.target == "trt":
+        if any("memory" in error.lower() for error in self.errors) and self.trt.builds_here:
             free, total = self.driver.memory()
             advice = (
                 f"\n{free >> 20} of {total >> 20} MiB of device memory are free. Close other programs on this GPU, or build with a "
@@ -81,23 +81,19 @@ class EngineBuilder:
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:
         """Build, check and write the engine; its manifest entry."""
-        module, target = self.module, self.trt.target
+        module, here = self.module, self.trt.builds_here
         quantization = self.package.manifest.get("quantization")
         if quantization and self.major < QUANTIZED_MAJOR and quantization.get("nodes") != PLUGIN:
             raise BuildError(
                 f"the weights of {self.package.path} are {quantization['scheme']}, which TensorRT {module.__version__} does not read; "
                 f"build with TensorRT {QUANTIZED_MAJOR} or later, or export with --tensorrt-include of TensorRT {self.major}."
             )
-        if (
-            target == "trt"
-            and self.major < QUANTIZED_MAJOR
-            and WORKAROUND not in self.package.manifest["trt"]["passes"]
-        ):
+        if here and self.major < QUANTIZED_MAJOR and WORKAROUND not in self.package.manifest["trt"]["passes"]:
             raise BuildError(
                 f"the graph of {self.package.path} is for TensorRT {QUANTIZED_MAJOR} and later, without what {module.__version__} needs. "
                 f"Export again with --tensorrt-include of the headers of TensorRT {self.major}."
             )
-        if target == "trt":
+        if here:
             from still_export.runtime.cuda_driver import Driver
 
             self.driver = Driver()
@@ -109,10 +105,9 @@ class EngineBuilder:
         plan = self._plan()
         seconds = time.monotonic() - start
         self._check_plugin_layers(plan)
-        name = "engine.plan" if target == "trt" else "engine-rtx.plan"
-        write_atomically(self.package.path / name, memoryview(plan))
+        write_atomically(self.package.path / self.trt.engine, memoryview(plan))
         entry = {
-            "file": name,
+            "file": self.trt.engine,
             "tensorrt": module.__version__,
             "size_bytes": plan.nbytes,
             "build_s": round(seconds, 1),
@@ -141,13 +136,13 @@ class EngineBuilder:
     def _plan(self) -> Any:
         """The serialized engine; the network and its weights are gone when this returns."""
         cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
-        module, target = self.module, self.trt.target
+        module, here = self.module, self.trt.builds_here
         self.say("starting TensorRT")
         builder = module.Builder(self.logger)
         network = builder.create_network(self._network_flags())
         parser = module.OnnxParser(network, self.logger)
         config = self._config(builder)
-        if target == "trt":
+        if here:
             cache = self._timing_cache(config)
         self.say("reading the graph")
         if not parser.parse_from_file(str(self.package.path / MODEL)):
@@ -155,7 +150,7 @@ class EngineBuilder:
             raise self.fail(f"TensorRT {module.__version__} refused {self.package.path / MODEL}")
         for profile in self._profiles(builder, network):
             config.add_optimization_profile(profile)
-        if target == "trt" and self.major < 10:
+        if here and self.major < 10:
             self._fix_precisions(network)
         self.say("building the engine")
         plan = builder.build_serialized_network(network, config)
@@ -166,7 +161,7 @@ class EngineBuilder:
         return plan
 
     def _device(self) -> dict[str, Any]:
-        if self.trt.target == "trt-rtx":
+        if not self.trt.builds_here:
             return {"archs": list(self.trt.architectures)}
         return {"gpu": self.driver.name, "archs": [f"sm_{self.driver.architecture}"]}
 
@@ -196,7 +191,7 @@ class EngineBuilder:
             self.monitor = progress_monitor(module, self.say)
             config.progress_monitor = self.monitor
         config.profiling_verbosity = module.ProfilingVerbosity.DETAILED
-        if trt.target == "trt-rtx":
+        if not trt.builds_here:
             self._set_architectures(config)
             return config
         if self.package.manifest["model"]["dtype"] == "float32":
@@ -336,7 +331,6 @@ def runs_on(name: str, device: int) -> bool:
 
 
 def write_atomically(path: Path, content: Any) -> None:
-    """Write a file whole or not at all."""
     staging = path.with_name(f".{path.name}.part")
     try:
         with staging.open("wb") as file:

@@ -24,7 +24,6 @@ def check_rows(model: Any, batch: int, context: int = 0) -> float:
 
     Args:
         model: A TrtModel; it forgets what it holds.
-        batch: Rows.
         context: Tokens that an empty state pretends to have seen.
 
     Returns:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from still_export.errors import ConfigError
+from still_export.errors import ConfigError, PackageError
 from still_export.loading.runtimes import open_runner, runtime_of
 from still_export.options import option
 from still_export.package.checked import read_manifest
@@ -107,8 +107,6 @@ def bench(
     """Measure prefill, decode and peak memory of a package by context length, each in a process of its own.
 
     Args:
-        package: Its folder.
-        options: What is measured, with which runtime.
         progress: Called with each length that is done.
 
     Returns:
@@ -117,8 +115,6 @@ def bench(
     Raises:
         PackageError: A measurement failed; the message has its error.
     """
-    from still_export.errors import PackageError
-
     rows = []
     for length in options.held(read_manifest(Path(package))):
         command = [sys.executable, "-m", "still_export.evaluation.bench", str(package)]
@@ -134,7 +130,6 @@ def bench(
 
 
 def to_dict(rows: list[Measurement]) -> list[dict[str, Any]]:
-    """As values of JSON."""
     return [asdict(row) for row in rows]
 
 

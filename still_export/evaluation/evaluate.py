@@ -46,9 +46,6 @@ class EvaluationOptions:
     depth (0 = far, 1 = near the question). The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code"
     asks about files of code, in the first text, of half to the whole of a length. RULER's tasks and BABILong's (`synthetic.MAKERS`) are
     answered in words, in a chat where the tokenizer has a template. Of `chat` answers ends and repetitions are counted.
-
-    Raises:
-        ConfigError: A task or variant is unknown, or a number out of range.
     """
 
     texts: tuple[str, ...] = option((), "Text file for bits per byte and as filler; repeatable.", flag="--text")
@@ -174,7 +171,6 @@ def measure(
     Args:
         models: By name: "still" in the options' variants, all others as they are; a package as `packages.PackageModel`.
         tokenizer: Of all.
-        advance: Called after each measurement.
 
     Raises:
         DataError: A text is unusable, or the tokenizer does not fit.
@@ -269,7 +265,6 @@ def load_any(
     Args:
         generates: They will write, which takes a cache; a softmax model without is faster on long texts.
         tokens: Longest sequence; a STILL model whose cache holds less gets room for it, beyond what it was trained on.
-        overlays: As of `open_source`, on `source`.
     """
 
     def softmax(path: str) -> Any:
@@ -422,7 +417,6 @@ DEFAULT_HAYSTACK = " ".join(
 
 
 def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Path, command: str) -> None:
-    """Write evaluation.json and evaluation.md."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"command": command, "options": asdict(options), **asdict(result)}
     from still_export.package.staging import staged_files

@@ -138,7 +138,6 @@ class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
     Args:
         model: Its folder, hub id or GGUF file; a softmax model is read as it is.
         adapter: What `linearize` trained from it.
-        tokens: Longest sequence, with its answer.
         given: What the command line always passes: device and batch size among it.
     """
 

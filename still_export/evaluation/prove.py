@@ -50,14 +50,6 @@ def prove(
 ) -> Proven:
     """Build, verify and measure a package, as far as this machine can.
 
-    Args:
-        package: Its folder.
-        options: What is shown, with which provider.
-        say: Called with each step.
-
-    Returns:
-        A record, of kind proof where PyTorch's answers were there, and what is missing from it.
-
     Raises:
         ConfigError: No runtime of this project runs packages of this target.
         PackageError: The package is damaged or does not run here.

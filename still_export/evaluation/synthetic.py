@@ -155,11 +155,7 @@ def _frequent(rng: np.random.Generator, depth: float, words: Sequence[str]) -> I
 
 
 def _story(supporting: int) -> Maker:
-    """bAbI's first three kinds of stories: people who go about, take and leave things, told between the sentences of the text.
-
-    Args:
-        supporting: Facts that an answer needs.
-    """
+    """bAbI's first three kinds of stories, by the facts that an answer needs: people who go about, take and leave things."""
 
     def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
         where: dict[str, list[str]] = {}

@@ -92,7 +92,6 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def refuse_pickle(path: Path) -> CheckpointError:
-    """The error for a pickled checkpoint."""
     return CheckpointError(
         f"{path} is a pickle: reading it could run any code that its author put in, so it is refused. "
         "Use the model's safetensors, or convert the file with an unpickler that runs nothing: "
@@ -101,7 +100,6 @@ def refuse_pickle(path: Path) -> CheckpointError:
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that the library does not read."""
     return CheckpointError(
         f"{path} ({path.stat().st_size:,} bytes) is no intact safetensors file: {error}. "
         "It is truncated or damaged; fetch it again."
@@ -117,7 +115,6 @@ class Head:
 
     @property
     def numbers(self) -> int:
-        """That it has."""
         return math.prod(self.shape)
 
 

@@ -23,7 +23,6 @@ class Container:
 
     Args:
         path: Of the file that was named.
-        parts: All files, in order.
     """
 
     path: Path
@@ -150,7 +149,6 @@ class Keys:
         self._read: set[str] = set()
 
     def __call__(self, name: str, *default: Any) -> Any:
-        """The value of a key; errors as of `Container.value`."""
         self._read.add(name)
         return self.file.value(self.prefix + name, *default)
 

@@ -35,7 +35,6 @@ class Edit:
                 object.__setattr__(self, field, None)
 
     def applied(self, tensor: Tensor) -> Tensor:
-        """The family's tensor."""
         import torch
 
         if self.rows is not None:

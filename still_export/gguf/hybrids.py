@@ -294,4 +294,3 @@ HYBRIDS = {
         _kimi, _KIMI, edits=_kimi_edits, joined={"self_attn.kv_b_proj": ("attn_k_b", "attn_v_b")}
     ),
 }
-"""By GGUF's name."""

@@ -374,4 +374,3 @@ MAMBA = {
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture(_nemotron_h, _NEMOTRON, _BACKBONE, _nemotron_edits)),
     "jamba": Architecture(_jamba, _JAMBA, _FALCON, lambda view, config: _edits("mamba")),
 }
-"""By GGUF's name."""

@@ -58,7 +58,6 @@ class Rule:
     composed: bool = False
 
     def pre_tokenizer(self) -> Any:
-        """Of the library tokenizers."""
         from tokenizers import Regex, pre_tokenizers
 
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []

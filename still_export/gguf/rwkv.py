@@ -195,4 +195,3 @@ RWKV = {
         skipped=r"blk\.0\.time_mix_v[012]\.weight",
     ),
 }
-"""By GGUF's name."""

@@ -57,11 +57,7 @@ _UNTIED = ("kimi-linear", "rwkv6", "rwkv6qwen2", "rwkv7", "olmo2")
 
 
 class View:
-    """A file as its architecture reads it.
-
-    Args:
-        file: The container.
-    """
+    """A file as its architecture reads it."""
 
     def __init__(self, file: Container) -> None:
         self.file, self.keys = file, Keys(file, file.architecture)
@@ -185,7 +181,6 @@ def common(view: View, model_type: str) -> Config:
 
 
 def epsilon(view: View) -> float:
-    """Of the norms."""
     name = "attention.layer_norm_rms_epsilon"
     return view.keys.number(name if name in view.keys else "attention.layer_norm_epsilon")
 

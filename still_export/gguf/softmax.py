@@ -141,4 +141,3 @@ SOFTMAX = {
         ),
     ),
 }
-"""By GGUF's name."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from still_export.gguf.architectures import turn_ends
 from still_export.gguf.container import Container, open_gguf
-from still_export.gguf.ends import turn_ends
 from still_export.gguf.rules import rule_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class Made:
     """A file's tokenizer.
 
     Attributes:
-        tokenizer: Of the library tokenizers.
         names: Special tokens, as transformers names them: bos_token, eos_token, unk_token, pad_token.
         begins: Each text begins with the token bos.
     """

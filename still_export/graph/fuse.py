@@ -13,11 +13,7 @@ from still_graphs.patterns import Fusion, Match, Op, Val, fuse, fused
 
 
 def fuse_nodes(model: ir.Model) -> int:
-    """Fuse in place; weights are not read.
-
-    Returns:
-        Number of nodes that are gone.
-    """
+    """Fuse in place; weights are not read."""
     before = len(model.graph)
     fuse(model, ROTARY, NORM_OF_SUM)
     return before - len(model.graph)

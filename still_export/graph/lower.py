@@ -43,7 +43,6 @@ def _translation(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _schema(spec: OpSpec) -> Any:
-    """The op's schema for onnxscript, made from its OpSpec."""
     from onnx import defs
 
     kinds = {int: defs.OpSchema.AttrType.INT, float: defs.OpSchema.AttrType.FLOAT, str: defs.OpSchema.AttrType.STRING}
@@ -133,10 +132,7 @@ def onnx_of(
     """A traced program in ONNX.
 
     Args:
-        traced: The program.
-        inputs, outputs: Their names, in order.
         weights: Names that the program gives its weights, whose values are left out.
-        table: What ops of ours become.
     """
     decompose_simply(traced)
     with few_collections(), promote_simply(), _without_exporter_noise():

@@ -24,11 +24,7 @@ def merge_linear_layers(model: ir.Model, parts: int | None = None) -> int:
     """Merge in place. Weights side by side are read when they are asked for; the products' own are gone.
 
     Args:
-        model: The graph.
         parts: Products that are merged, of those of one value the first, or both of two of the same size; None: all that there are.
-
-    Returns:
-        Number of products that are gone.
     """
     found = _groups(model, parts)
     for group in found:

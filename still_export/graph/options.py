@@ -41,15 +41,11 @@ class ExportOptions:
     """What of a model is exported, for any target; a manifest's `config` records it, `--config manifest.json` repeats it.
 
     Args:
-        model: Folder, hub id or GGUF file.
         still: Fields of the STILL configuration: those of DEPLOYMENT of any model, others of models that do not carry one.
 
     The others are flags of `still-export export`, whose help says what they are. `dtype` is that of the weights, "auto": as stored, but
     bfloat16 as float32. `all_logits`: otherwise each sequence has those of its last new token. `quantize`: scheme of the weights' bits
     (quantization/policy.py), None: as `dtype` says.
-
-    Raises:
-        ConfigError: Options of quantization without `quantize`.
     """
 
     model: str
@@ -57,7 +53,7 @@ class ExportOptions:
     dtype: str = option(
         "auto",
         "float32, float16, bfloat16, or auto: as stored, but bfloat16 as float32.",
-        shown="auto, of engines float16",
+        shown="auto, of engines float16, for browsers float32",
     )
     all_logits: bool = option(False, "Logits of every position, not of the last token.", panel=MODEL)
     overlays: tuple[str, ...] = option(
@@ -109,7 +105,6 @@ class ExportOptions:
         return self.quantize_method == GPTQ or self.quantize_budget is not None
 
     def still_config(self) -> StillConfig | None:
-        """The STILL configuration asked for, None where nothing was."""
         from still_export.mixers.config import DEPLOYMENT, StillConfig
 
         trained = {name: value for name, value in self.still.items() if name not in DEPLOYMENT}
@@ -117,10 +112,6 @@ class ExportOptions:
 
     def quantization(self, layout: Layout, to: str) -> Quantization | None:
         """How weights are quantized, None: not.
-
-        Args:
-            layout: The target's form of them.
-            to: The target's name, for messages.
 
         Raises:
             ConfigError: The scheme, method or block size is unknown, or not one of the target.

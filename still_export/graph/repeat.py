@@ -42,7 +42,6 @@ def like(model: Any, states: StateTable) -> list[int]:
 
     Args:
         model: A STILL model of any family.
-        states: Of its layers.
     """
     types = getattr(model.config, "layer_types", None)
     seen: dict[str, list[int]] = {}
@@ -105,7 +104,6 @@ class Hidden:
         self.in_tuple = False
 
     def add(self, given: Tensor, result: Any) -> None:
-        """Of one layer."""
         self.in_tuple = isinstance(result, tuple)
         if self.in_tuple and any(part is not None for part in result[1:]):
             raise LayersDiffer("layers give the next one more than hidden states.")
@@ -179,7 +177,6 @@ def repeat_layers(
 
     Args:
         model: The graph of the traced layers, with the outputs `hidden` and `hidden.<layer>`, which it loses.
-        alike: As of `like`.
         constants: For each layer, as of `constants_of`.
         inputs, outputs: Names of the whole model's, in order.
 

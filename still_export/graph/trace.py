@@ -74,7 +74,6 @@ SPARED: tuple[tuple[str, str, Any], ...] = (
 
 
 def _name(state: State) -> str:
-    """The state's name in its layer."""
     return state.name.rsplit(".", 1)[0]
 
 

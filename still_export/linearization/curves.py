@@ -17,7 +17,6 @@ class Curves:
 
     Args:
         folder: Of the run's work; all stages share one file in it.
-        stage: Whose steps follow.
         done: Steps of it that a checkpoint has; later ones of an earlier process are dropped, because they come again.
     """
 
@@ -55,7 +54,6 @@ class Curves:
                     self._events.add_scalar(f"{self.stage}/{name}", value, step)
 
     def close(self) -> None:
-        """After the last step."""
         self._file.close()
         if self._events is not None:
             self._events.close()

@@ -47,6 +47,5 @@ def rehearse_save(model: Any, tokenizer: Any) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a STILL model and its tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

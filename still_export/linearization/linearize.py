@@ -34,9 +34,6 @@ def linearize(
 
     Args:
         resume: Continue the run whose checkpoints are in `output`.
-        force: Replace an existing folder.
-        command: Recorded in linearize.json.
-        progress: Called after every step.
         log: Called with a line about each part of the work.
 
     Raises:
@@ -58,7 +55,6 @@ def linearize(
 
 
 def _train(run: LinearizationRun, resume: bool, command: str) -> Linearization:
-    """Both stages, and what they gave, written."""
     planner = Planner(run) if run.recipe.budget else None
     if not resume and planner is None:
         run.log(cost_of(run))

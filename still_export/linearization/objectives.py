@@ -18,11 +18,7 @@ SELECTION_QUERIES = 32
 
 
 def make_students(model: Any, learn_window_factors: bool = False) -> list[Trainable]:
-    """Put every linearized layer of a STILL model, in place, into the form that can be teacher and student; names of parameters stay.
-
-    Args:
-        learn_window_factors: As of `Mixer.trainable`.
-    """
+    """Put every linearized layer of a STILL model, in place, into the form that can be teacher and student; names of parameters stay."""
     found = (
         mixer_of(model.config, index).trainable(layer.self_attn, learn_window_factors)
         for index, layer in enumerate(model.model.layers)
@@ -34,7 +30,6 @@ class TransferObjective(nn.Module):
     """Stage 1: each layer's output against its softmax output, before o_proj for hybrid attention; softmax feeds the next layer.
 
     Args:
-        model: A STILL model.
         attentions: Its linearized layers, those that are compared.
         known: The others, which only pass their softmax output on.
     """
@@ -75,7 +70,6 @@ class FinetuneObjective(nn.Module):
 
     Args:
         model: A PEFT model around a STILL model; with its adapter disabled and softmax attention it is the teacher.
-        attentions: Its linearized layers.
         loss: "ce" or "kl".
         selection_weight: Of the selection's loss.
         selection_target: Whose attention it aims at, "student" or "base".

@@ -22,7 +22,6 @@ class Passes:
 
     Args:
         objective: Maps ids and weights to (loss, parts); as `accelerator` prepared it.
-        optimizer: Likewise.
     """
 
     def __init__(self, accelerator: Accelerator, objective: nn.Module, optimizer: Any) -> None:
@@ -71,18 +70,15 @@ class SummedPasses(Passes):
         self.sum = torch.zeros(sum(p.numel() for p in trained), device=accelerator.device)
 
     def begin(self) -> None:
-        """As of Passes."""
         self.sum.zero_()
         for parameter, part in zip(self.trained, self.sum.split([p.numel() for p in self.trained]), strict=True):
             parameter.grad = part.view_as(parameter)
 
     def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
-        """As of Passes."""
         device = self.accelerator.device
         return self._forward_backward(ids.to(device), weights.to(device), share)
 
     def end(self) -> None:
-        """As of Passes."""
         if self.accelerator.num_processes > 1:
             torch.distributed.all_reduce(self.sum)
             self.sum /= self.accelerator.num_processes
@@ -121,7 +117,6 @@ class ReplayedPasses(SummedPasses):
         self.records = True
 
     def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
-        """As of Passes."""
         key = (tuple(ids.shape), share)
         known = key in self.recorded
         recorded = self.recorded.setdefault(key, None)

@@ -54,9 +54,6 @@ class Recipe:
     """How a model is linearized; learning rates and rank are those of the released recipe.
 
     Every field is an option of the recipe file and, with dashes, a flag.
-
-    Raises:
-        ConfigError: A value is unknown or out of range.
     """
 
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
@@ -299,7 +296,6 @@ class Recipe:
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON and YAML."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

@@ -64,7 +64,6 @@ class Reuse:
         return {"layer_types": types, "reuse": tuple(x if isinstance(x, int) else i for i, x in enumerate(self.layers))}
 
     def write(self, path: Path) -> None:
-        """As `read` takes it."""
         lost = [[round(x, 4) for x in row] for row in self.lost]
         content = {"layers": list(self.layers), "lost": lost, "base": self.base}
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")

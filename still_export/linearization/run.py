@@ -62,7 +62,6 @@ class Linearization:
     plan: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         stages = [asdict(stage) for stage in self.stages]
         return {"bits_per_byte": self.bits_per_byte, "stages": stages, **({"plan": self.plan} if self.plan else {})}
 

@@ -93,7 +93,6 @@ def check_replaceable(folder: Path, force: bool, hint: str) -> None:
 
 
 def is_still_folder(folder: Path) -> bool:
-    """Whether the folder has a STILL model."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return "still_config" in config

@@ -89,11 +89,8 @@ class Trainer:
     """Trains the parameters of `objective` that require a gradient.
 
     Args:
-        accelerator: Of this process.
-        recipe: Its sizes and intervals.
         name: Of the stage; names its checkpoints.
         folder: Where checkpoints of all stages lie.
-        progress: Called on the main process.
     """
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, name: str, folder: Path, progress: Progress) -> None:
@@ -116,7 +113,6 @@ class Trainer:
 
         Args:
             objective: Maps ids and weights to (loss, parts).
-            batches: Batch of every step.
             rate_of: Highest learning rate of a parameter, by its name in `objective`.
             validate: The loss that decides on an early stop, equal on every process.
             until: Monotonic time after which no step begins; the first process that comes to it ends the stage for all.
@@ -243,7 +239,6 @@ class Trainer:
         return sorted(p for p in self.folder.glob("step-*") if p.suffix != ".partial")
 
     def _restore(self, module: nn.Module, optimizer: Any) -> StageReport:
-        """Load the latest checkpoint into module and optimizer."""
         found = self._checkpoints()
         if not found:
             return StageReport(self.name)

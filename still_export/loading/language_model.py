@@ -241,7 +241,6 @@ class LanguageModel:
         self._begin_with(snapshot)
 
     def _begin_with(self, prefix: Snapshot | None) -> None:
-        """Let every call start from `prefix`."""
         self._prefix, self._place = prefix, prefix.place if prefix else "text"
         self._said = list(prefix.unread) if prefix else []
         self._reader = Reader(self.runner, self.prefixes, prefix)

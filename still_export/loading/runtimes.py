@@ -23,12 +23,8 @@ class Opening:
     """A package that a runner is to open.
 
     Args:
-        folder: The package.
-        manifest: Its manifest.
         provider: Of ONNX Runtime, "cpu" or "cuda".
-        threads: 0 = the runtime's choice.
         plugin: TensorRT's plugin library in the place of the package's.
-        check: Compare the weights with their hashes.
         watch: Ops whose first outputs are added to the graph's, where the runtime can report them.
         bodies: Run function bodies, though there are kernels.
         graph: Of the package, over the same weights.
@@ -53,7 +49,6 @@ class Runtime:
 
     Args:
         name: As `--runtime` and a target's record have it.
-        title: For people.
         open: The runner of a package; raises RunError where it does not run here.
         repeat: The command that repeats a call with polygraphy.
         polygraphy: The runtime's name there.
@@ -75,7 +70,6 @@ class Runtime:
 
 
 def open_ort(asked: Opening) -> Runner:
-    """As of Runtime."""
     from still_export.runtime.ort import OrtModel
 
     changed = asked.watch or asked.tensors or asked.graph != MODEL or _unpacks(asked)
@@ -140,7 +134,6 @@ def open_trt(asked: Opening) -> Runner:
 
 
 def repeat_trt(asked: Opening) -> list[str]:
-    """Polygraphy's command."""
     entry = asked.manifest["engines"][0]
     library = asked.plugin or asked.folder / asked.manifest["plugins"][entry["tensorrt"].split(".")[0]]
     # Polygraphy only opens libraries: the variant that registers itself.
@@ -177,7 +170,6 @@ def runtime_of(target: str, asked: str | None) -> Runtime:
     """The runtime of packages for `target`.
 
     Args:
-        target: As in the manifest.
         asked: The flag --runtime: the name of the target's own runtime, torch, or None = the target's own.
 
     Raises:
@@ -211,10 +203,7 @@ def open_runner(folder: Path, manifest: dict[str, Any], runtime: str, provider: 
     """The runner of the package `folder`.
 
     Args:
-        folder: The package.
-        manifest: Its manifest.
         runtime: Name of a runtime of the package's.
-        provider: Of ONNX Runtime, "cpu" or "cuda".
         how: Further fields of Opening.
 
     Raises:

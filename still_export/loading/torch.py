@@ -22,7 +22,6 @@ class TorchModel(Runner):
     Args:
         manifest: Of the package.
         model: A STILL model of any family, in the package's type or another.
-        folder: The package, for its tokenizer.
     """
 
     def __init__(self, manifest: dict[str, Any], model: Any, folder: Path = Path()) -> None:
@@ -33,7 +32,6 @@ class TorchModel(Runner):
         self._states: list[dict[str, Tensor]] = []
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
-        """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
         feed = _named("past", empty_states(self.model.config, batch, self.model.dtype, capacity=capacity))
         return {**feed, "past_length": np.zeros(batch, np.int64)}
 

@@ -53,6 +53,9 @@ class Mixer(Protocol):
     by_prompts: bool = False
     """Its layers can go by a whole prompt's length, `whole_prompts` of the deployment."""
 
+    trained: type | None = None
+    """Class of its modules as teacher and student; None: none are trained."""
+
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         """The ops of the layer; the names of their states differ."""
 
@@ -77,13 +80,16 @@ class Mixer(Protocol):
             f"layers of type {self.name} are not served by this plugin: vLLM has the family itself. Serve the model that was exported."
         )
 
-    def trainable(self, module: nn.Module, learn_window_factors: bool) -> Trainable | None:
+    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable | None:
         """The layer's `module`, in place in a form that can be teacher and student; None: the layer stays as it is.
 
         Args:
             learn_window_factors: Where the softmax terms have a weight, it can be trained.
         """
-        return None
+        if self.trained is None:
+            return None
+        module.__class__ = self.trained  # wrapping would rename the parameters
+        return module
 
     def without(self, model: nn.Module, part: str) -> AbstractContextManager[None]:
         """`model` with a part of these layers switched off, one of `parts`, inside the block."""

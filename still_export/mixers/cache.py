@@ -45,7 +45,6 @@ class StillCache(Cache):
 
     @classmethod
     def empty(cls, config: Any) -> StillCache:
-        """A cache that has seen nothing, for a model with the STILL family configuration `config`."""
         return cls(_layers(config))
 
     @classmethod
@@ -111,7 +110,6 @@ class StillCache(Cache):
             layer.map_rows(change)
 
     def states(self) -> list[dict[str, Tensor]]:
-        """State tensors of every layer by name."""
         return [layer.states() for layer in self.layers]
 
 

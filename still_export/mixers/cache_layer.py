@@ -64,11 +64,9 @@ class Progress:
         self.length = self.length + self.new_tokens  # a new tensor: the old one may have been handed out
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """As of `StillCacheLayer.map_rows`."""
         self.length = None if self.length is None else change(self.length)
 
     def reset(self) -> None:
-        """Nothing has been seen."""
         self.length = self.new_tokens = None
         self._columns = 0
 
@@ -77,7 +75,6 @@ class FixedProgress(Progress):
     """The same in tensors that stay where they are: no step makes one, or counts on the host.
 
     Args:
-        batch: B.
         capacity: Columns that the cache has room for.
     """
 

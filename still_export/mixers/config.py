@@ -26,9 +26,6 @@ class LayersConfig:
         layer_types: Per layer the name of its mixer; None = all "hybrid_attention". It lives here and not in the family's own
             `layer_types`, whose names transformers checks and whose masks it derives.
         deployment: What who runs the model chooses.
-
-    Raises:
-        ConfigError: A mixer is unknown.
     """
 
     layer_types: tuple[str, ...] | None = None
@@ -42,7 +39,6 @@ class LayersConfig:
                 raise unknown(name, MIXERS, f"layer_types[{index}]={name!r}")
 
     def layer_type(self, layer: int) -> str:
-        """The mixer of layer `layer`, by name."""
         return HYBRID if self.layer_types is None else self.layer_types[layer]
 
     def check_layers(self, layers: int) -> None:
@@ -83,11 +79,7 @@ class LayersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StillConfig(LayersConfig, HybridSettings, BlockSettings):
-    """Of a softmax model whose layers became hybrid, or another mixer's: with the settings of those that have some.
-
-    Raises:
-        ConfigError: A value is unknown, out of range, or contradicts another.
-    """
+    """Of a softmax model whose layers became hybrid, or another mixer's: with the settings of those that have some."""
 
     def __post_init__(self) -> None:
         LayersConfig.__post_init__(self)

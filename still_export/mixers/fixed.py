@@ -132,7 +132,6 @@ class BesideFixedStates(KernelStateLayer[State]):
     """Goes before a cache layer with one state: a layer of two mixers, of which the other keeps states of fixed size, `beside`.
 
     Args:
-        ops: Of the other mixer.
         own: What the cache layer itself is made of.
     """
 
@@ -182,11 +181,7 @@ class BesideFixedStates(KernelStateLayer[State]):
 
 class FixedStateModule(nn.Module):
     """A module in the place of a family's one, whose ops have states of fixed size; its submodules and parameters are the family's own.
-
-    Args:
-        base: The family's module.
-        ops: Of the layer.
-    """
+    Attention masks are not used: the cache knows the sequences' new tokens."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__()
@@ -202,7 +197,6 @@ class FixedStateModule(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def begin(self, hidden: Tensor, cache: Any) -> tuple[dict[str, Tensor], Tensor, FixedStates | None]:
-        """`states_of` this layer."""
         return states_of(cache, self.layer_idx, self.ops, hidden)
 
 

@@ -66,7 +66,6 @@ class KernelStateLayer(StillCacheLayer, Generic[State]):
         return replace(self.state, length=self.length)
 
     def store(self, state: State) -> None:
-        """Keep the state after the call."""
         self._set(state)
         self.owned = True
 

@@ -27,9 +27,6 @@ class Deployment:
         overflow: What happens beyond: "error", or how the salient cache folds.
         cache: Type that keys and values are kept in, where it has fewer bits than the activations: "float16", "int8" or None.
         whole_prompts: Each prompt is one call, and layers whose rule depends on the prompt's length go by it; else by each token's place.
-
-    Raises:
-        ConfigError: A value is unknown or out of range.
     """
 
     capacity_tokens: int | None = None

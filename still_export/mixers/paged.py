@@ -60,7 +60,6 @@ class PagedTokens:
 
     heads: Query [tokens, H, D], key and value [tokens, HK, D], after norms and before RoPE.
     projected: By the names of the layer's `projections`, [tokens, H * size].
-    weights: This rank's `head_weights`.
     turn: RoPE of query and key.
     """
 
@@ -112,7 +111,6 @@ class PagedLayer(Protocol):
 
         Args:
             capacity_tokens: What the model's states are meant to hold.
-            dtype: Of activations.
             linear: Of the linear state, one of `linear_states`.
         """
 
@@ -122,9 +120,7 @@ class PagedLayer(Protocol):
         """Attend and update the states in place.
 
         Args:
-            heads: What `inputs` made.
             weights: This rank's `head_weights`.
-            states: The engine's.
             output: [tokens, H, D], written where the sequences have tokens.
         """
 

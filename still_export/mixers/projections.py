@@ -25,7 +25,6 @@ class ProjectedAttention(nn.Module):
 
     Args:
         base: The family's attention module; its submodules are taken over, not copied.
-        head_dim: D.
     """
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(
@@ -121,7 +120,6 @@ UNIT_EPSILON = 1e-6
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """[.., D] divided by its length."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPSILON)
 
 

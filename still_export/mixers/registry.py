@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from still_export.discovery import Registry
 from still_export.mixers.attention.mixer import AttentionMixer
-from still_export.mixers.base import Mixer
+from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.block_attention.mixer import BlockAttentionMixer, SelectedBlocksMixer
-from still_export.mixers.feed_forward import FeedForwardMixer
+from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.gated_delta_net.mixer import DeltaNetMixer, GatedDeltaNetMixer
 from still_export.mixers.gated_linear_attention.mixer import GatedLinearAttentionMixer
 from still_export.mixers.hybrid_attention.mixer import HybridAttentionMixer
@@ -24,6 +26,19 @@ from still_export.mixers.rwkv6.mixer import Rwkv6Mixer
 from still_export.mixers.rwkv7.mixer import Rwkv7Mixer
 from still_export.mixers.short_conv.mixer import ShortConvMixer
 from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
+
+
+class FeedForwardMixer(FixedStatesMixer):
+    """Layers of type "feed_forward": the family's block stays where it is."""
+
+    name = "feed_forward"
+
+    def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
+        return ()
+
+    def module(self, base: nn.Module, config: Any, index: int) -> nn.Module:
+        return base
+
 
 MIXERS: Registry[Mixer] = Registry(
     (

@@ -73,12 +73,7 @@ def ahead_family(family: Family) -> Family:
 
 
 def ahead_config(config: Any, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What config.json would say of the head alone; None: the model has none, or one whose definition is not covered.
-
-    Args:
-        config: Of the model.
-        values: Its config.json.
-    """
+    """What config.json would say of the head alone; None: the model has none, or one whose definition is not covered."""
     kind = config.model_type.removeprefix("still_")
     layers = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
     if kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):

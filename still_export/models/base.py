@@ -287,7 +287,6 @@ def new_tokens_of_mask(mask: Tensor, batch: int, tokens: int, length: Tensor) ->
 
     Args:
         mask: [B, S] with S >= T: the last T columns are this call's, those before are what the cache has seen.
-        batch, tokens: B, T.
         length: Tokens that the cache has seen, [B].
 
     Raises:

@@ -21,8 +21,30 @@ from still_export.models.families.experts import stacked_experts
 from still_export.models.families.fused import split_linear_layers
 from still_export.models.families.linear_families import LINEAR_FAMILIES
 from still_export.models.families.softmax_families import FAMILIES, Family
-from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import Deferred, Weight, Weights, value_of
+
+SINGLE = ("bos_token_id", "pad_token_id")
+
+
+class PublishedGeneration(GenerationConfig):
+    """Settings that transformers reads with a warning, such as a temperature without do_sample, are also saved with one, not refused."""
+
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+        """As of transformers, which is strict where it saves."""
+        super().validate(False, user_set_attributes)
+
+
+def read_generation(values: Mapping[str, Any]) -> GenerationConfig:
+    """The settings of generation_config.json; of beginnings and paddings that are lists, the first.
+
+    Raises:
+        ValueError, TypeError, AttributeError, KeyError: transformers does not read them.
+    """
+    first = {name: (values[name] or [None])[0] for name in SINGLE if isinstance(values.get(name), list)}
+    found: GenerationConfig = PublishedGeneration.from_dict({**values, **first})
+    found.validate()
+    return found
+
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -136,7 +158,6 @@ def _without_values(family: Family, config: Any) -> Any:
 
 
 def _same(a: Weight, b: Weight) -> bool:
-    """Whether two weights hold the same values."""
     return a is b or torch.equal(value_of(a), value_of(b))
 
 
@@ -144,7 +165,6 @@ def build_model(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> A
     """A model that holds exactly `tensors`, not copied.
 
     Args:
-        family, config: Its class and STILL configuration.
         tensors: Every parameter by name, as of `complete_weights`.
     """
     model = _without_values(family, config)
@@ -194,7 +214,6 @@ def attach_untrained(model: Any, still: StillConfig | None = None) -> Any:
 
     Args:
         model: A `...ForCausalLM` of a covered family.
-        still: The STILL configuration; default `StillConfig()`.
 
     Raises:
         UnsupportedModelError: The family or a variant of its attention is not covered.

@@ -26,7 +26,7 @@ from still_export.folders.model import check_file, resolve_source
 from still_export.folders.weights import weight_files
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
-from still_export.models.build import build_model, complete_weights, family_of, still_family_config
+from still_export.models.build import build_model, complete_weights, family_of, read_generation, still_family_config
 from still_export.models.families.linear_names import language_model, published_names
 from still_export.models.families.softmax_families import Family
 from still_export.models.families.vision import Vision, take_vision
@@ -37,7 +37,6 @@ from still_export.models.read.checkpoint import (
     read_config,
     stored_dtype,
 )
-from still_export.models.read.generation import read_generation
 from still_export.models.read.tokenizer_file import tokenizer_of
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
 
@@ -99,7 +98,6 @@ class Source:
 
 
 def load_model(source: str | Path, **options: Any) -> Any:
-    """The STILL model of `open_source`, with its weights."""
     return open_source(source, **options).read()
 
 

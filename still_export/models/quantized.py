@@ -98,11 +98,6 @@ def dequantizing(tensors: Mapping[str, Tensor], config: Mapping[str, Any], origi
     """Tensors of a quantized checkpoint by the names that the model has: low-bit ones as float32 that is made when it is read, with their
     codes where a graph can hold them; others as they are.
 
-    Args:
-        tensors: As the files have them.
-        config: `quantization_config` of config.json.
-        origin: The folder, for messages.
-
     Raises:
         CheckpointError: Tensors of a weight are missing or do not fit each other; the message names it.
         UnsupportedError: The method, or a weight's form, is not read.

@@ -32,8 +32,6 @@ VERSIONED = ("still-export", "torch", "transformers", "onnx", "onnxscript", "onn
 
 @dataclass(frozen=True)
 class Package:
-    """A package that was read: its folder and its manifest."""
-
     path: Path
     manifest: dict[str, Any]
 
@@ -46,10 +44,6 @@ class Package:
 @contextlib.contextmanager
 def staged_folder(target: Path, force: bool = False) -> Iterator[Path]:
     """A new package folder that takes the place of `target` when the block ends, and vanishes if it fails (package/staging.py).
-
-    Args:
-        target: Where the folder goes.
-        force: Replace the package that is there.
 
     Raises:
         PackageError: `target` exists without `force`, is no package, is written by another process, or the disk is full.
@@ -102,7 +96,6 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
     """Read the package at `path`.
 
     Args:
-        path: The folder.
         check_hashes: Compare every file with its hash in the manifest.
         check_engines: Engines too must be there; a build makes them anew.
 

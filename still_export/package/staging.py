@@ -51,8 +51,6 @@ def staged_folder(
     Files and folders in it get the modes that the umask gives.
 
     Args:
-        target: Where the folder goes.
-        force: Replace what is there.
         replaceable: Whether a folder with content is one that `force` may delete.
         kind: What such folders are, for messages.
         keep: Gives the entries of the folder that was there which move into the new one, unless that has them.

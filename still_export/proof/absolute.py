@@ -75,7 +75,6 @@ class Overflow:
 
     @property
     def where(self) -> str:
-        """In words."""
         return "in the logits" if self.layer is None else f"in layer {self.layer}"
 
     @property
@@ -141,7 +140,6 @@ def overflow_of_logits(calls: Sequence[np.ndarray]) -> Overflow | None:
 
 
 def finite_check(findings: Mapping[str, Findings]) -> Check:
-    """Whether every number of the package is finite."""
     found = [(f.infinite[0], case, *f.infinite[1:]) for case, f in findings.items() if f.infinite is not None]
     name = "every output is finite"
     if not found:
@@ -154,7 +152,6 @@ def finite_check(findings: Mapping[str, Findings]) -> Check:
 
 
 def constant_check(findings: Mapping[str, Findings]) -> Check:
-    """Whether a token's logits differ from each other."""
     name = "logits differ from token to token"
     for case, each in findings.items():
         for call, logits in each.logits.items():

@@ -47,7 +47,6 @@ class HeadCases:
     Args:
         right, own: Read the head in PyTorch, in a wider type than the package's and as the package computes.
         chunk: Tokens at whose multiples calls may differ.
-        seed: Of the prompts.
     """
 
     def __init__(self, right: Callable[[], Any], own: Callable[[], Any], chunk: int, seed: int = 0) -> None:

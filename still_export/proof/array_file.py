@@ -92,9 +92,6 @@ class ArrayFile:
     """A file that ArrayWriter wrote, and its head.
 
     Args:
-        kind: Name of its head.
-        version: The format that is read.
-        package: Whose weights it is of.
         holds: What it holds, for messages.
         flag: What it is made with.
 

@@ -24,12 +24,7 @@ PART = 3 << 20
 
 
 class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
-    """Both files; polygraphy's own `save_json` holds all calls in memory, four times.
-
-    Args:
-        folder: Where they are written.
-        target: What polygraphy repeats.
-    """
+    """Both files; polygraphy's own `save_json` holds all calls in memory, four times."""
 
     def __init__(self, folder: Path, target: Subject) -> None:
         from polygraphy.comparator import RunResults

@@ -36,7 +36,6 @@ class Case:
     """One comparison.
 
     Args:
-        name: For the table.
         feeds, expected: Calls with fixed inputs and PyTorch's outputs, saved for polygraphy's own command.
         leads: PyTorch's leads of selected over rejected scores.
         steps: For decode: the tokens [B, 1] that follow the first feed one by one; the target carries its own state.

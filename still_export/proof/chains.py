@@ -19,12 +19,10 @@ _KEPT = {"float64": "float32"}
 
 
 def everything(name: str) -> bool:
-    """Keep every state of a call."""
     return True
 
 
 def nothing(name: str) -> bool:
-    """Keep no state of a call."""
     return False
 
 

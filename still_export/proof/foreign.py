@@ -99,8 +99,6 @@ class ForeignProof:
     Args:
         path: As of ForeignModel.
         model: Folder or hub id of the model that it was made from.
-        lengths: Of prompts, tokens.
-        seed: Of the tokens.
 
     Raises:
         ConfigError: The model cannot be read, or is another one.

@@ -25,7 +25,6 @@ def genai_checks(package: Package, steps: int) -> list[Check]:
     of this project's runner. And what genai cannot do, it refuses.
 
     Args:
-        package: Exported for genai.
         steps: Tokens that follow each prompt; fewer where the capacity ends.
 
     Raises:

@@ -35,8 +35,6 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any], source: Source, wor
     """Compare the outputs of every linear layer with searched codes to those with plainly rounded ones.
 
     Args:
-        folder, manifest: The package.
-        source: What was exported, in float32.
         words: Tokens of text; where there are none, random ones are asked.
     """
     searched = searched_weights(folder / MODEL, manifest, source.weights)

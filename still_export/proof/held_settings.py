@@ -65,11 +65,7 @@ def check_settings(folder: Path, manifest: Mapping[str, Any], source: Source) ->
     """Compare the settings of every graph of a package with what PyTorch calls.
 
     Args:
-        folder, manifest: The package.
         source: The model, read from the user's files.
-
-    Returns:
-        A check of each kind, and what could not be asked.
     """
     import onnx
 

@@ -98,8 +98,6 @@ def check_weights(
     """Compare every weight of every graph of a package with the model's.
 
     Args:
-        folder, manifest: The package.
-        source: What was exported, in float32.
         say: Called with the step, how many weights are done, and how many there are.
 
     Returns:

@@ -53,7 +53,6 @@ class Bounds:
     Args:
         cases: All that the package is asked.
         coarse: Times PyTorch's own errors that the runtime's are by its kind.
-        dtype: Of the package.
         sharp: Layers read the runtime's own input, and PyTorch follows its choices: no error but one layer's rounding.
         fixed: Outputs that are states of fixed size.
     """

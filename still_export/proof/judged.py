@@ -26,7 +26,6 @@ class Judged:
     """What is left of a case and of a target's outputs when both are forgotten.
 
     Args:
-        case: Without its calls.
         errors: Of each of `Case.pairs`, `row_errors` of every output.
         units: Of each, what rows of sums may err by the rounding of their features, as `errors`.
         least: Of each, what rows may err at least, by layer, as `errors`.
@@ -210,11 +209,9 @@ class Report:
 
     @property
     def mismatches(self) -> list[OutputReport]:
-        """Outputs that do not keep their bounds."""
         return [each for each in self.outputs if not each.passed]
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         return {
             "passed": self.passed,
             "proof_version": PROOF_VERSION,

@@ -41,11 +41,9 @@ class LayerwiseModel:
     """A STILL model that reads its weights from their source, a layer at a time, and forgets them.
 
     Args:
-        manifest: Of the package.
         source: The model in the type it computes in. In float16 on a CPU, linear layers compute in float32 and round what they give:
             few processors have half arithmetic, and without it these layers take most of the time.
         prepare: Changes the model before it runs, whose weights are not read yet.
-        device: Where it computes.
         dtype: What it computes in, None: as the source has it.
     """
 
@@ -76,7 +74,6 @@ class LayerwiseModel:
         return other
 
     def empty_feed(self, batch: int, capacity: int) -> Arrays:
-        """`past_length` and `past_*` of sequences that have seen nothing, with room for `capacity` tokens."""
         return empty_feed(self.table, batch, capacity)
 
     def run(self, chains: Sequence[Chain]) -> list[list[Arrays]]:
@@ -93,7 +90,6 @@ class LayerwiseModel:
 
     @property
     def layers(self) -> int:
-        """How many there are."""
         return int(self.config.num_hidden_layers)
 
     def outline(self, tokens: np.ndarray) -> Any:
@@ -180,7 +176,6 @@ class Passage:
 
     @torch.no_grad()
     def through(self, index: int) -> None:
-        """All chains through one layer."""
         of = self._layers
         # PyTorch says what is right: on a GPU, too, the kernels that packages run do not answer for themselves.
         with pytorch_forms(), self._linear, of.layer(self._model, index):
@@ -329,7 +324,6 @@ class _Chain:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
 
     def through(self, index: int, layer: _Layer) -> None:
-        """All calls through one layer."""
         start = self.chain.start
         states = {name: self._state(start[f"past_{name}.{index}"], kind) for name, kind in layer.states.items()}
         follow, told = self.chain.follow.get(~index), self.chain.follow.get(index)
@@ -351,7 +345,6 @@ class _Chain:
         self.unsure |= layer.unsure is not None and bool(layer.unsure)
 
     def _tensor_of(self, given: np.ndarray) -> Tensor:
-        """What a layer reads."""
         return torch.from_numpy(np.ascontiguousarray(given)).to(self.device, self.dtype)
 
     def _given(self, number: int, hidden: Any) -> Tensor:

@@ -40,9 +40,6 @@ def check_other_graphs(
     kernels for GPUs, and its portable graph.
 
     Args:
-        package: Of ONNX Runtime.
-        compared: What was compared before.
-        cases: Opens PyTorch's answers.
         progress: Called with phases, of each graph.
         most: Cases that are asked at most, the first ones; None: all.
     """
@@ -85,7 +82,6 @@ class DrawnOnce:
     """PyTorch's answers for targets that are asked the same. They follow the choices of the first target.
 
     Args:
-        source: PyTorch.
         most: Of its cases the first so many; None: all.
 
     Attributes:
@@ -102,7 +98,6 @@ class DrawnOnce:
 
     @property
     def progress(self) -> Progress:
-        """As of CaseSource."""
         return self.source.progress
 
     @progress.setter
@@ -110,13 +105,11 @@ class DrawnOnce:
         self.source.progress = progress
 
     def begin(self, number: int) -> Question:
-        """As of CaseSource, the same each time."""
         if number not in self._questions:
             self._questions[number] = self.source.begin(number)
         return self._questions[number]
 
     def by_layer(self, answers: Mapping[int, Answer]) -> dict[int, Case]:
-        """As of CaseSource."""
         return self.source.by_layer(answers)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
@@ -129,7 +122,6 @@ class DrawnOnce:
         return [replace(case) for case in self._drawn]
 
     def forget(self) -> None:
-        """Draw for the next target anew."""
         self._drawn = []
 
 

@@ -34,10 +34,8 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
 
     Args:
         path: Its folder, whose files are compared with their hashes.
-        provider: Of ONNX Runtime.
         seed: Of the prompts.
         reason: Why the model cannot be read.
-        progress: Called with each step.
 
     Raises:
         PackageError: The package is damaged.

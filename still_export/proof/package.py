@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """How a package is compared with PyTorch; every field is a flag of `still-export verify`.
-
-    Raises:
-        ConfigError: Two options contradict each other.
-    """
+    """How a package is compared with PyTorch; every field is a flag of `still-export verify`."""
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
     lengths: tuple[int, ...] = option(
@@ -78,7 +74,6 @@ class VerifyResult:
     loss: QuantizationLoss | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         return {**self.report.to_dict(), **({} if self.loss is None else {"quantization_loss": self.loss.to_dict()})}
 
 
@@ -92,13 +87,7 @@ def verify(
     """Compare a package with PyTorch on logits, every state tensor and every selection.
 
     Args:
-        package: Its folder.
-        options: What is compared, with which runtime.
         output: An existing folder for the calls that polygraphy can repeat; None: the package's `verify`.
-        progress: Called with each step.
-
-    Returns:
-        The verdict, `report.passed` first.
 
     Raises:
         ConfigError: An option does not fit the package.
@@ -294,7 +283,6 @@ def select(
     from still_export.proof.chains import empty_feed
     from still_export.proof.prompts import Prompts, affordable
     from still_export.proof.selections import write_selections
-    from still_graphs.states import StateTable
     from still_kernels.registry import ties_of
 
     _check_written(options, "--selections")
@@ -414,7 +402,6 @@ def _torch_cases(
     PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
     fewer bits is held to half precision: where a number lies between two of theirs the last bit decides, and what follows differs."""
     from copy import deepcopy
-    from dataclasses import replace
 
     import torch
 

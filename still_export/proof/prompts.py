@@ -48,7 +48,6 @@ class Draft:
 
     Args:
         feeds: Tokens of its calls; the first with the states that they start from.
-        chain: What the reference is asked.
         further: One call at most, for PyTorch's own rounding alone.
         steps, places: As of Case.
     """
@@ -65,7 +64,6 @@ class Prompts:
     """What is asked of a package.
 
     Args:
-        manifest: Of the package.
         empty_feed: The states of so many sequences that have seen nothing, with room for so many tokens.
         lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
         decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
@@ -112,7 +110,6 @@ class Prompts:
         return self.drawn[number]
 
     def begin(self, number: int) -> Question:
-        """As of CaseSource."""
         draft = self.draft(number)
         return Question(draft.feeds[:1] if draft.steps else draft.feeds, draft.steps, draft.places)
 

@@ -42,7 +42,6 @@ class QuantizationLoss:
     original_bits_per_byte: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -62,10 +61,7 @@ def quantization_loss_of(
     """The quantization loss of a package.
 
     Args:
-        options: What was exported.
-        folder, manifest: The package.
         text: UTF-8 text; None: random tokens, which no model expects.
-        device: Where it is computed.
 
     Raises:
         ConfigError: The text cannot be read, or has too few tokens.

@@ -67,7 +67,6 @@ class RecordedCases:
         self.count = len(self._cases)
 
     def begin(self, number: int) -> Question:
-        """As of CaseSource."""
         entry = self._cases[number]
         keys = entry["feeds"][:1] if entry["steps"] else entry["feeds"]
         feeds = [self._arrays(keys[0])]

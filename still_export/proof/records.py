@@ -117,23 +117,6 @@ def ops_ran(names: Iterable[str], device: Device) -> dict[str, str]:
     return {f"{OP}{name} on {device}": digest for name in names if (digest := op_digest(name, device))}
 
 
-def old_parts(judge: int | None, ran: Mapping[str, str], letters: int = 64) -> list[str]:
-    """What is no longer what ran: "judge", and ops whose code changed. Files of packages are not compared: that needs an export.
-
-    Args:
-        judge: PROOF_VERSION of the run.
-        ran: Its parts.
-        letters: Of each hash that are known.
-    """
-    found = ["judge"] if judge != PROOF_VERSION else []
-    for part, digest in ran.items():
-        if part.startswith(OP):
-            name, _, device = part.removeprefix(OP).partition(" on ")
-            if (op_digest(name, "cuda" if device == "cuda" else "cpu") or "")[:letters] != digest:
-                found.append(part.removeprefix(OP))
-    return found
-
-
 def make_record(
     kind: Literal["proof", "benchmark"],
     name: str,
@@ -149,7 +132,6 @@ def make_record(
 
     Args:
         ran: Its parts, from `what_ran` or `ops_ran`; empty of a benchmark that runs no package.
-        passed: Of a proof.
         command: Its words; this process's own without them.
         versions: Beside those that can be found here.
     """
@@ -169,21 +151,6 @@ def make_record(
         "ran": dict(ran),
     }
     return Record.model_validate({**found, "digest": _digest(found)})
-
-
-def sum_up(name: str, parts: Sequence[Record]) -> Record:
-    """One record of a run that proved several packages or asked several checks: `rows` has each, `failed` the names of those that failed,
-    `ran` the ops of all; its subject is what they share."""
-    margins = [m for part in parts if isinstance(m := part.figures.get("worst_of_its_bound"), int | float)]
-    failed: list[JsonValue] = [part.name for part in parts if part.verdict == "failed"]
-    rows = [part.model_dump(mode="json", include={"name", "subject", "verdict", "figures", "ran"}) for part in parts]
-    figures = {"checks": len(parts), "failed": failed, "rows": rows}
-    if margins:
-        figures["worst_of_its_bound"] = max(margins)
-    subject = dict(set.intersection(*(set(part.subject.items()) for part in parts)))
-    ran = {kind: digest for part in parts for kind, digest in part.ran.items() if kind.startswith(OP)}
-    versions = {kind: version for part in parts for kind, version in part.versions.items()}
-    return make_record("proof", name, subject, figures, ran, not failed, parts[0].seed, versions=versions)
 
 
 def write_record(record: Record, folder: Path) -> Path:
@@ -214,13 +181,7 @@ def read_record(path: Path) -> Record:
         raise ConfigError(f"{path} is no record: {where}{said}. Make it again: still-export prove DIR") from error
 
 
-def read_records(folder: Path) -> list[Record]:
-    """All of a folder, the oldest first."""
-    return sorted((read_record(path) for path in folder.glob("**/*.json")), key=lambda record: record.date)
-
-
 def find_machine() -> Machine:
-    """This one."""
     try:
         driver = Driver()
         gpu, kind = str(driver.name), f"sm_{driver.architecture}"

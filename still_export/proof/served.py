@@ -135,12 +135,10 @@ class LoadReport:
 
     @property
     def passed(self) -> bool:
-        """Nothing that was compared is wrong."""
         return not self.wrong
 
     @property
     def not_asked(self) -> list[str]:
-        """What was not compared, in words."""
         tokens = f"{self.name}: {self.open_tokens} of {self.tokens} tokens, behind near ties of choices that the engine does not say"
         return [tokens] * bool(self.open_tokens)
 
@@ -233,7 +231,6 @@ class Reference:
     """PyTorch's log-probabilities along an engine's own tokens: a token that differs does not make the following ones differ.
 
     Args:
-        description: Of the model (`describe_model`).
         model: In float32, or in the type of `own_type` for its errors.
     """
 
@@ -284,11 +281,7 @@ class ServedVerifier:
     """Compares an engine with PyTorch.
 
     Args:
-        description: Of the model (`describe_model`).
-        model: In float32.
         half: The same in the type of `own_type`, where it names one: its own errors are the bound.
-        engine: What is proven.
-        seed: Of prompts, lengths and arrivals.
     """
 
     def __init__(self, description: dict[str, Any], model: Any, half: Any, engine: Engine, seed: int = 0) -> None:
@@ -304,7 +297,6 @@ class ServedVerifier:
         """The verdict on each load.
 
         Args:
-            requests: Of each load.
             answer_tokens: Most tokens of an answer.
         """
         for load in loads:

@@ -99,7 +99,6 @@ class WayReport:
 
     @property
     def passed(self) -> bool:
-        """No answer is another model's."""
         return not self.wrong
 
 
@@ -108,9 +107,7 @@ class Reference:
 
     Args:
         model: In float32.
-        tokenizer: Of the file.
         own: The same model in the type of the file or with activations in 8 bits, whose errors bound the server's; None: float32 itself.
-        ends: Tokens that end an answer.
     """
 
     def __init__(
@@ -203,14 +200,7 @@ def prompts_of(reference: Reference, lengths: Sequence[int], seed: int) -> list[
 
 @dataclass
 class ServerProof:
-    """Asks a server in every way and compares its answers with a file.
-
-    Args:
-        server: What is proven.
-        reference: The file.
-        lengths: Of prompts, tokens.
-        seed: Of prompts.
-    """
+    """Asks a server in every way and compares its answers with a file."""
 
     server: Asks
     reference: Reference
@@ -416,6 +406,5 @@ def _with_activations_in_8_bits(model: Any) -> Callable[[Sequence[int]], np.ndar
 
 
 def to_dict(reports: Sequence[WayReport], notes: Sequence[str]) -> dict[str, Any]:
-    """As values of JSON."""
     ways = [asdict(report) | {"passed": report.passed} for report in reports]
     return {"passed": all(report.passed for report in reports), "ways": ways, "not_asked": list(notes)}

@@ -46,7 +46,6 @@ class Client:
     """One model of one server.
 
     Args:
-        address: "http://HOST:PORT", with or without /v1.
         model: The server's name of the model; None: the only one it has.
         per_second: Requests at most.
 

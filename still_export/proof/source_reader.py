@@ -50,7 +50,6 @@ def check_source(source: Source, options: ExportOptions, path: Path, overlays: S
 
     Args:
         source: As the loader has it, in float32.
-        options: Of the export.
         path: The model's folder or GGUF file.
         overlays: Folders of adapters.
     """

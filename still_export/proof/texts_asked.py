@@ -77,11 +77,7 @@ SPECIAL_MOST = 256
 
 
 class Silent:
-    """What `Text` asks of a runner.
-
-    Args:
-        folder, manifest: The package.
-    """
+    """What `Text` asks of a runner."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest

@@ -31,13 +31,8 @@ class TorchCases:
     """Cases drawn at random and answered by PyTorch, all that are asked for at once.
 
     Args:
-        manifest: Of the package.
         reference: The PyTorch model that answers, in a wider type than the package's.
         own: The same model as the package computes, whose errors that is held to.
-        lengths: Prompt lengths, each prefilled at once; those beyond the capacity are left out.
-        decode_steps: Single-token calls after a prefill; a quarter of them for several sequences: four, or all that an engine takes.
-        seed: Of the prompts.
-        words: Tokens of texts in the prompts.
 
     Attributes:
         head: Questions to the head that guesses tokens ahead, which a package may have.
@@ -64,7 +59,6 @@ class TorchCases:
         self.progress: Progress = silent
 
     def begin(self, number: int) -> Question:
-        """As of CaseSource."""
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:

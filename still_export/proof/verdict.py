@@ -13,11 +13,9 @@ class Check:
 
     Args:
         name: What must be true, in words: "scales equal the file's".
-        passed: Whether it does.
         what: What was found, in one sentence.
         where: The tensor, layer, file or token of the worst finding.
         value, bound: The worst finding and what it may be, where both are numbers.
-        notes: Further findings, one line each.
     """
 
     name: str
@@ -29,7 +27,6 @@ class Check:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line for the console."""
         numbers = "" if self.value is None else f"{self.value:.3g}"
         numbers += "" if self.value is None or self.bound is None else f", bound {self.bound:.3g}"
         found = "; ".join(filter(None, (self.where, self.what, numbers)))
@@ -46,19 +43,15 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
     def add(self, other: Verdict) -> None:
-        """Add what another part of the proof found."""
         self.checks += other.checks
         self.not_asked += [line for line in other.not_asked if line not in self.not_asked]
 
     @classmethod
     def of(cls, checks: Iterable[Check]) -> Verdict:
-        """Of checks alone."""
         return cls(list(checks))
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         return {"checks": [vars(check) for check in self.checks], "not_asked": self.not_asked}

@@ -85,9 +85,6 @@ class Verifier:
     """Compares a package, run by its runtime, with the PyTorch model it was exported from.
 
     Args:
-        package: What to verify.
-        cases: What is asked, and PyTorch's answers.
-        target: The package's runtime.
         replays: Tokens of the runtime's own checks.
     """
 

@@ -40,7 +40,6 @@ def vision_check(package: Package, options: ModelOptions, seed: int = 0) -> Chec
     Args:
         package: Exported with --vision.
         options: The model that it was exported from, in the package's type.
-        seed: Of the pixels.
 
     Raises:
         RunError: ONNX Runtime cannot load vision.onnx.

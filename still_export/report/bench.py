@@ -19,7 +19,6 @@ def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], 
     """The page of a measurement.
 
     Args:
-        content: Of bench.json.
         left_out: Which lengths were not measured and why; "" = none.
     """
     series = {"still-export": content["rows"], **({"the other": content["beside"]} if content["beside"] else {})}

@@ -90,12 +90,8 @@ class Report:
     """A page.
 
     Args:
-        title: What was done, to what.
-        verdict: The result in a line.
         passed: None where there is no verdict.
         findings: What failed, the first first; or what a reader should know before the numbers.
-        machine: Name and value.
-        command: That repeats it.
     """
 
     title: str

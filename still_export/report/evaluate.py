@@ -17,7 +17,6 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
 
     Args:
         content: bits_per_byte, perplexity, retrieval, chat and costs, by variant, and prompts (evaluation.json).
-        depths: At which facts were hidden.
     """
     bits, found, chat = content["bits_per_byte"], content["retrieval"], content["chat"]
     parts: list[Table | Plots] = [_table(bits, found, chat, content["prompts"])]

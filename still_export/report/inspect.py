@@ -17,13 +17,7 @@ def page(
     here: Sequence[Finding],
     machine: Mapping[str, str],
 ) -> Report:
-    """The page of a package.
-
-    Args:
-        found: What `inspect` found.
-        summary: What a user asks first.
-        here: Where it runs on this machine.
-    """
+    """The page of a package."""
     sizes = {"this package": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
     state = Lines(
         "State of one row",

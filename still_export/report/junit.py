@@ -24,7 +24,6 @@ def junit(content: Mapping[str, Any], package: str) -> str:
 
     Args:
         content: Of verify's report.json, of a package or of another exporter's decoder.
-        package: Its name, for the suites.
     """
     cases: dict[str, Found] = {}
     for each in content.get("outputs", ()):

@@ -15,12 +15,7 @@ FIRST = 5
 
 
 def page(content: Mapping[str, Any], runtime: str, package: str, machine: Mapping[str, str], command: str) -> Report:
-    """The page of a proof.
-
-    Args:
-        content: Of verify's report.json.
-        runtime: That was compared with PyTorch.
-    """
+    """The page of a proof."""
     outputs = content["outputs"]
     failed = [entry for entry in outputs if not entry["passed"]]
     findings = [f"{check['name']}: {check['what']}" for check in content["checks"] if not check["passed"]]

@@ -60,9 +60,7 @@ class Request:
     """A prompt and what shall follow it.
 
     Args:
-        prompt: Token ids.
         max_tokens: Of the answer, at most.
-        sampling: How tokens are chosen; its own for every request.
         listener: Called with every event, from the thread that steps; an event that `ended` is the last.
         stop: Texts that end the answer, and are not part of it.
         ignore_eos: The model does not end the answer; for loads whose answers have a length.
@@ -125,8 +123,6 @@ class Scheduler:
     time, and readers take turns. `submit`, `cancel` and `stop` may be called while another thread steps.
 
     Args:
-        model: Of any runtime; started here.
-        text: Its tokenizer.
         rows: Of the batch: requests that run at the same time.
         waiting: Requests that may wait for a row, at most.
         context: Tokens of prompt and answer, at most; None: the package's capacity.
@@ -209,7 +205,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """There is nothing to do."""
         return not self._queue and not self.running
 
     def state_bytes(self, tokens: int) -> int:
@@ -282,7 +277,6 @@ class Scheduler:
         return True
 
     def _let_go(self) -> None:
-        """Free the rows of cancelled requests."""
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
         for row in [r for r in self._rows if r is not None and r.request in cancelled]:

@@ -41,10 +41,7 @@ class Server(uvicorn.Server):
     """Serves a worker's model until SIGTERM, SIGINT or SIGHUP; a second SIGINT does not wait for what runs.
 
     Args:
-        worker: With the model.
-        settings: Of the HTTP side.
         stop_timeout_s: Requests that run longer after the first signal are cut off.
-        connections: Their limits.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen."""
         asyncio.get_running_loop().set_exception_handler(report_once())
         await super().startup(sockets)
         for sock in sockets or ():

@@ -58,9 +58,6 @@ class ApiError(Exception):
     """An answer in OpenAI's form of an error.
 
     Args:
-        status: Of HTTP.
-        message: One sentence.
-        param: The field that is wrong.
         code: OpenAI's name of the error.
     """
 
@@ -69,7 +66,6 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
         kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -177,10 +173,6 @@ Kind = TypeVar("Kind", bound=Generation)
 def understood(kind: type[Kind], body: object, served: str) -> Kind:
     """A request of this kind.
 
-    Args:
-        body: What JSON had.
-        served: Name of the model that is served.
-
     Raises:
         ApiError: A field is missing, wrong or not served; another model is asked for.
     """
@@ -216,7 +208,6 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
 
     Args:
         text: Tokenizer and chat format.
-        context: Tokens of prompt and answer.
         warm: It is read ahead: the last message of a chat goes on in later requests.
 
     Raises:
@@ -305,12 +296,7 @@ FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Reply:
-    """The objects that answer one request.
-
-    Args:
-        request: What was asked.
-        model: Name of the model.
-    """
+    """The objects that answer one request."""
 
     def __init__(self, request: Asked, model: str) -> None:
         self.request = request

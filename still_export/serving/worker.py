@@ -19,9 +19,6 @@ PAUSE_S = 1.0
 class Worker:
     """Steps a scheduler in a thread of its own, which also opens the model: a CUDA context belongs to the thread that made it.
 
-    Args:
-        open_scheduler: Opens model and tokenizer.
-
     Raises:
         Exception: What `open_scheduler` raised.
     """
@@ -48,7 +45,6 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """The thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -57,12 +53,10 @@ class Worker:
         return 0.0 if self.scheduler.idle else time.monotonic() - self._moved
 
     def submit(self, request: Request) -> None:
-        """As of Scheduler."""
         self.scheduler.submit(request)
         self._wake.set()
 
     def cancel(self, request: Request) -> None:
-        """As of Scheduler."""
         self.scheduler.cancel(request)
         self._wake.set()
 
@@ -73,7 +67,6 @@ class Worker:
         self._wake.set()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread's end."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -17,8 +17,7 @@ from still_export.mixers.choices import StillChoices
 from still_export.options import names_of
 from still_export.package.files import MANIFEST
 from still_export.package.folder import Package, open_package, staged_folder
-from still_export.targets.dump import dumper
-from still_export.targets.lower import PORTABLE_FOLDER, demand, lower_into, refuse_flags_of_others
+from still_export.targets.lower import PORTABLE_FOLDER, demand, dumper, lower_into, refuse_flags_of_others
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of, targets_of
 
@@ -37,17 +36,10 @@ def export(
     """Export a model to the package of a target: the portable package, lowered.
 
     Args:
-        asked: The model, and what of it is exported.
         output: The package folder; written whole or not at all.
         to: Target, as `--to` has it, or the name of a record.
         options: Of the target, such as OrtOptions or TrtOptions; None: their defaults.
-        force: Replace `output`.
-        command: The command line, for the manifest.
-        progress: Called with each step.
         dump_dir: Gets the graph after each step, without its weights.
-
-    Returns:
-        The package.
 
     Raises:
         StillExportError: The model cannot be read or exported, or the package cannot be written.
@@ -105,7 +97,6 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
     Args:
         to: Target, None: the manifest's, else onnx.
         flags: What the user gave, by field of ExportOptions, StillChoices and the target's options.
-        manifest: Of an export to repeat.
 
     Raises:
         ConfigError: The target is unknown, a flag is another target's, or the options contradict each other.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from still_export.errors import ConfigError, PackageError
@@ -21,11 +22,47 @@ from still_export.package.files import DATA, FOLD, HEAD, MANIFEST, MODEL, PORTAB
 from still_export.package.folder import GENERATED, Package, open_package, staged_folder, write_manifest
 from still_export.package.programs import PROGRAMS
 from still_export.targets import registry
-from still_export.targets.dump import dumper
 from still_export.targets.portable.narrow import demand_narrow, narrow_package
 from still_export.targets.registry import target_of, targets_of
 from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Target
 from still_graphs.pipelines import Dump, run_steps
+
+SMALL_BYTES = 1024
+"""Constants up to this size stay in dumped graphs."""
+
+
+def dumper(folder: Path) -> Dump:
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[str] = []
+
+    def dump(name: str, model: ir.Model) -> None:
+        bare = _without_weights(model)
+        for tensor in bare.graph.initializer:
+            if len(tensor.raw_data) > SMALL_BYTES:
+                tensor.ClearField("raw_data")
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+        written.append(name)
+        onnx.save(bare, folder / f"{len(written):02d}_{name}.onnx")
+
+    return dump
+
+
+def _without_weights(model: ir.Model) -> onnx.ModelProto:
+    """The graph with places in no file in the stead of its weights, none of which is read."""
+    held = {value: value.const_value for value in model.graph.initializers.values()}
+    for value, tensor in held.items():
+        if tensor is not None and tensor.nbytes > SMALL_BYTES:
+            shape = ir.Shape(tensor.shape.numpy())
+            value.const_value = ir.ExternalTensor(
+                "none", 0, tensor.nbytes, tensor.dtype, shape=shape, name=value.name or ""
+            )
+    try:
+        return ir.to_proto(model)
+    finally:
+        for value, tensor in held.items():
+            value.const_value = tensor
+
 
 PORTABLE_FOLDER = ".portable.part"
 """A name that no manifest lists."""
@@ -48,16 +85,7 @@ def lower(
     Args:
         package: Folder of a package that `still-export MODEL` wrote, whose files are compared with their hashes.
         to: Target, as `--to` has it, or the name of a record, such as trt8.
-        output: The new package's folder; written whole or not at all.
-        options: Of the target, OrtOptions or TrtOptions; None: their defaults.
         dtype: float16 or bfloat16 of a package in float32; None: as it is.
-        force: Replace `output`.
-        command: The command line, for the manifest; empty: the export's.
-        progress: Called with each step.
-        dump_dir: Gets the graph after each step, without its weights.
-
-    Returns:
-        The package.
 
     Raises:
         StillExportError: The package is not portable, the target does not support its content, or a tool is missing.
@@ -114,12 +142,6 @@ def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
         if theirs and name not in target.flags:
             known = " and ".join(dict.fromkeys(t.to for t in theirs))
             raise ConfigError(f"{flag_of(theirs[0].options, name)}: for --to {known}, not for --to {target.to}.")
-
-
-def lower_package(source: Package, options: Any, folder: Path, to: str = "") -> Package:
-    """Make the package of a target in the existing, empty `folder`. `to`: as `lower` has it; empty: as `options` have it."""
-    lower_into(source.path, folder, target_of(to or options.target, options), options)
-    return open_package(folder, check_hashes=False)
 
 
 def lower_into(

@@ -19,7 +19,6 @@ TARGETS: tuple[Target, ...] = (ORT_CUDA, ORT_CPU, GENAI, WEB, TRT8, TRT, TRT_RTX
 
 
 def names() -> tuple[str, ...]:
-    """The targets as `--to` has them."""
     return tuple(dict.fromkeys(target.to for target in TARGETS))
 
 

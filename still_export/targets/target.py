@@ -33,10 +33,7 @@ class Lowering:
     """A package on its way to a target.
 
     Args:
-        folder: Where it is written.
         manifest: The portable package's, to be changed.
-        options: Of the target.
-        say: Called with each step.
         dump: Gets the graph after each step.
         passes: Changes by step.
         changed: Files of the portable package that the target wrote anew.
@@ -115,7 +112,6 @@ class Target:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Fields of `options` that are flags."""
         return names_of(self.options)
 
     def layout_for(self, dtype: str, options: Any = None) -> Layout:

@@ -77,12 +77,10 @@ class Fact:
 
     @property
     def noun(self) -> str:
-        """What the value is."""
         return self.relation.noun
 
     @property
     def key(self) -> str:
-        """Of what the value is."""
         return f"{self.noun} of {self.subject}"
 
     @property
@@ -92,7 +90,6 @@ class Fact:
 
 
 def draw_fact(rng: np.random.Generator, relation: Relation | None = None) -> Fact:
-    """A fact, of a random relation."""
     relation = relation or RELATIONS[int(rng.integers(len(RELATIONS)))]
     subject, value = SUBJECTS[relation.subject](rng), VALUES[relation.value](rng)
     marked = f"{OPEN}{value}{CLOSE}"
@@ -173,7 +170,6 @@ class NaturalWriter:
     """Writes training rows with facts in natural forms, every piece tokenized for itself.
 
     Args:
-        tokenizer: Of the model.
         text: Token ids of ordinary text for the filler, [N].
         chat: Pieces of the chat template as of `turn_pieces`; None = no row is a chat.
     """
@@ -291,10 +287,8 @@ def end_of_turn(chat: dict[str, str]) -> str:
 
 
 def pick(options: Any, rng: np.random.Generator) -> Any:
-    """One of `options`."""
     return options[int(rng.integers(len(options)))]
 
 
 def capital(sentence: str) -> str:
-    """With a great first letter."""
     return sentence[:1].upper() + sentence[1:]

@@ -94,7 +94,6 @@ class TaskWriter:
     """Writes tasks as token ids of exact length, every piece tokenized for itself.
 
     Args:
-        tokenizer: Of the model.
         text: Token ids of ordinary text for the filler, [N].
     """
 

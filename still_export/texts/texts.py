@@ -79,7 +79,6 @@ def read_corpus(paths: Sequence[str | Path], tokenizer: Any, vocab_size: int, he
     """Read and tokenize `paths`; the files follow each other with an end-of-text token in between.
 
     Args:
-        paths: Text files; without one, Python's documentation.
         held_out: Share of each file's end that is kept for validation.
 
     Raises:
@@ -105,7 +104,6 @@ class Batch:
     weights: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on `device`."""
         return Batch(self.ids.to(device), self.weights.to(device))
 
 
@@ -114,10 +112,8 @@ class Batches:
 
     Args:
         corpus: Its training tokens are cut into blocks, which are visited in a new random order every epoch.
-        writer: Writes the retrieval rows.
         rows, tokens: B and T, rows over all processes.
         retrieval: Share of the rows that are retrieval tasks.
-        weighing: Of their answers.
         natural: Writes those of them in natural forms; natural_share: How many that are.
         chats: Conversations as token ids; chat_share: Share of the rows that are those one after another.
         lengths: Row lengths in place of `tokens` that take turns, each with B * T tokens a batch; one may stand there several times.

@@ -13,9 +13,6 @@ _USER, _ANSWER, _AGAIN = "\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001"
 def turn_pieces(tokenizer: Any) -> dict[str, str] | None:
     """The text around the messages of a chat, where the template writes the same around each; else None.
 
-    Args:
-        tokenizer: Of transformers.
-
     Returns:
         `start` (before the first user message), `user_to_assistant`, `assistant_to_user`.
     """

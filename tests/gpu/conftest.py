@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.proof.records import Record, make_record, sum_up, what_ran, write_record
+from still_export.proof.records import Record, make_record, what_ran, write_record
 from tests.still_export.conftest import Exporter, export_tiny
 from tests.still_export.packages import with_library
+from tools.verdicts import sum_up
 
 __all__ = ["export_tiny"]
 

@@ -22,11 +22,11 @@ from still_export.package.programs import write_programs
 from still_export.package.refusals import RunError
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
-from still_export.targets.lower import lower_into, lower_package
+from still_export.targets.lower import lower_into
 from still_export.targets.ort.library import LIBRARY
 from still_export.targets.portable.package import write_portable
 from still_export.targets.registry import target_of
-from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_graphs.states import State
 from tests.compiled import sources
 from tests.still_export import fake_tensorrt
@@ -35,6 +35,12 @@ from tests.still_graphs.small_graph import SALIENT, SIZES, growth_of, small_grap
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs tensorrt-rtx-cu13-libs and -bindings"
 )
+
+
+def lower_package(source: Package, options: Any, folder: Path, to: str = "") -> Package:
+    """Make the package of a target in the existing, empty `folder`; its name is `to`, or as `options` have it."""
+    lower_into(source.path, folder, target_of(to or options.target, options), options)
+    return open_package(folder, check_hashes=False)
 
 
 def onnx_package(folder: Path, dtype: str = "float16") -> Package:
@@ -104,7 +110,7 @@ def rtx_inputs(package: Package) -> list[str]:
 
 def rtx_package(folder: Path, **options: Any) -> Package:
     folder.mkdir(parents=True)
-    trt = TrtOptions("trt-rtx", **{"prefill_tokens": 32, "batch": 2, "archs": ("sm_89",)} | options)
+    trt = RtxOptions(**{"prefill_tokens": 32, "batch": 2, "archs": ("sm_89",)} | options)
     return lower_package(onnx_package(folder / "portable"), trt, folder)
 
 
@@ -119,7 +125,7 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
     target = target_of("trt8")
     target = replace(target, steps=tuple(s for s in target.steps if s.name != "merge_linear_layers"))
     portable = onnx_package(folder / "portable", dtype)
-    lower_into(portable.path, folder, target, TrtOptions("trt", **{"batch": 2} | options))
+    lower_into(portable.path, folder, target, TrtOptions(**{"batch": 2} | options))
     package = open_package(folder, check_hashes=False)
     trust_package(folder)  # as an export does that compiles its plugins here
     return package

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from still_export.proof.records import read_records
 from tools.benchmarks.common import Findings, Times, in_blocks, numbers, time_calls, time_in_turns
+from tools.verdicts import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = sorted(p.stem for p in (ROOT / "tools/benchmarks").glob("*.py") if "parser_of(__doc__)" in p.read_text())

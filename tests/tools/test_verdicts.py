@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from still_export.proof import records
 from still_export.proof.records import Record, make_record, ops_ran, write_record
 from tools import verdicts
 
@@ -51,7 +50,7 @@ def test_old_rows_say_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     row = verdicts.row_of([proof()])
     assert verdicts.state_of(row) == "current" and verdicts.state_of({**row, "ran": {}}).startswith("unknown")
     assert verdicts.state_of({**row, "judge": 0}) == "old: judge"
-    monkeypatch.setattr(records, "op_digest", lambda name, device: "f" * 64)
+    monkeypatch.setattr(verdicts, "op_digest", lambda name, device: "f" * 64)
     assert verdicts.state_of(row) == "old: CausalConv on cpu"
 
 
@@ -72,7 +71,7 @@ def test_the_tool_takes_records_in_and_keeps_them(
     assert len(lines) == 2 and lines[0].startswith("ort-cpu, ") and lines[0].endswith("; current")
     verdicts.main(["--old"])
     assert not capsys.readouterr().out
-    monkeypatch.setattr(records, "PROOF_VERSION", 0)
+    monkeypatch.setattr(verdicts, "PROOF_VERSION", 0)
     verdicts.main(["--old"])
     assert [line.endswith("; old: judge") for line in capsys.readouterr().out.splitlines()] == [True, True]
     made[0].write_text(made[0].read_text().replace("0.5", "0.25"))

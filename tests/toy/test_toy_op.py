@@ -19,13 +19,12 @@ from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
 from still_export.runtime.sampling import Sampling
 from still_export.targets.export import export
-from still_export.targets.lower import lower_package
-from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.options import RtxOptions, TrtOptions
 from still_graphs.ops import OPS
 from tests.compiled import Before
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import graph_alone  # noqa: F401  (its op is registered in this process alone)
-from tests.still_export.packages import portable_package, rtx_inputs
+from tests.still_export.packages import lower_package, portable_package, rtx_inputs
 from tests.still_export.tiny import VOCAB, still_model
 from tests.still_export.verbs import call
 from tests.toy.mixer import DecayMixer
@@ -98,7 +97,7 @@ def test_a_wrong_state_of_the_op_is_named(package: Package, capsys: pytest.Captu
 def test_tensorrt_rtx_builds_it(portable: Package, tmp_path: Path, compiled_before: Before) -> None:
     folder = tmp_path / "rtx"
     folder.mkdir()
-    package = lower_package(portable, TrtOptions("trt-rtx", prefill_tokens=32, archs=("sm_89",)), folder)
+    package = lower_package(portable, RtxOptions(prefill_tokens=32, archs=("sm_89",)), folder)
     if compiled_before(rtx_inputs(package)):
         return
     assert call("build", folder, "--quiet") == 0
@@ -112,7 +111,7 @@ def test_a_host_of_tensorrt_runs_it_as_a_plugin(
     fake_tensorrt.deploy(monkeypatch, "10.3.0")
     folder = tmp_path / "trt"
     folder.mkdir()
-    lowered = lower_package(portable, TrtOptions("trt", prefill_tokens=32, batch=3), folder)
+    lowered = lower_package(portable, TrtOptions(prefill_tokens=32, batch=3), folder)
     assert lowered.manifest["plugin_layers"] == {"HybridAttention": 1, "Decay": 1, "Attention": 1}
     trust_package(folder)
     assert call("build", folder, "--quiet") == 0

@@ -47,7 +47,7 @@ def build(model: Path, work: Path, precision: str = "fp32", provider: str = "cpu
     package = work / ("genai" if (precision, provider) == ("fp32", "cpu") else f"genai-{provider}-{precision}")
     if (package / "genai_config.json").exists():
         return package
-    from still_export.models.gguf.folder import write_folder
+    from tools.gguf_folder import write_folder
 
     folder = model
     if model.is_file():

@@ -150,7 +150,6 @@ class Scope:
         return result
 
     def total(self, *terms: Value) -> str:
-        """Sum of the terms."""
         result = terms[0]
         for term in terms[1:]:
             result = self("Add", result, term)

@@ -42,10 +42,7 @@ def joined_body(
 
     Args:
         node: With its states apart; it names a function of the model.
-        spec: Of its op.
-        overload: Of the function that is returned.
         shapes: The states that the node has, in order, with their dimensions but the batch.
-        opset: Of ai.onnx in the body.
     """
     b = Scope()
     plain, results = [t.name for t in spec.inputs], [t.name for t in spec.outputs]

@@ -20,9 +20,6 @@ from still_graphs.states import NEXT_TOKEN
 def add_greedy_token(model: ir.Model) -> int:
     """Append the output, in place; nothing when it is there.
 
-    Returns:
-        Number of outputs added.
-
     Raises:
         UnsupportedError: No output is called logits.
     """

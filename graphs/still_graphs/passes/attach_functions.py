@@ -23,9 +23,6 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
     Args:
         onnxruntime: For ONNX Runtime alone: bodies may have its own ops.
 
-    Returns:
-        Number of functions added.
-
     Raises:
         UnsupportedError: No body for a node, or its activations' type cannot be told.
     """

@@ -23,11 +23,7 @@ PER_BYTE = {4: 2, 8: 1}
 
 
 def dequantize_at_load(model: ir.Model) -> int:
-    """Replace nodes in their order until EXPANDED_BYTES are spent; the others compute in float32 too.
-
-    Returns:
-        Nodes changed.
-    """
+    """Replace nodes in their order until EXPANDED_BYTES are spent; the others compute in float32 too."""
     left, writer, nodes = EXPANDED_BYTES, Writer(model.graph), _low_bit(model)
     for node in nodes:
         size = 4 * attribute(node, "N") * attribute(node, "K")

@@ -16,11 +16,7 @@ from still_graphs.later_ir import ir
 
 
 def fix_shapes(model: ir.Model) -> int:
-    """Replace computed shapes by constants, in place.
-
-    Returns:
-        Number of Reshape nodes changed.
-    """
+    """Replace computed shapes by constants, in place."""
     found, writer = _computed(model.graph), Writer(model.graph)
     for node, shape in found:
         writer.place = node

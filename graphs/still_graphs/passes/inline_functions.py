@@ -15,9 +15,6 @@ from still_graphs.ops import DOMAIN
 def inline_functions(model: ir.Model) -> int:
     """Inline all local functions, in place.
 
-    Returns:
-        Number of still:: nodes that were inlined.
-
     Raises:
         UnsupportedError: A still:: node has no function.
     """

@@ -14,11 +14,7 @@ from still_graphs.later_ir import ir
 
 
 def lower_integers(model: ir.Model) -> int:
-    """Turn int64 inputs and outputs of the main graph into int32, in place.
-
-    Returns:
-        Number of inputs and outputs changed.
-    """
+    """Turn int64 inputs and outputs of the main graph into int32, in place."""
     graph, writer = model.graph, Writer(model.graph)
     int32, int64 = ir.DataType.INT32, ir.DataType.INT64
     writer.place = graph[0]

@@ -15,7 +15,6 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.later_ir import ir
 
 IR_VERSIONS = {17: 8, 21: 10}
-"""Of a graph in an opset."""
 REDUCTIONS = (
     "Max",
     "Min",

@@ -24,9 +24,6 @@ TYPE_NAMES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 def lower_plugin_nodes(model: ir.Model) -> int:
     """Rewrite the still:: nodes of the main graph, in place.
 
-    Returns:
-        Number of nodes rewritten.
-
     Raises:
         UnsupportedError: An unknown op, or the activations' type cannot be told.
     """

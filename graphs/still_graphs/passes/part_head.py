@@ -36,7 +36,6 @@ def leave_head(model: ir.Model) -> int:
 
 
 def no_head(model: ir.Model) -> str:
-    """The graph has no head."""
     return "a head that guesses tokens ahead" if has_head(model) else ""
 
 

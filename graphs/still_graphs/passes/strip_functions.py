@@ -13,11 +13,7 @@ from still_graphs.ops import DOMAIN
 
 
 def strip_functions(model: ir.Model) -> int:
-    """Remove the domain's functions, in place.
-
-    Returns:
-        Number of functions removed and overloads cleared.
-    """
+    """Remove the domain's functions, in place."""
     gone = [key for key, function in model.functions.items() if function.domain == DOMAIN]
     for key in gone:
         del model.functions[key]

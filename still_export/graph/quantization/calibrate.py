@@ -94,10 +94,6 @@ def calibrate(
     """Round the weights of 4 bits beforehand.
 
     Args:
-        source: The model.
-        forms: As planned, by name.
-        asked: As planned with them.
-        texts: What the model reads.
         budget: What the loss on held-out text may grow by, as a share; weights that lose most for their bytes then get 8 bits. None: any.
         say: Called with each step, how much of it is done, and how much there is.
 
@@ -215,7 +211,6 @@ def _predicted(rows: Tensor) -> int:
 class Rounding:
     """A model in float32 whose weights are rounded to 4 bits, and given to it in one form or the other.
 
-    device: Where the model computes.
     layers, kept, made: Its linear layers, their weights as they were, and the codes, by name.
 
     Args:

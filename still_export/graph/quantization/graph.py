@@ -38,12 +38,7 @@ def quantize_graph(
     Args:
         model: From `lower_program`; its initializers have the model's names.
         weights: Values by those names, [N, K].
-        roles: By those names.
-        asked, forms: As `plan_forms` has them.
         rounded: Gets, when they are written, the relative error of weights whose codes in the source are rounded again.
-
-    Returns:
-        What the manifest says of it.
 
     Raises:
         UnsupportedError: A weight is read in a way that has no quantized form.

@@ -87,7 +87,6 @@ class Rule:
     fp8: int | None = None
 
     def bits(self, scheme: str) -> int | None:
-        """Bits under `scheme`."""
         return {"int8": self.int8, "int4": self.int4, FLOAT8: self.fp8}[scheme]
 
 
@@ -121,9 +120,6 @@ class Quantization:
         layout: How the target holds low-bit weights.
         adapters: Products take LoRA pairs while they run.
         to: The target's name, for messages.
-
-    Raises:
-        ConfigError: A value is unknown, or the target does not have it.
     """
 
     scheme: str
@@ -166,7 +162,6 @@ class Quantization:
 
     @property
     def float8(self) -> bool:
-        """Whether weights are in e4m3."""
         return self.scheme == FLOAT8
 
     def _check_float8(self) -> None:
@@ -209,10 +204,7 @@ def account(
     """What the manifest says: the scheme, and of each role the bits of its weights, who rounded them, and how many they are.
 
     Args:
-        asked: The scheme.
-        roles: Of every weight by name.
         forms: Bits and method of the quantized ones.
-        places: Products that take LoRA pairs while they run.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for (role, bits, method), count in Counter(

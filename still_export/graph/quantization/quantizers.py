@@ -30,7 +30,6 @@ def quantize(weight: torch.Tensor, bits: int, block_size: int, zero_points: bool
     Args:
         weight: [N, K], of any type of floats, K a multiple of `block_size`.
         bits: 4, or 8, without zero points.
-        block_size: Of the layout's.
         zero_points: Of 4 bits; without, every scale is positive, as TensorRT needs it.
 
     Returns:
@@ -78,7 +77,6 @@ def _outputs(weight: torch.Tensor) -> BlockWeight:
 
 
 def _slabs(weight: torch.Tensor, size: int = SLAB_WEIGHTS) -> tuple[torch.Tensor, ...]:
-    """Rows that are rounded at once."""
     return weight.split(max(1, size // weight.shape[1]))
 
 

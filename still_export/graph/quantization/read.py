@@ -46,7 +46,6 @@ def held_model(
 
     Args:
         options: What was exported; its `dtype` is the model's.
-        folder, manifest: The package.
         rounded: Products round what they read to 8 bits, as the runtime's do on CPUs.
     """
     model = held_source(options, folder, manifest).read()
@@ -81,14 +80,7 @@ def held_source(
 
 
 def with_held_weights(source: Source, folder: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
-    """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with.
-
-    Args:
-        source: What was exported, in any type.
-        folder: A package of it.
-        manifest: Its manifest.
-        device: Where quantized weights are read to.
-    """
+    """The model `source` with the weights of the package in `folder`, where those are quantized: what its runtime computes with."""
     return _with_held(source, folder / MODEL, manifest, device)
 
 
@@ -275,7 +267,6 @@ def round_activations(
 
     Args:
         names: With the inputs as the blocks have them, None: in order.
-        scheme: Of policy.SCHEMES.
         head: The model is a head that guesses tokens ahead.
     """
     eight_bits_of = in_e4m3 if scheme == FLOAT8 else partial(eight_bits, block_size=block_size)

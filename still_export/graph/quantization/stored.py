@@ -75,7 +75,6 @@ class StoredWeight:
         return base.super_blocks
 
     def forget(self) -> None:
-        """Drop the blocks."""
         self._made = None
 
     @property

@@ -54,8 +54,6 @@ class KeysMixer(Mixer):
 
 
 class AttentionMixer(KeysMixer):
-    """Layers of type "full_attention"."""
-
     name = FULL
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

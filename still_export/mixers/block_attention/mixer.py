@@ -36,8 +36,6 @@ class BlockSelected(SoftmaxAttention):
     """Causal softmax attention to chosen blocks, with the projections and norms of the module that it replaces.
 
     Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-        head_dim: D.
         choice: Attributes of SelectBlocks.
     """
 

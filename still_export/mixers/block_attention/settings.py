@@ -40,9 +40,6 @@ class BlockSettings:
 
     Args:
         reuse: By layer the one whose blocks it reads, an earlier one or itself; None: itself.
-
-    Raises:
-        ConfigError: They do not fit each other.
     """
 
     block_size: int = 64
@@ -64,11 +61,7 @@ class BlockSettings:
         return layer if self.reuse is None else self.reuse[layer]
 
     def check_reuse(self, types: Sequence[str]) -> None:
-        """Raise ConfigError unless every layer reads its own blocks, or those of an earlier one that chooses its own.
-
-        Args:
-            types: Names of the layers' mixers.
-        """
+        """Raise ConfigError unless every layer reads its own blocks, or those of an earlier one that chooses its own."""
         if self.reuse is None:
             return
         if len(self.reuse) != len(types):

@@ -62,7 +62,6 @@ ROUTERS: dict[str, Callable[[Any], Routing]] = {
     "BailingHybridTopkRouter": _groups,
     "NemotronHTopkRouter": _groups,
 }
-"""By the class that each takes the place of."""
 ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "silu": "swiglu", "ReLUSquaredActivation": "relu2"}
 """The op's by the names of classes and functions."""
 SCORES = ("moe_router_activation_func", "scoring_func", "score_function", "topk_method")
@@ -102,7 +101,6 @@ class Router(nn.Module):
         """Called with the margins of a call's choices; gives experts to go to, as of `naive_route`."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """As of `route`."""
         inputs = RouteInputs(hidden, self.weight, getattr(self, BIAS), **asdict(self.routing))
         return route(inputs) if self.watch is None else naive_route(inputs, self.watch(margins(inputs)))
 
@@ -130,7 +128,6 @@ class Stacked(nn.Module):
         """What a runtime makes of all that the matrices read."""
 
     def forward(self, hidden: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
-        """As of `experts`."""
         return experts(Inputs(hidden, expert, weight, self.gate_up, self.down, self.activation, self.rounded))[0]
 
 
@@ -166,10 +163,8 @@ class RoutedExperts(nn.Module):
         self.weight_roles = {
             name: special.get(name, FEED_FORWARD) for name, x in self.named_parameters() if x.dim() > 1
         }
-        """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, channels] to the same."""
         expert, weight = self.gate(hidden)
         around = hasattr(self, NARROW)
         mixed: Tensor = self.experts(getattr(self, NARROW)(hidden) if around else hidden, expert, weight)

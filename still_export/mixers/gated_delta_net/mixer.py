@@ -22,12 +22,7 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class GatedDeltaNet(FixedStateModule):
-    """The module of Qwen3.5; others differ in names and order of their projections.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-    """
+    """The module of Qwen3.5; others differ in names and order of their projections."""
 
     output, norm_name = "out_proj", "norm"
     rule = "gated_delta"
@@ -39,7 +34,6 @@ class GatedDeltaNet(FixedStateModule):
         "out_proj.weight": PROJECTION,
         "conv1d.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -74,7 +68,6 @@ class GatedDeltaNet(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         mixed, gate, b, a = self.project(hidden_states)
         (query, key, value), columns = self.convolved(mixed, states["conv_state"], new_tokens)
@@ -217,12 +210,9 @@ MODULES: dict[str, type[GatedDeltaNet]] = {
     "KimiLinearDeltaAttention": KimiDeltaAttention,
     "BailingHybridDeltaAttention": BailingDeltaAttention,
 }
-"""By the class that each takes the place of."""
 
 
 class GatedDeltaNetMixer(FixedStatesMixer):
-    """Layers of type "gated_delta_net"."""
-
     name = "gated_delta_net"
     modules, what = MODULES, "gated delta rule"
     rule = "gated_delta"

@@ -28,12 +28,7 @@ LOGIT_NORMALIZER = 16
 
 
 class GatedLinearAttention(FixedStateModule):
-    """GLA: a decay of low rank; several query heads may share a state.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-    """
+    """GLA: a decay of low rank; several query heads may share a state."""
 
     names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     weight_roles: ClassVar[dict[str, str]] = {
@@ -41,7 +36,6 @@ class GatedLinearAttention(FixedStateModule):
         **dict.fromkeys(("g_proj.weight", "gk_proj.0.weight", "gk_proj.1.weight"), GATE),
         "conv1d.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -66,7 +60,6 @@ class GatedLinearAttention(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, position_embeddings: Turn = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer. A mask is not used: the cache knows the sequences' new tokens."""
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
         mixed = torch.cat([getattr(self, name)(hidden_states) for name in self.names], dim=-1)
@@ -165,12 +158,9 @@ MODULES: dict[str, type[GatedLinearAttention]] = {
     "FlaHGRN": HGRN,
     "FlaRetNet": Retention,
 }
-"""By the class that each takes the place of."""
 
 
 class GatedLinearAttentionMixer(FixedStatesMixer):
-    """Layers of type "gated_linear_attention"."""
-
     name = "gated_linear_attention"
     modules, what = MODULES, "gated rule"
 

@@ -27,12 +27,7 @@ OPEN_GATE_BIAS = 8.0
 
 
 class HybridOpModule(ProjectedAttention):
-    """Calls still::HybridAttention on what a cache holds.
-
-    Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-        config: The layer.
-    """
+    """Calls still::HybridAttention on what a cache holds."""
 
     def __init__(self, base: Any, config: HybridAttentionConfig) -> None:
         super().__init__(base, config.head_dim)
@@ -42,7 +37,6 @@ class HybridOpModule(ProjectedAttention):
 
     @property
     def selects(self) -> bool:
-        """Whether there is anything to watch."""
         return self.still.salient_per_chunk > 0
 
     @property
@@ -99,15 +93,7 @@ class HybridOpModule(ProjectedAttention):
 
 
 class StillAttention(HybridOpModule):
-    """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces.
-
-    Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-        config: The layer.
-        hidden_size: Channels of the model.
-        gate_bias: The gate projection has a bias.
-        shared_feature_map: One feature projection for all heads.
-    """
+    """Hybrid attention with the projections, and the norms of queries and keys, of the module that it replaces."""
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
         "g_proj.weight": GATE,

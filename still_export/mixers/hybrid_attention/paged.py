@@ -25,9 +25,6 @@ class PagedHybridAttention(PagedLayer):
     """One rank's heads of a layer.
 
     Args:
-        config: The whole layer.
-        gate_bias: The gate's projection has a bias.
-        shared_feature_map: One feature projection for all heads.
         ranks, rank: Which of how many.
 
     Raises:

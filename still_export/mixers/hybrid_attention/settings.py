@@ -23,9 +23,6 @@ class HybridSettings(HybridAttentionSettings):
         shared_feature_map: One feature projection for all heads instead of one per query head.
         salient_by_layer: Per layer, `salient_per_chunk` of its own, or None; layers of other types have a number that counts for nothing.
         window_factors: Per layer, one scalar per query head on the softmax terms (LoLCATs), or None.
-
-    Raises:
-        ConfigError: A value is unknown, out of range, or contradicts another.
     """
 
     shared_feature_map: bool = False

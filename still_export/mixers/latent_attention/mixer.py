@@ -23,10 +23,6 @@ class LatentAttention(SoftmaxAttention):
     A head's key is (K c, r) and its value V c, with c the latent and r a part that heads share. As q (K c) = (K^T q) c, queries are
     projected to latents, all heads attend to (c, r) as to one key and value, and what they find is projected to values: what is read per
     token does not depend on the number of heads, and nothing is expanded.
-
-    Args:
-        base: The family's module; its submodules are taken over, not copied.
-
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -101,7 +97,6 @@ MODULES: dict[str, type[LatentAttention]] = {
     "BailingHybridAttention": BailingLatentAttention,
     "ZebraAttention": RotatedLatentAttention,
 }
-"""By the class that each takes the place of."""
 
 
 def _by_head(values: Tensor, weight: Tensor) -> Tensor:

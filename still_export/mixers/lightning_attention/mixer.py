@@ -21,12 +21,7 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Lightning(FixedStateModule):
-    """What they share: head h forgets exp(-slopes[h]) of its state at each token.
-
-    Args:
-        base: The family's module; its submodules are taken over, not copied.
-        ops: Of the layer.
-    """
+    """What they share: head h forgets exp(-slopes[h]) of its state at each token."""
 
     slopes: tuple[float, ...]
 
@@ -47,9 +42,6 @@ class MiniMaxLightning(Lightning):
     """MiniMax: with a norm over all heads and a gate.
 
     Head h of H in layer l of L has the slope 2^(-8 (h + 1) / H) (1 - l / (L - 1 + 1e-5) + 1e-5).
-
-    Raises:
-        UnsupportedModelError: `base` has another activation.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -72,7 +64,6 @@ class MiniMaxLightning(Lightning):
     def forward(
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         heads = silu(self.qkv_proj(hidden_states)).unflatten(-1, (self.heads, 3 * self.dim))
         output = self.attend(hidden_states, past_key_values, *heads.split(self.dim, dim=-1))
         gate = self.output_gate(hidden_states).sigmoid()
@@ -132,7 +123,6 @@ class SalaLightning(Lightning):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The call of a decoder layer."""
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -164,7 +154,6 @@ MODULES: dict[str, type[Lightning]] = {
     "TransNormerMixer": TransNormer,
     "SalaLightningMixer": SalaLightning,
 }
-"""By the class that each takes the place of."""
 
 
 class LightningAttentionMixer(FixedStatesMixer):

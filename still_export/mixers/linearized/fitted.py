@@ -168,8 +168,6 @@ def unexplained(rows: Tensor, target: Tensor) -> Tensor:
 
 
 class TrainableGLA(Fitted, LinearizedGLA):
-    """LinearizedGLA as teacher and student."""
-
     def settings(self, hidden: Tensor) -> Iterator[Setting]:
         def stretch(factor: Tensor) -> None:
             self.get_parameter("gk_proj.1.bias").copy_(gate_bias(self.head_dim, factor).flatten())
@@ -178,8 +176,6 @@ class TrainableGLA(Fitted, LinearizedGLA):
 
 
 class TrainableGatedDeltaNet(Fitted, LinearizedGatedDeltaNet):
-    """LinearizedGatedDeltaNet as teacher and student."""
-
     b_proj: nn.Linear
     dt_bias: nn.Parameter
 

@@ -38,10 +38,8 @@ class LinearizedAttention(ProjectedAttention):
     """What both rules share: normed output per head, times a scale per channel and a gate, into the base's output projection.
 
     Args:
-        base: The family's attention module; its submodules are taken over, not copied.
         head_dim: D.
         heads: H, query heads.
-        hidden_size: Channels of the model.
         ops: Of the layer.
     """
 
@@ -86,7 +84,6 @@ class LinearizedAttention(ProjectedAttention):
         Args:
             query, key: Before RoPE.
             projected: What `projections` made, [.., H * size].
-            weights: Those of `head_weights`.
         """
         raise NotImplementedError
 

@@ -22,22 +22,13 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba(FixedStateModule):
-    """The recurrence with its projections, convolution, skip and gate, and norms where the family has them.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-
-    Raises:
-        UnsupportedModelError: `base` has another activation.
-    """
+    """The recurrence with its projections, convolution, skip and gate, and norms where the family has them."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("in_proj.weight", "x_proj.weight", "out_proj.weight"), PROJECTION),
         "dt_proj.weight": GATE,
         **dict.fromkeys(("conv1d.weight", "A_log"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -64,7 +55,6 @@ class Mamba(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         mixed, gate = self.project(hidden_states)
         taps = ConvInputs(mixed, self.conv1d.weight, self.conv1d.bias, new_tokens, "silu")
@@ -120,7 +110,6 @@ MODULES: dict[str, type[Mamba]] = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), Mamba),
     "InLlamaMamba": SharedMamba,
 }
-"""By the class of transformers that each takes the place of."""
 
 
 _NAMES = {
@@ -133,8 +122,6 @@ _NAMES = {
 
 
 class MambaMixer(FixedStatesMixer):
-    """Layers of type "mamba"."""
-
     name = "mamba"
     modules, what = MODULES, "Mamba"
 

@@ -23,23 +23,13 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba2(FixedStateModule):
-    """The recurrence with its projections, convolution, skip and gated norm.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-        config: Of the model.
-
-    Raises:
-        UnsupportedModelError: `base` has another activation.
-    """
+    """The recurrence with its projections, convolution, skip and gated norm."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         "in_proj.weight": PROJECTION,
         "out_proj.weight": PROJECTION,
         "conv1d.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp], config: Any) -> None:
         super().__init__(base, ops)
@@ -72,7 +62,6 @@ class Mamba2(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, cache_params)
         widths = (self.heads * self.size, self.conv1d.weight.shape[0], self.heads)
         gate, mixed, step = self.project(hidden_states).split(widths, dim=-1)
@@ -160,7 +149,6 @@ MODULES: dict[str, type[Mamba2]] = {
     "FalconH1Mixer": FalconH1Mamba2,
     "InLlamaMamba2": SharedMamba2,
 }
-"""By the class of transformers that each takes the place of."""
 
 
 _NAMES = {
@@ -174,8 +162,6 @@ _NAMES = {
 
 
 class Mamba2Mixer(FixedStatesMixer):
-    """Layers of type "mamba2"."""
-
     name = "mamba2"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

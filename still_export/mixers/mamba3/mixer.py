@@ -28,25 +28,18 @@ from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba3(FixedStateModule):
-    """The recurrence with its projections, norms of B and C, turns, skip and gate.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-    """
+    """The recurrence with its projections, norms of B and C, turns, skip and gate."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("in_proj.weight", "out_proj.weight"), PROJECTION),
         **dict.fromkeys(("B_bias", "C_bias"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
         self.sizes, self.least, self.normed = base.sizes, base.least, base.normed
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
-        """The call of a decoder layer. A mask is not used: the cache knows the sequences' new tokens."""
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
         heads, size, groups, dim, angles = self.sizes
@@ -104,8 +97,6 @@ class Mamba3(FixedStateModule):
 
 
 class Mamba3Mixer(FixedStatesMixer):
-    """Layers of type "mamba3"."""
-
     name = "mamba3"
     modules, what = {"Mamba3Weights": Mamba3}, "Mamba-3"
 

@@ -14,7 +14,7 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStatesMixer
 from still_export.mixers.projections import rotated
 from still_export.mixers.roles import GATE, NORM, PROJECTION
-from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule, rank_one_inputs
+from still_export.mixers.rwkv7.mixer import LEAST_DECAY, ShiftedModule, rank_one_inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
@@ -41,12 +41,7 @@ class Tokens(NamedTuple):
 
 
 class QwenRule(ShiftedModule):
-    """What both rules share: projections, heads, norm and gate of the output.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-    """
+    """What both rules share: projections, heads, norm and gate of the output."""
 
     read: ClassVar[str]
     """What tokens are projected to, by a letter each."""
@@ -56,7 +51,6 @@ class QwenRule(ShiftedModule):
         **dict.fromkeys(("gate.weight", "mix_in.weight", *(f"mix_{x}.weight" for x in "rkvwg")), GATE),
         **dict.fromkeys((*(f"x_{x}" for x in ("all", *"rkvwag")), "w0", "a0", "v0", "k_k", "k_a", "r_k"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -170,7 +164,6 @@ class QwenRwkv7(QwenRule):
 
 
 MODULES: dict[str, type[QwenRule]] = {"Rwkv6Attention": QwenRwkv6, "Rwkv7Attention": QwenRwkv7}
-"""By the class that each takes the place of."""
 
 
 class RadladsMixer(FixedStatesMixer):

@@ -54,7 +54,6 @@ class ChannelMix(MixingModule):
     }
 
     def forward(self, hidden: Tensor, cache: Any) -> Tensor:
-        """[B, T, C] to the same."""
         states, new_tokens, layer = self.begin(hidden, cache)
         before, column = self.shift(hidden, states["conv_state"], new_tokens)
         if layer is not None:
@@ -74,7 +73,6 @@ class TimeMix(MixingModule):
         ),
         **dict.fromkeys((*(f"x_{x}" for x in ("all", *MIXED)), "time_faaaa", "time_decay"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -90,7 +88,6 @@ class TimeMix(MixingModule):
         return {n: hidden + off * (self.share(n) + getattr(self, f"mix_{n}")(part)) for n, part in more}
 
     def forward(self, hidden: Tensor, cache: Any) -> Tensor:
-        """[B, T, C] to the same."""
         states, new_tokens, layer = self.begin(hidden, cache)
         past = states["conv_state"].transpose(1, 2)  # [B, 2, C], the two tokens before the call
         before, columns = self.shift(hidden, states["conv_state"], new_tokens)
@@ -131,7 +128,6 @@ class TimeMix(MixingModule):
 
 
 MODULES: dict[str, type[MixingModule]] = {"Rwkv6TimeMix": TimeMix, "Rwkv6ChannelMix": ChannelMix}
-"""By the class that each takes the place of."""
 
 
 class Rwkv6Mixer(FixedStatesMixer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,12 +11,40 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, relu
 
 from still_export.mixers.base import LayerOp
-from still_export.mixers.fixed import FixedStatesMixer
+from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
 from still_export.mixers.roles import FEED_FORWARD, GATE, NORM, PROJECTION
-from still_export.mixers.shifted import LEAST_DECAY, ShiftedModule, rank_one_inputs
+from still_kernels.causal_conv.meaning import Inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.causal_conv.traced import causal_conv
+from still_kernels.rank_one_attention.meaning import Inputs as RankOneInputs
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 from still_kernels.rank_one_attention.traced import rank_one_attention
+
+LEAST_DECAY = -math.exp(-0.5)
+"""What the logarithm of a decay of RWKV-7 is more than."""
+
+
+class ShiftedModule(FixedStateModule):
+    """A module whose tokens read a part of the token before."""
+
+    def shift(self, x: Tensor, state: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The token before less each token of x [B, T, C], and the state after the call."""
+        taps = x.new_tensor([1.0, -1.0]).expand(x.shape[-1], 1, 2)
+        return causal_conv(Inputs(x, taps.contiguous(), None, new_tokens, "none"), state)
+
+
+def rank_one_inputs(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, moved: Tensor, rate: Tensor, new_tokens: Tensor
+) -> RankOneInputs:
+    """What RWKV-7's rule gives to the op, which reads the state behind its decay; the model reads it before.
+
+    Args:
+        query, key, value: [B, T, H, D].
+        decay: Its logarithm, [B, T, H, D], float32.
+        moved: Keys of unit length whose values in the state move at `rate`, both [B, T, H, D], float32.
+    """
+    back, forth = (-moved * (-decay).exp()).to(value.dtype), (moved * rate).to(value.dtype)
+    return RankOneInputs(query, key, value, decay, back, forth, new_tokens)
 
 
 class ChannelMix(ShiftedModule):
@@ -40,7 +69,6 @@ class TimeMix(ShiftedModule):
         **dict.fromkeys((f"{x}_lora.{i}.weight" for x in "wavg" for i in (0, 2)), GATE),
         **dict.fromkeys((*(f"x_{x}" for x in "rwkvag"), "r_k"), NORM),
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -77,7 +105,6 @@ class TimeMix(ShiftedModule):
 
 
 MODULES: dict[str, type[ShiftedModule]] = {"Rwkv7TimeMix": TimeMix, "Rwkv7ChannelMix": ChannelMix}
-"""By the class that each takes the place of."""
 
 
 class Rwkv7Mixer(FixedStatesMixer):

@@ -19,22 +19,13 @@ COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 
 class ShortConv(FixedStateModule):
-    """The convolution with its projections.
-
-    Args:
-        base: The family's module; its submodules are taken over, not copied.
-        ops: Of the layer.
-
-    Raises:
-        UnsupportedModelError: `base` is another kind of module.
-    """
+    """The convolution with its projections."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         "in_proj.weight": PROJECTION,
         "out_proj.weight": PROJECTION,
         "conv.weight": NORM,
     }
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -46,7 +37,6 @@ class ShortConv(FixedStateModule):
     def forward(
         self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a transformers decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, layer = self.begin(hidden_states, past_key_values)
         before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         mixed, columns = causal_conv(
@@ -58,8 +48,6 @@ class ShortConv(FixedStateModule):
 
 
 class ShortConvMixer(FixedStatesMixer):
-    """Layers of type "short_conv"."""
-
     name = "short_conv"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:

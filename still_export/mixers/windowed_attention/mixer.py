@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from still_export.mixers.attention.gated_heads import GatedHeads
+from still_export.mixers.attention.variants import GatedHeads
 from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.hybrid_attention.cache import HybridLayer
 from still_export.mixers.hybrid_attention.window import WindowModule, window_of
@@ -27,7 +27,6 @@ class GatedWindow(GatedHeads, WindowedAttention):
 
 
 def window_for(base: Any) -> type[WindowedAttention]:
-    """The class in the place of `base`."""
     return GatedWindow if type(base).__name__ == "Lfm3Attention" else WindowedAttention
 
 

@@ -116,8 +116,6 @@ class FlaMixer(nn.Module):
 
 
 class FlaGatedDeltaNet(FlaMixer):
-    """Of a Gated DeltaNet."""
-
     def add_parts(self, config: Any) -> None:
         self.allow_neg_eigval: bool = config.allow_neg_eigval
         self.a_proj, self.b_proj = (nn.Linear(config.hidden_size, self.num_v_heads, bias=False) for _ in range(2))
@@ -126,8 +124,6 @@ class FlaGatedDeltaNet(FlaMixer):
 
 
 class FlaDeltaNet(FlaMixer):
-    """Of a DeltaNet."""
-
     def add_parts(self, config: Any) -> None:
         self.allow_neg_eigval: bool = config.allow_neg_eigval
         self.b_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
@@ -135,8 +131,6 @@ class FlaDeltaNet(FlaMixer):
 
 
 class FlaGLA(FlaMixer):
-    """Of a GLA."""
-
     low_rank = 16
 
     def add_parts(self, config: Any) -> None:
@@ -169,15 +163,11 @@ class FlaHGRN(FlaHGRN2):
 
 
 class FlaRetNet(FlaMixer):
-    """Of a RetNet."""
-
     def add_parts(self, config: Any) -> None:
         self.add_gate_and_norm(config)
 
 
 class FlaAttention(nn.Module):
-    """Of a softmax layer."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
@@ -236,14 +226,12 @@ class FlaBlock(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         mixed = self.attn(self.attn_norm(hidden), cache_params=cache, past_key_values=cache, **kwargs)
         hidden = hidden + (mixed[0] if isinstance(mixed, tuple) else mixed)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
 def fla_stack(config: Any) -> Stack:
-    """The layers of a model with the configuration `config`."""
     turned = FULL in config.layer_types or KINDS[config.model_type.removeprefix("still_")].turned
     rotary = LlamaRotaryEmbedding(config) if turned else None
     return Stack(config, FlaBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)

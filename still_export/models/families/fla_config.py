@@ -16,7 +16,6 @@ LINEAR = "linear_attention"
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a `FlaConfig` from a config.json of flash-linear-attention; errors as of `language_model`."""
     kind = KINDS[config["model_type"]]
     covered: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("swish", "silu"),

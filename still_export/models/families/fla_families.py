@@ -31,9 +31,8 @@ from still_export.models.families.fla_config import (
     retnet_heads,
     values,
 )
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Family, Published, make_family
-from still_export.models.families.stack import Stack, StackForCausalLM
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Family, Published
 
 
 class FlaConfigMixin(LinearConfigMixin):
@@ -51,25 +50,16 @@ class FlaConfigMixin(LinearConfigMixin):
         return replace(still, layer_types=tuple(WINDOWED if name == FULL else name for name in still.layer_types or ()))
 
 
-class FlaModelMixin(LinearModelMixin):
-    """On the stack of layers that they share."""
-
-    def stack(self, config: Any) -> Stack:
-        return fla_stack(config)
-
-
 def fla_family(kind: FlaKind, module: str = __name__) -> Family:
-    """The family of a model_type of flash-linear-attention, whose classes are part of `module`."""
     KINDS[kind.name] = kind
     mixers = {LINEAR: kind.mixer, FULL: FULL, **{name: mixer for name, (mixer, _) in kind.further.items()}}
-    return make_family(
+    return stack_family(
         module,
         FlaConfig,
-        StackForCausalLM,
-        (FlaConfigMixin, FlaModelMixin),
+        fla_stack,
+        (FlaConfigMixin, LinearModelMixin),
         title=kind.title,
         name=kind.name,
-        linear=True,
         fields=kind.fields,
         published=Published(values, (*NAMES, *kind.names)),
         places={name: Place(mixer, ("attn",)) for name, mixer in mixers.items()},
@@ -80,7 +70,6 @@ NAMES = (
     ("model.embeddings.", "model.embed_tokens."),
     (".attn.g_norm_swish_gate.", ".attn.o_norm."),
 )
-"""Of its tensors, and ours."""
 _NORM = ((".attn.g_norm.", ".attn.o_norm."),)
 
 
@@ -159,4 +148,3 @@ FLA_FAMILIES: tuple[Family, ...] = tuple(
         ),
     )
 )
-"""By flash-linear-attention's model_type."""

@@ -69,7 +69,6 @@ def split_linear_layers(tensors: Weights, config: Any, expected: Collection[str]
 
 
 def rows_of(tensor: Weight, begin: int, end: int) -> Tensor:
-    """Some rows of a weight."""
     return value_of(tensor)[begin:end].clone()
 
 

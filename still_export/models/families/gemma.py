@@ -32,14 +32,11 @@ class ScaledEmbedding(nn.Embedding):
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [B, T, channels] of token ids [B, T]."""
         rows = super().forward(input_ids)
         return rows * float(torch.tensor(self.scale, dtype=torch.float32).to(rows.dtype))
 
 
 class GemmaModelMixin(StillModelMixin):
-    """Goes before Gemma3ForCausalLM."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         table = self.model.embed_tokens

@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from still_export.errors import ConfigError
 from still_export.mixers.layers import FULL
-from still_export.models.families.linear_mixins import LinearModelMixin, Place
+from still_export.models.families.linear_mixins import LinearModelMixin, Place, stack_family
 from still_export.models.families.minicpm_sala import LINEAR, SCALES, LightningConfigMixin, SalaLightningMixer
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept, rope_of
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept, rope_of
 
 _TYPES = {"attn": FULL, **dict.fromkeys(("lightning-attn", "lightning_attn"), LINEAR)}
 _ORIGIN = 362.0
@@ -64,7 +64,6 @@ class HypeConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a HypeConfig from a published config.json; errors as of `language_model`."""
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     keys = int(config.get("num_key_value_heads") or heads)
     dim = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -143,8 +142,6 @@ class HypePositions(LlamaRotaryEmbedding):
 
 
 class HypeBlock(nn.Module):
-    """A Qwen3's layer."""
-
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.linear = config.layer_types[index] == LINEAR
@@ -155,7 +152,6 @@ class HypeBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor, cache: Any, position_embeddings: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         turn = position_embeddings[:2] if self.linear else position_embeddings
         normed = self.input_layernorm(hidden)
         mixed = self.self_attn(normed, past_key_values=cache, position_embeddings=turn, **kwargs)
@@ -163,22 +159,14 @@ class HypeBlock(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class HypeModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, HypeBlock, norm, HypePositions(config))
-
-
-HYPENET = make_family(
+HYPENET = stack_family(
     __name__,
     HypeConfig,
-    StackForCausalLM,
-    (LightningConfigMixin, HypeModelMixin),
+    lambda config: Stack(
+        config, HypeBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), HypePositions(config)
+    ),
+    (LightningConfigMixin, LinearModelMixin),
     title="HypeNet",
-    name="hypenet",
-    linear=True,
     published=Published(values),
     places={LINEAR: Place("lightning_attention", ("self_attn",)), FULL: Place(FULL, ("self_attn",))},
 )

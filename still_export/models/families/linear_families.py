@@ -58,7 +58,13 @@ from still_export.models.base import no_mask
 from still_export.models.families import lara
 from still_export.models.families.fla_families import FLA_FAMILIES
 from still_export.models.families.hypenet import HYPENET
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, MambaModelMixin, Place
+from still_export.models.families.linear_mixins import (
+    LinearConfigMixin,
+    LinearModelMixin,
+    MambaModelMixin,
+    Place,
+    stack_family,
+)
 from still_export.models.families.mamba3 import MAMBA3
 from still_export.models.families.mamba_in_llama import MAMBA_IN_LLAMA
 from still_export.models.families.minicpm_sala import SALA
@@ -130,22 +136,16 @@ class Qwen3_5ModelMixin(LinearModelMixin):
 
 
 class GraniteModelMixin(LinearModelMixin):
-    """Logits that are divided."""
-
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) / self.config.logits_scaling
 
 
 class FalconModelMixin(LinearModelMixin):
-    """Logits that are multiplied."""
-
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) * self.config.lm_head_multiplier
 
 
 class Mamba2ModelMixin(MambaModelMixin):
-    """Mamba-2 alone."""
-
     block: type[nn.Module] = Mamba2Block
     norm: type[nn.Module] = Mamba2RMSNorm
 
@@ -157,8 +157,6 @@ class Mamba2ModelMixin(MambaModelMixin):
 
 
 class Mamba1ModelMixin(Mamba2ModelMixin):
-    """Mamba alone, the first."""
-
     block, norm = MambaBlock, MambaRMSNorm
 
 
@@ -178,7 +176,6 @@ class MiniMaxConfigMixin(LinearConfigMixin):
     """Sizes of its Lightning layers, and what of MiniMax is not covered."""
 
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
-        """H, D, V and the output's scale of layer `index`."""
         size = head_size(self)
         return self.num_attention_heads, size, size, 1.0  # type: ignore[attr-defined]
 
@@ -196,13 +193,6 @@ class MiniMaxModelMixin(LinearModelMixin):
     def decode(self, positions: Tensor, cache: Any, **kwargs: Any) -> Any:
         masks = no_mask(self.config, self.model.embed_tokens.weight)
         return self.model(attention_mask=masks, position_ids=positions, use_cache=False, **{CACHE: cache}, **kwargs)
-
-
-class NemotronModelMixin(LinearModelMixin):
-    """Layers that are a single block each."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, NemotronHBlock, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon))
 
 
 def _family(
@@ -296,16 +286,19 @@ LINEAR_FAMILIES: Registry[Family] = Registry(
             },
             (MiniMaxConfigMixin, MiniMaxModelMixin),
         ),
-        _family(
+        stack_family(
+            __name__,
             NemotronHConfig,
-            StackForCausalLM,
-            {
+            lambda config: Stack(
+                config, NemotronHBlock, NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+            ),
+            title="NemotronH",
+            name="nemotron_h",
+            places={
                 "linear_attention": Place("mamba2", ("mixer",)),
                 "full_attention": Place(FULL, ("mixer",)),
                 **dict.fromkeys(("mlp", "moe"), Place("feed_forward", ())),
             },
-            (LinearConfigMixin, NemotronModelMixin),
-            title="NemotronH",
         ),
         *FLA_FAMILIES,
         TRANSNORMER,

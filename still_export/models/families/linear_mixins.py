@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ from still_export.mixers.experts.module import swap_experts
 from still_export.mixers.layers import WINDOWED
 from still_export.mixers.registry import mixer_of
 from still_export.models.base import StillConfigMixin, StillModelMixin
+from still_export.models.families.softmax_families import Family, make_family
+from still_export.models.families.stack import Stack, StackForCausalLM
 from still_export.models.families.support import check_heads, check_rope, check_window
 
 
@@ -86,3 +89,18 @@ class MambaModelMixin(LinearModelMixin):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         inputs.pop("cache_params", None)
         return inputs
+
+
+def stack_family(
+    module: str,
+    config: type,
+    stack: Callable[[Any], Stack],
+    mixins: tuple[type, type] = (LinearConfigMixin, LinearModelMixin),
+    *,
+    title: str,
+    name: str = "",
+    **more: Any,
+) -> Family:
+    """A family of `make_family` whose layers are a `stack` of ours, made of the configuration; its name is by default the title's."""
+    model = type(f"{title}Stack", (StackForCausalLM,), {"stack": staticmethod(stack), "__module__": module})
+    return make_family(module, config, model, mixins, title=title, name=name or title.lower(), linear=True, **more)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, kept
+from still_export.models.families.linear_mixins import HeadlessConfigMixin, MambaModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, kept
 
 
 @strict
@@ -44,7 +44,6 @@ class Mamba3Config(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a Mamba3Config from a config.json of flash-linear-attention; errors as of `language_model`."""
     if config.get("is_mimo"):
         raise UnsupportedModelError(
             "is_mimo=True in config.json of a mamba3 model; covered: False, states of one input and output."
@@ -93,33 +92,21 @@ class Mamba3Weights(nn.Module):
 
 
 class Mamba3Block(nn.Module):
-    """Norm and mixer, added to what goes in."""
-
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.norm = LlamaRMSNorm(config.hidden_size, config.norm_eps)
         self.mixer: nn.Module = Mamba3Weights(config, index)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         return hidden + self.mixer(self.norm(hidden), cache)
 
 
-class Mamba3ModelMixin(MambaModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps))
-
-
-MAMBA3 = make_family(
+MAMBA3 = stack_family(
     __name__,
     Mamba3Config,
-    StackForCausalLM,
-    (HeadlessConfigMixin, Mamba3ModelMixin),
+    lambda config: Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps)),
+    (HeadlessConfigMixin, MambaModelMixin),
     title="Mamba3",
-    name="mamba3",
-    linear=True,
     published=Published(values),
     places={"linear_attention": Place("mamba3", ("mixer",))},
 )

@@ -17,10 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from still_export.folders.families import IN_LLAMA
 from still_export.mixers.layers import FULL
-from still_export.models.families.linear_mixins import LinearModelMixin, Place
+from still_export.models.families.linear_mixins import LinearModelMixin, Place, stack_family
 from still_export.models.families.mamba_in_llama_config import InLlamaConfig, InLlamaConfigMixin, values
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackForCausalLM
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 LINEAR = "linear_attention"
@@ -129,7 +129,6 @@ class InLlamaBlock(nn.Module):
         )
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         normed = self.input_layernorm(hidden)
         if self.linear:
             mixed = self.mamba(normed, cache)
@@ -139,25 +138,19 @@ class InLlamaBlock(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class InLlamaModelMixin(LinearModelMixin):
-    """Its stack; layers differ in the names of what is replaced."""
-
-    block: type[nn.Module] = InLlamaBlock
-
-    def stack(self, config: Any) -> Stack:
-        norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, self.block, norm, LlamaRotaryEmbedding(config) if FULL in config.layer_types else None)
+def in_llama_stack(config: Any, block: type[nn.Module] = InLlamaBlock) -> Stack:
+    norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+    return Stack(config, block, norm, LlamaRotaryEmbedding(config) if FULL in config.layer_types else None)
 
 
 MAMBA_IN_LLAMA = tuple(
-    make_family(
+    stack_family(
         __name__,
         InLlamaConfig,
-        StackForCausalLM,
-        (InLlamaConfigMixin, InLlamaModelMixin),
+        in_llama_stack,
+        (InLlamaConfigMixin, LinearModelMixin),
         title=f"InLlama{mixer.removeprefix('mamba')}",
         name=name,
-        linear=True,
         published=Published(values, moved=moved),
         places={LINEAR: Place(mixer, ("mamba",)), FULL: Place(FULL, ("self_attn",))},
     )

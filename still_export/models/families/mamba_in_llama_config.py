@@ -61,7 +61,6 @@ class InLlamaConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an InLlamaConfig from the fields of config.json and mamba_config.json; errors as of `language_model`."""
     kind, width, ssm = str(config["model_type"]), int(config["hidden_size"]), dict(config.get("ssm_cfg") or {})
     second, heads, layers = (
         not kind.endswith("mamba"),
@@ -137,7 +136,6 @@ class InLlamaConfigMixin(LinearConfigMixin):
 
     @property
     def mamba_n_heads(self) -> int:
-        """H."""
         return self.mamba_inner // self.mamba_d_state  # type: ignore[attr-defined]
 
     @property
@@ -147,5 +145,4 @@ class InLlamaConfigMixin(LinearConfigMixin):
 
     @property
     def mamba_d_head(self) -> int:
-        """V."""
         return self.mamba_d_state  # type: ignore[attr-defined]

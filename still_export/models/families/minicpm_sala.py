@@ -63,7 +63,6 @@ class SalaConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a SalaConfig from the published config.json; errors as of `language_model`."""
     sparse, dim = config["sparse_config"], int(config["head_dim"])
     given = {
         **config,
@@ -181,7 +180,6 @@ class SalaBlock(nn.Module):
         self.scale = config.residual_scale
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         mixed = self.self_attn(self.input_layernorm(hidden), past_key_values=cache, **kwargs)
         hidden = hidden + self.scale * (mixed[0] if isinstance(mixed, tuple) else mixed)
         return hidden + self.scale * self.mlp(self.post_attention_layernorm(hidden))
@@ -191,7 +189,6 @@ class LightningConfigMixin(LinearConfigMixin):
     """Sizes of Lightning layers."""
 
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
-        """H, D, V and the output's scale of layer `index`."""
         config: Any = self
         return config.lightning_heads, config.head_dim, config.head_dim, config.lightning_scale
 
@@ -200,7 +197,6 @@ class SalaConfigMixin(LightningConfigMixin):
     """How its sparse layers choose."""
 
     def block_choice(self) -> dict[str, int]:
-        """Attributes of SelectBlocks."""
         return dict(self.sparse_config or {})  # type: ignore[attr-defined]
 
     def check(self, still: LayersConfig) -> None:

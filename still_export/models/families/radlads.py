@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from still_export.mixers.layers import FULL
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
+from still_export.models.families.linear_mixins import Place, stack_family
 from still_export.models.families.radlads_config import LINEAR, NAMES, SHARES, RadladsConfig, moved, unused, values
 from still_export.models.families.rwkv7 import low_rank
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackForCausalLM
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack
 
 _EPSILON = 1e-5
 """Of the norm of a head, for each of its channels."""
@@ -121,23 +121,17 @@ class LastRMSNorm(LlamaRMSNorm):
         return normed
 
 
-class RadladsModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        norm = LastRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, RadladsBlock, norm, LlamaRotaryEmbedding(config) if config.use_rope else None)
+def _stack(config: Any) -> Stack:
+    norm = LastRMSNorm(config.hidden_size, config.rms_norm_eps)
+    return Stack(config, RadladsBlock, norm, LlamaRotaryEmbedding(config) if config.use_rope else None)
 
 
 RADLADS = tuple(
-    make_family(
+    stack_family(
         __name__,
         RadladsConfig,
-        StackForCausalLM,
-        (LinearConfigMixin, RadladsModelMixin),
+        _stack,
         title=name.title(),
-        name=name,
-        linear=True,
         published=Published(values, moved=moved, unused=unused),
         places={LINEAR: Place("radlads", ("self_attn",)), FULL: Place(FULL, ("self_attn",))},
     )

@@ -70,7 +70,6 @@ class RadladsConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a RadladsConfig from a published config.json; errors as of `language_model`."""
     kind, width, heads = str(config["model_type"]), int(config["hidden_size"]), int(config["num_attention_heads"])
     seven, newer = kind != "rwkv6qwen2", kind == "rwkv7qwen3"
     first = kind == "rwkv7qwen2" and not {"use_rope", "balance_state"} & set(config)

@@ -15,9 +15,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"rwkv\.blocks\.(\d{1,6})\.(pre_ln|ln1|ln2|attention|feed_forward)\.")
@@ -54,7 +54,6 @@ class Rwkv6Config(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an Rwkv6Config from a published config.json; errors as of `language_model`."""
     kind, width, layers = str(config["model_type"]), int(config["hidden_size"]), int(config["num_hidden_layers"])
     other = next((name for name in ("proj_low_rank_dim", "expand_k") if name in config), None)
     if other:
@@ -85,8 +84,6 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(name: str) -> str:
-    """Our name of a published tensor."""
-
     def place(match: re.Match[str]) -> str:
         part = match[2]
         return f"model.layers.{2 * int(match[1]) + (part in ('ln2', 'feed_forward'))}.{_PARTS[part]}."
@@ -167,8 +164,6 @@ class Rwkv6ChannelMix(nn.Module):
 
 
 class Rwkv6Block(nn.Module):
-    """Norm and mixer, added to what goes in."""
-
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.pre_norm = nn.LayerNorm(config.hidden_size, config.norm_eps) if index == 0 else None
@@ -176,27 +171,17 @@ class Rwkv6Block(nn.Module):
         self.mixer: nn.Module = (Rwkv6ChannelMix if index % 2 else Rwkv6TimeMix)(config, index)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         hidden = hidden if self.pre_norm is None else self.pre_norm(hidden)
         return hidden + self.mixer(self.norm(hidden), cache)
 
 
-class Rwkv6ModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, Rwkv6Block, nn.LayerNorm(config.hidden_size, config.norm_eps))
-
-
 RWKV5, RWKV6 = (
-    make_family(
+    stack_family(
         __name__,
         Rwkv6Config,
-        StackForCausalLM,
-        (HeadlessConfigMixin, Rwkv6ModelMixin),
+        lambda config: Stack(config, Rwkv6Block, nn.LayerNorm(config.hidden_size, config.norm_eps)),
+        (HeadlessConfigMixin, LinearModelMixin),
         title=name.title(),
-        name=name,
-        linear=True,
         published=Published(values, renamed=renamed, moved=linear),
         places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv6", ("mixer",))),
     )

@@ -15,9 +15,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
-from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.linear_mixins import HeadlessConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(pre_norm|attn|attn_norm|ffn|ffn_norm)\.")
@@ -50,7 +50,6 @@ class Rwkv7Config(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an Rwkv7Config from a config.json of flash-linear-attention; errors as of `language_model`."""
     named = config.get("hidden_size")
     given = config.get("value_dim") or named
     if any(size != named for size in (given if isinstance(given, list) else [given])):
@@ -80,8 +79,6 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(name: str) -> str:
-    """Our name of a published tensor."""
-
     def place(match: re.Match[str]) -> str:
         part = match[2]
         return f"model.layers.{2 * int(match[1]) + part.startswith('ffn')}.{_PARTS[part]}."
@@ -173,21 +170,12 @@ class LastNorm(nn.LayerNorm):
         return super().forward(hidden[..., : self.normalized_shape[0]])
 
 
-class Rwkv7ModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, Rwkv7Block, LastNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias))
-
-
-RWKV7 = make_family(
+RWKV7 = stack_family(
     __name__,
     Rwkv7Config,
-    StackForCausalLM,
-    (HeadlessConfigMixin, Rwkv7ModelMixin),
+    lambda config: Stack(config, Rwkv7Block, LastNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)),
+    (HeadlessConfigMixin, LinearModelMixin),
     title="Rwkv7",
-    name="rwkv7",
-    linear=True,
     published=Published(values, renamed=renamed, moved=apart),
     places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv7", ("mixer",))),
 )

@@ -88,7 +88,6 @@ def make_family(
     """A family whose STILL classes are named after the plain ones, registered and part of `module`, where pickles look for them.
 
     Args:
-        config, model: The plain classes.
         mixins: Go before them.
         title, name: Of the STILL classes, and of the family; where not given, as the plain ones say.
         fields: Of the STILL configuration beside its own: type and default.
@@ -140,4 +139,3 @@ FAMILIES: dict[str, Family] = {
         make_family(__name__, Gemma3TextConfig, Gemma3ForCausalLM, (GemmaConfigMixin, GemmaModelMixin)),
     )
 }
-"""Families by transformers' model_type."""

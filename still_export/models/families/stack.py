@@ -78,7 +78,6 @@ class Stack(nn.Module):
     """Embedding, layers, norm; every layer maps (hidden, cache, **what all of them get) to hidden.
 
     Args:
-        config: With `vocab_size`, `hidden_size` and `num_hidden_layers`.
         layer: Makes one, of the configuration and its number.
         norm: Behind the last one.
         rotary: From hidden states and positions to `position_embeddings`, which layers get; None: they have no positions.

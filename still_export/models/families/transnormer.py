@@ -10,9 +10,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from still_export.errors import ConfigError
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
 
 EPSILON = 1e-6
 """Of its norms; no configuration says so."""
@@ -43,7 +43,6 @@ class TransNormerConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a TransNormerConfig from a published config.json; errors as of `language_model`."""
     covered = {"norm_type": ("simplermsnorm",), "linear_act_fun": ("silu", "swish")}
     demand_covered("a transnormer", config, covered)
     width, layers, heads = (int(config[f"decoder_{x}"]) for x in ("embed_dim", "layers", "attention_heads"))
@@ -129,8 +128,6 @@ class GatedUnit(nn.Module):
 
 
 class TransNormerBlock(nn.Module):
-    """A layer: norm, mixer, norm, feed-forward, each pair added to what goes in."""
-
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.token_norm, self.channel_norm = PlainRMSNorm(), PlainRMSNorm()
@@ -138,7 +135,6 @@ class TransNormerBlock(nn.Module):
         self.channel_mixer = GatedUnit(config)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         hidden = hidden + self.token_mixer(self.token_norm(hidden), cache, **kwargs)
         return hidden + self.channel_mixer(self.channel_norm(hidden))
 
@@ -147,27 +143,17 @@ class TransNormerConfigMixin(LinearConfigMixin):
     """Sizes of its Lightning layers."""
 
     def lightning_sizes(self, index: int) -> tuple[int, int, int, float]:
-        """H, D, V and the output's scale of layer `index`."""
         config: Any = self
         size: int = config.lightning_size
         return config.num_attention_heads, size * (2 if config.lrpe_layers[index] else 1), size, 1.0
 
 
-class TransNormerModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, TransNormerBlock, PlainRMSNorm(), Places(config), config.embed_scale)
-
-
-TRANSNORMER = make_family(
+TRANSNORMER = stack_family(
     __name__,
     TransNormerConfig,
-    StackForCausalLM,
-    (TransNormerConfigMixin, TransNormerModelMixin),
+    lambda config: Stack(config, TransNormerBlock, PlainRMSNorm(), Places(config), config.embed_scale),
+    (TransNormerConfigMixin, LinearModelMixin),
     title="TransNormer",
-    name="transnormer",
-    linear=True,
     published=Published(values),
     places={"linear_attention": Place("lightning_attention", ("token_mixer",))},
 )

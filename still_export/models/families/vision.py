@@ -97,11 +97,7 @@ def _flat(weight: Weight) -> Tensor:
 
 
 class VisionEncoder(nn.Module):
-    """Images of one size, or frames of a video, to embeddings.
-
-    Args:
-        config: Of transformers' vision model.
-    """
+    """Images of one size, or frames of a video, to embeddings."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

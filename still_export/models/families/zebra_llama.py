@@ -16,12 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.folders.families import ZEBRA
 from still_export.mixers.layers import FULL
-from still_export.models.families.linear_mixins import Place
-from still_export.models.families.mamba_in_llama import LINEAR, InLlamaBlock, InLlamaModelMixin
+from still_export.models.families.linear_mixins import LinearModelMixin, Place, stack_family
+from still_export.models.families.mamba_in_llama import LINEAR, InLlamaBlock, in_llama_stack
 from still_export.models.families.mamba_in_llama_config import InLlamaConfig, InLlamaConfigMixin
 from still_export.models.families.mamba_in_llama_config import values as in_llama_values
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import StackForCausalLM, demand_covered
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import demand_covered
 from still_export.models.read.weights import Deferred, Weight, value_of
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -44,7 +44,6 @@ class ZebraConfig(InLlamaConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a ZebraConfig from the fields of config.json and hybrid_config.json; errors as of `language_model`."""
     scaling = config.get("rope_scaling") or {}
     said = {"rope_scaling": scaling.get("rope_type", scaling.get("type", "yarn")), **scaling}
     covered = {
@@ -106,25 +105,16 @@ class ZebraAttention(nn.Module):
 
 
 class ZebraBlock(InLlamaBlock):
-    """A layer."""
-
     attention, place = ZebraAttention, "mla"
 
 
-class ZebraModelMixin(InLlamaModelMixin):
-    """Its stack."""
-
-    block = ZebraBlock
-
-
-ZEBRA_LLAMA = make_family(
+ZEBRA_LLAMA = stack_family(
     __name__,
     ZebraConfig,
-    StackForCausalLM,
-    (InLlamaConfigMixin, ZebraModelMixin),
+    partial(in_llama_stack, block=ZebraBlock),
+    (InLlamaConfigMixin, LinearModelMixin),
     title="ZebraLlama",
     name=ZEBRA,
-    linear=True,
     published=Published(values, moved=moved),
     places={LINEAR: Place("mamba2", ("mamba",)), FULL: Place("latent_attention", ("mla",))},
 )

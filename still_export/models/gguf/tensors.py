@@ -28,8 +28,6 @@ class Stored:
     """A tensor of the file, or one expert's part of it.
 
     Args:
-        tensor: Of the gguf package's reader.
-        origin: Its file.
         expert: Its number in the first dimension; None: all.
     """
 

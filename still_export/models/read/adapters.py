@@ -22,7 +22,6 @@ def read_pairs(path: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[Pair,
     """The LoRA pairs of the adapter `path` by the weight that they are added to.
 
     Args:
-        path: PEFT's folder.
         manifest: Of a package that was exported with --adapters.
 
     Raises:

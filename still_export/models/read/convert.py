@@ -139,7 +139,6 @@ def convert_lolcats(tensors: Weights, still: StillConfig | None, layers: int) ->
     Args:
         tensors: Merged base, distilled and fine-tuned tensors.
         still: Overrides what cannot be read from tensors (chunk_size, local, window_size); None = chunked with C = 64, LoLCATs' own.
-        layers: Layers of the model.
 
     Raises:
         UnsupportedModelError: Maps with biases or adapters.
@@ -183,7 +182,6 @@ def merge_lora(tensors: Weights, adapter: Mapping[str, Any] | None, source: str)
     """Add every pair of LoRA tensors to the weight that it adapts, when that is read.
 
     Args:
-        tensors: Names as of `plain_names`.
         adapter: adapter_config.json with `lora_alpha` and `r`; None where the checkpoint has none.
         source: The files of the tensors, for messages.
 

@@ -44,7 +44,6 @@ def tile_words(rows: np.ndarray, bits: int) -> np.ndarray:
 
     Args:
         rows: As SuperBlocks reads them, of a multiple of TILE outputs.
-        bits: 4 or 6.
     """
     return np.concatenate([_words(rows[i : i + SLAB_ROWS], bits) for i in range(0, len(rows), SLAB_ROWS)])
 

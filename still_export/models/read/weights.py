@@ -71,7 +71,6 @@ class Deferred:
     rows: Callable[[slice], Tensor] | None = None
 
     def dim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
 
@@ -104,7 +103,6 @@ def is_coded(weight: Weight) -> bool:
 
 
 def value_of(weight: Weight) -> Tensor:
-    """The tensor itself."""
     return weight.read() if isinstance(weight, Deferred) else weight
 
 

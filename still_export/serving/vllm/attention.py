@@ -38,7 +38,6 @@ class ServedAttention(nn.Module):
 
     Args:
         like: The module that transformers has there, which says what there is: biases, norms of queries and keys, positions.
-        config: The STILL family configuration.
         prefix: The module's name, with the layer's number.
 
     The other arguments are those that vLLM's decoder layer passes.
@@ -188,9 +187,7 @@ class PagedMixer(nn.Module, MambaBase):  # type: ignore[misc]  # vLLM has no typ
     """Kernels on pages that vLLM hands out.
 
     Args:
-        layer: This rank's heads.
         weights: The module that holds the layer's weights by head.
-        config: The STILL family configuration.
         prefix: The name by which vLLM knows the layer.
     """
 

@@ -91,9 +91,6 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     More never run at the same time; and vLLM, to measure its CUDA graphs, takes a page for each request that is allowed before it knows
     how much memory is left.
 
-    Args:
-        device_bytes: Memory of the GPU.
-
     Raises:
         ConfigError: No request's pages fit.
     """
@@ -181,7 +178,6 @@ def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
 
     Args:
         quantization: vLLM's, of which its list is changed.
-        said: By config.json.
     """
     found = getattr(quantization, "modules_to_not_convert", None)
     if found and not (said or {}).get("modules_to_not_convert"):

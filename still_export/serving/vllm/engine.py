@@ -33,8 +33,6 @@ class VllmEngine:
     """vLLM with a STILL folder, started anew for each load.
 
     Args:
-        folder: STILL folder.
-        dtype: float32, float16 or bfloat16.
         ranks: Devices that share each layer.
         log: Where what vLLM says is written.
         settings: Other settings of vLLM, such as its memory.
@@ -87,7 +85,6 @@ def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
     Imports take 10 to 30 s: `preload` makes them in the first call's process, which the others are forked from.
 
     Args:
-        log: Where what it says is written.
         call, given: What can be pickled.
     """
     context = multiprocessing.get_context("forkserver")

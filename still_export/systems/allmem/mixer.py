@@ -22,7 +22,7 @@ from still_export.mixers.hybrid_attention.window import WindowModule, window_of
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
 from still_export.mixers.roles import FEATURE_MAP, GATE, NORM
-from still_export.mixers.trainable import Trainable, TrainableModule
+from still_export.mixers.trainable import TrainableModule
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
@@ -45,12 +45,6 @@ class AllMem(WindowModule):
     """One memory a key/value head, read by its group's queries. Queries and keys before RoPE are scaled and shifted by channel, go through
     silu and get unit length, values go through silu; what is read is normed and added to the window's output times silu of a gate a query
     head. The gate starts at 0, and the layer as its window.
-
-    Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-        window: The layer's softmax part.
-        hidden_size: Channels of the model.
-        ops: Of the memory.
     """
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
@@ -141,6 +135,7 @@ class AllMemMixer(Mixer):
     """Layers of type "allmem": their window and their memory's chunk have the model's `chunk_size`, so that a token is in one of them."""
 
     name = "allmem"
+    trained = TrainableAllMem
     settings = ("chunk_size",)
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
@@ -153,10 +148,6 @@ class AllMemMixer(Mixer):
     def module(self, base: nn.Module, config: Any, index: int) -> AllMem:
         window = window_of(config, config.still.chunk_size)
         return AllMem(base, window, config.hidden_size, self._beside(config))
-
-    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
-        module.__class__ = TrainableAllMem  # wrapping would rename the parameters
-        return module
 
     def _beside(self, config: Any) -> tuple[LayerOp, ...]:
         heads, kept, dim = config.num_attention_heads, config.num_key_value_heads, head_size(config)

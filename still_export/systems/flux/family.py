@@ -26,7 +26,6 @@ class FluxConfigMixin(LinearConfigMixin):
 
     @property
     def feeding(self) -> dict[str, Any]:
-        """As of the manifest."""
         return {"whole_prompts": True}
 
     def check(self, still: LayersConfig) -> None:

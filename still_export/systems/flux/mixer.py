@@ -50,10 +50,7 @@ class ChosenWidth(KeyedAttention):
     first blocks and the latest ones, for good.
 
     Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-        head_dim: D.
         decided: The op that keeps what was decided.
-        config: Of the model.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {

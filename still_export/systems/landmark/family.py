@@ -25,7 +25,6 @@ class LandmarkConfigMixin(LinearConfigMixin):
 
     @property
     def feeding(self) -> dict[str, Any]:
-        """As of the manifest."""
         config: Any = self
         return {"inserted": {"every": config.mem_freq, "id": config.mem_id}}
 

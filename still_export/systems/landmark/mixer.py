@@ -15,7 +15,6 @@ from still_kernels.landmark_attention.meaning import landmark_attention as kerne
 from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 
 landmark_attention = op_of_keys(LANDMARK_ATTENTION, Inputs, kernel)
-"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
 
 
 class Landmark(KeyedAttention):

@@ -22,7 +22,7 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.linear_attention.paged import PagedLinearAttention
 from still_export.mixers.linear_attention.recurrent import recurrent
 from still_export.mixers.paged import PagedProjection, PagedTokens, heads_of_rank
-from still_export.mixers.trainable import Trainable, TrainableModule
+from still_export.mixers.trainable import TrainableModule
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
@@ -35,13 +35,7 @@ class WindowAndFixedStates(BesideFixedStates[HybridAttentionState], HybridLayer)
 
 
 class LigerGLA(WindowModule):
-    """The projections of the module that it replaces, and nothing else; the heads of a group share their state.
-
-    Args:
-        base: The family's attention module; its submodules are taken over, not copied.
-        window: The layer's softmax part.
-        ops: Of the layer's other part.
-    """
+    """The projections of the module that it replaces, and nothing else; the heads of a group share their state."""
 
     def __init__(self, base: Any, window: HybridAttentionConfig, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, window)
@@ -98,9 +92,8 @@ WINDOW = 64
 
 
 class LigerGLAMixer(Mixer):
-    """Layers of type "liger_gla"."""
-
     name = "liger_gla"
+    trained = TrainableLigerGLA
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
         window = window_of(config, WINDOW)
@@ -111,10 +104,6 @@ class LigerGLAMixer(Mixer):
 
     def module(self, base: nn.Module, config: Any, index: int) -> LigerGLA:
         return LigerGLA(base, window_of(config, WINDOW), self._beside(config))
-
-    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
-        module.__class__ = TrainableLigerGLA  # wrapping would rename the parameters
-        return module
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> PagedLigerGLA:
         heads = heads_of_rank(config.num_attention_heads, config.num_key_value_heads, ranks)

@@ -17,16 +17,12 @@ HEAD_EPSILON = 1e-5
 
 
 class FlaLocalLinear(FlaAttention):
-    """Of local linear attention."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.ridge = config.ridge
 
 
 class FlaParallax(FlaLocalLinear):
-    """Of Parallax."""
-
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.r_proj = nn.Linear(config.hidden_size, self.q_proj.out_features, bias=config.attention_bias)

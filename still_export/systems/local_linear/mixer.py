@@ -19,7 +19,6 @@ from still_kernels.local_linear_attention.meaning import local_linear_attention 
 from still_kernels.local_linear_attention.spec import LOCAL_LINEAR_ATTENTION
 
 local_linear_attention = op_of_keys(LOCAL_LINEAR_ATTENTION, Inputs, kernel)
-"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
 
 
 class LocalLinearAttention(KeyedAttention):
@@ -58,12 +57,9 @@ class Parallax(LocalLinearAttention):
 
 
 MODULES: dict[str, type[LocalLinearAttention]] = {"FlaParallax": Parallax, "FlaLocalLinear": LocalLinearAttention}
-"""By the class that each takes the place of."""
 
 
 class LocalLinearAttentionMixer(KeysMixer):
-    """Layers of type "local_linear_attention"."""
-
     name = "local_linear_attention"
     of_families = True
     as_numbers = "corrects values by keys, which are kept as numbers"

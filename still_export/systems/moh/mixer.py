@@ -13,7 +13,7 @@ from still_export.mixers.attention.mixer import AttentionMixer
 from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import Mixer
 from still_export.mixers.layers import head_size
-from still_export.mixers.trainable import Trainable, TrainableModule
+from still_export.mixers.trainable import TrainableModule
 from still_kernels.route.meaning import Inputs, margins, naive_route
 from still_kernels.route.spec import ROUTE
 from still_kernels.route.traced import route
@@ -28,7 +28,6 @@ class ChosenHeads(SoftmaxAttention):
         super().__init__(base, head_dim)
         self.shared, self.routed = shared, routed
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the choices of a call, and may replace them, as a router's."""
 
     def mix(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, past_key_values: Any) -> Tensor:
         query, key, value = self.heads(hidden)
@@ -69,16 +68,13 @@ class ChosenHeadsMixer(AttentionMixer):
     """Layers of type "chosen_heads"; a family's configuration may have `shared_heads` and `routed_heads`."""
 
     name = "chosen_heads"
+    trained = TrainableChosenHeads
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
         Mixer.paged(self, config, index, ranks, rank)  # refuses: an engine's own attention takes all heads
 
     def made(self, base: nn.Module, config: Any, index: int) -> ChosenHeads:
         return ChosenHeads(base, head_size(config), *head_counts(config))
-
-    def trainable(self, module: Any, learn_window_factors: bool) -> Trainable:
-        module.__class__ = TrainableChosenHeads  # wrapping would rename the parameters
-        return module
 
 
 MIXERS = (ChosenHeadsMixer(),)

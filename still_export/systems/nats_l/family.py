@@ -38,8 +38,6 @@ class PairNorm(nn.Module):
 
 
 class FlaRouted(FlaGatedDeltaNet):
-    """Of NAtS-L's routed layers."""
-
     def add_parts(self, config: Any) -> None:
         super().add_parts(config)
         keys, heads = self.num_k_heads * self.head_k_dim, config.num_attention_heads

@@ -39,11 +39,7 @@ from still_kernels.routed_attention.traced import routed_attention
 
 
 class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
-    """Keys and values of kept chunks and of the open one, with as many rows as these need; the other states beside them.
-
-    Args:
-        ops: Of the layer.
-    """
+    """Keys and values of kept chunks and of the open one, with as many rows as these need; the other states beside them."""
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
         return super().empty(batch, _whole(columns), dtype, device)
@@ -71,11 +67,6 @@ def _whole(columns: int) -> int:
 class NatsAttention(FlaGatedDeltaNet, Keyed):
     """NAtS-L (arXiv:2602.03681): of each chunk of 64 tokens its mean hidden state says whether later tokens find it by softmax attention or
     in the state of a gated delta rule; both have the same queries, keys and values. Inside a chunk both see it.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-        config: Of the model.
     """
 
     specs = (ROUTE,)
@@ -90,7 +81,6 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         self.routes, self.keep_decay = config.routes, int(config.keep_decay)
         self.softmax_heads, self.softmax_dim = config.num_attention_heads, head_size(config)
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the choices of a call, and may replace them, as a router's."""
 
     def layer(self, key: Tensor) -> RoutedLayer:
         return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache)
@@ -118,7 +108,6 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer. `attention_mask` is not used: the cache knows the sequences' new tokens."""
         states, new_tokens, fixed = self.begin(hidden_states, cache_params)
         kept = part_of(cache_params, self.layer_idx, RoutedLayer)
         past = torch.zeros_like(new_tokens) if kept is None or kept.length is None else kept.length

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from still_export.errors import ConfigError
 from still_export.mixers.layers import MOST_ROWS
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Published, make_family
-from still_export.models.families.stack import Stack, StackConfig, StackForCausalLM, demand_covered, kept
+from still_export.models.families.linear_mixins import Place, stack_family
+from still_export.models.families.softmax_families import Published
+from still_export.models.families.stack import Stack, StackConfig, demand_covered, kept
 from still_export.models.families.support import SLIDING
 
 NAMES = (
@@ -23,7 +23,6 @@ NAMES = (
     ("backbone.ln.", "model.norm."),
     ("head.lm_head.", "lm_head."),
 )
-"""Of its code's tensors, and ours."""
 
 
 @strict
@@ -51,7 +50,6 @@ class RatConfig(StackConfig):
 
 
 def values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a RatConfig from a config.json with the names of the published settings; errors as of `language_model`."""
     covered = {"ln": ("rmsnorm",), "act_fn": ("gelu",), "bias": (False,)}
     demand_covered("a rat", config, covered)
     width, layers, dim = (int(config[name]) for name in ("d_model", "num_layers", "d_head"))
@@ -136,7 +134,6 @@ class RatBlock(nn.Module):
         self.hidden_layer = RatFeedForward(config)
 
     def forward(self, hidden: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-        """[B, T, channels] to the same; `cache` is a StillCache or None."""
         mixed, _ = self.seq_layer(self.seq_layer.input_norm(hidden), past_key_values=cache, **kwargs)  # type: ignore[operator]
         return self.hidden_layer(hidden + mixed)
 
@@ -155,22 +152,14 @@ class ChunkPositions(LlamaRotaryEmbedding):
         return cos, sin, (position_ids % self.row_tokens == 0)[..., None], *own
 
 
-class RatModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, RatBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config))
-
-
 FAMILIES = (
-    make_family(
+    stack_family(
         __name__,
         RatConfig,
-        StackForCausalLM,
-        (LinearConfigMixin, RatModelMixin),
+        lambda config: Stack(
+            config, RatBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), ChunkPositions(config)
+        ),
         title="Rat",
-        name="rat",
-        linear=True,
         published=Published(values, NAMES),
         places={
             "full_attention": Place("strided_attention", ("seq_layer",)),

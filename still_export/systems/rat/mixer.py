@@ -30,15 +30,10 @@ from still_kernels.strided_attention.meaning import strided_attention as kernel
 from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 strided_attention = op_of_keys(STRIDED_ATTENTION, Inputs, kernel)
-"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
 
 
 class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):
-    """A row for each `row_tokens` tokens.
-
-    Args:
-        scan: The other op.
-    """
+    """A row for each `row_tokens` tokens."""
 
     def __init__(self, scan: Sequence[LayerOp], row_tokens: int, heads: int, dim: int, cache: str | None) -> None:
         super().__init__(scan, heads, dim, cache)
@@ -55,7 +50,6 @@ class Rat(KeyedAttention):
     """RAT (arXiv:2507.04416): h := g h + (1 - g) x in each channel of keys and values, from 0 at a chunk's first token on.
 
     Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
         scan: The op of the scan.
         row_tokens: Of a chunk.
     """
@@ -108,12 +102,7 @@ class Rat(KeyedAttention):
 
 
 class LocalAttention(WindowModule):
-    """The layers of RAT's hybrid that lie between: softmax over the latest tokens, by their own positions.
-
-    Args:
-        base: The family's module; its submodules are taken over, not copied.
-        window: The layer.
-    """
+    """The layers of RAT's hybrid that lie between: softmax over the latest tokens, by their own positions."""
 
     weight_roles: ClassVar[dict[str, str]] = Rat.weight_roles
 
@@ -131,8 +120,6 @@ class LocalAttention(WindowModule):
 
 
 class LocalAttentionMixer(WindowedAttentionMixer):
-    """Layers of type "rat_window"."""
-
     name = "rat_window"
 
     def module(self, base: nn.Module, config: Any, index: int) -> Any:

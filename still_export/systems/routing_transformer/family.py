@@ -14,9 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import make_family
-from still_export.models.families.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.stack import LlamaBlock, Stack, StackConfig
 
 
 @strict
@@ -24,7 +23,6 @@ class RoutingConfig(StackConfig):
     """What the layers have, under transformers' names where it has the like.
 
     Args:
-        num_clusters: Of each head.
         window_size: Tokens of its cluster that a token attends to.
     """
 
@@ -80,23 +78,16 @@ class RoutingConfigMixin(LinearConfigMixin):
             )
 
 
-class RoutingModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        return Stack(config, _layer, norm, LlamaRotaryEmbedding(config))
-
-
 FAMILIES = (
-    make_family(
+    stack_family(
         __name__,
         RoutingConfig,
-        StackForCausalLM,
-        (RoutingConfigMixin, RoutingModelMixin),
+        lambda config: Stack(
+            config, _layer, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), LlamaRotaryEmbedding(config)
+        ),
+        (RoutingConfigMixin, LinearModelMixin),
         title="RoutingTransformer",
         name="routing_transformer",
-        linear=True,
         places={"full_attention": Place("cluster_attention", ("attn",))},
     ),
 )

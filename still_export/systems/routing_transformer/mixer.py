@@ -53,10 +53,6 @@ class ClusterAttention(Keyed):
     """Routing Transformer (arXiv:2003.05997), in a causal reading of ours: a token's cluster is that of the centroid whose product with its
     query, of unit length and before positions, is largest; it attends to the latest tokens before it of the same cluster, and to itself
     where there is none.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        window: Tokens that each attends to.
     """
 
     specs = (ROUTE,)
@@ -70,7 +66,6 @@ class ClusterAttention(Keyed):
         self.layer_idx, self.head_dim, self.window = base.layer_idx, base.head_dim, window
         self.q_proj, self.v_proj, self.o_proj, self.means = base.q_proj, base.v_proj, base.o_proj, base.means
         self.watch: Callable[[Tensor], Tensor | None] | None = None
-        """Called with the choices of a call, and may replace them, as a router's."""
 
     def layer(self, key: Tensor) -> ClusterLayer:
         return ClusterLayer(key.shape[2], key.shape[3], self.cache, 1, (key.shape[2],))
@@ -90,7 +85,6 @@ class ClusterAttention(Keyed):
         return (near + MARK * told.to(wide)).argmax(-1).to(torch.int32)
 
     def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        """The call of a decoder layer."""
         query, value = (p(hidden_states).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.v_proj))
         cluster = self.clusters(
             unit_length(query)

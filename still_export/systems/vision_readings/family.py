@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from still_export.errors import ConfigError
 from still_export.mixers.config import LayersConfig
-from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place
-from still_export.models.families.softmax_families import Family, Published, make_family
-from still_export.models.families.stack import LlamaBlock, Stack, StackConfig, StackForCausalLM
+from still_export.models.families.linear_mixins import LinearConfigMixin, LinearModelMixin, Place, stack_family
+from still_export.models.families.softmax_families import Family, Published
+from still_export.models.families.stack import LlamaBlock, Stack, StackConfig
 from still_export.models.families.transnormer import Places
 from still_export.models.read.weights import Deferred, Weight, exact_value_of
 
@@ -169,22 +169,13 @@ class VisionConfigMixin(LinearConfigMixin):
         return {"polaformer": 2 * size, "inline": size + 1}.get(config.model_type.removeprefix("still_"), size)
 
 
-class VisionModelMixin(LinearModelMixin):
-    """Its stack."""
-
-    def stack(self, config: Any) -> Stack:
-        return Stack(config, _layer, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config))
-
-
 FAMILIES: tuple[Family, ...] = tuple(
-    make_family(
+    stack_family(
         __name__,
         VisionConfig,
-        StackForCausalLM,
-        (VisionConfigMixin, VisionModelMixin),
+        lambda config: Stack(config, _layer, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), Places(config)),
+        (VisionConfigMixin, LinearModelMixin),
         title=title,
-        name=title.lower(),
-        linear=True,
         published=Published(tensors=folded),
         places={"linear_attention": Place("mean_attention", ("attn",))},
     )

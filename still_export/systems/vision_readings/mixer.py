@@ -25,15 +25,9 @@ EPSILON = 1e-6
 
 
 class InLineAttention(FixedStateModule):
-    """InLine attention (arXiv:2412.06590): weights of a token are q k less their mean, plus 1 / n.
-
-    Args:
-        base: The family's module; its submodules and parameters are taken over, not copied.
-        ops: Of the layer.
-    """
+    """InLine attention (arXiv:2412.06590): weights of a token are q k less their mean, plus 1 / n."""
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys((f"{x}_proj.weight" for x in "qkvo"), PROJECTION)
-    """Of parameters that are no vectors, by name (mixers/roles.py)."""
 
     def __init__(self, base: Any, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, ops)
@@ -188,12 +182,9 @@ MODULES: dict[str, type[InLineAttention]] = {
     "PolarMixer": PolarAttention,
     "MirrorMixer": MirrorAttention,
 }
-"""By the class that each takes the place of."""
 
 
 class MeanAttentionMixer(FixedStatesMixer):
-    """Layers of type "mean_attention"."""
-
     name = "mean_attention"
     modules, what = MODULES, "mean attention"
 

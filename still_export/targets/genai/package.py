@@ -83,7 +83,6 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
 
     Args:
         folder: The package; its tokenizer and generation configuration are read.
-        manifest: Of the package.
         shapes: Dimensions of the inputs of its graph for genai, but the batch.
     """
     model, capacity = manifest["model"], manifest["capacity"]

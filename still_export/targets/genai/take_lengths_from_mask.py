@@ -18,11 +18,7 @@ LENGTH = "present_length"
 
 
 def take_lengths_from_mask(model: ir.Model) -> int:
-    """Replace the inputs, in place.
-
-    Returns:
-        Number of inputs and outputs that are gone.
-    """
+    """Replace the inputs, in place."""
     graph, r = model.graph, Writer(model.graph)
     inputs = {str(value.name): value for value in graph.inputs}
     mask = typed(ir.Value(name=MASK), ["batch", "total_tokens"], ir.DataType.INT64)

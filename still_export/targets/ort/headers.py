@@ -53,7 +53,6 @@ def make_cache(folder: Path) -> Path:
 
 
 def fetched_headers() -> Path:
-    """Folder in which `fetch_headers` puts them."""
     return cache_folder() / "onnxruntime-include"
 
 

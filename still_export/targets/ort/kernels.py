@@ -19,7 +19,6 @@ def add_native(
     """Put the library into the package folder, which has its graph; the manifest's account of it.
 
     Args:
-        folder: The package.
         library: For processors `cpu`; with `archs` it is not read: the library is linked for this package then.
         cpu: None: this machine's.
         include: Folder of ONNX Runtime's C headers; None looks in the usual places, and fetches them.

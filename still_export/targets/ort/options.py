@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from still_export.errors import ConfigError, unknown
+from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.graph.quantization.policy import demand_float8
-from still_export.options import check_types, option
+from still_export.options import check_options, check_types, option
 from still_export.package.files import MANIFEST
 from still_export.targets.ort.library import CPUS
 from still_graphs.ops import FUSED_OPSET, OPSET
@@ -21,15 +21,8 @@ class OrtOptions:
 
     Args:
         native: Put the kernels for CPUs into the package: True builds them where they are not there yet, None takes those that are there.
-        cpu: Processors that they are for, of CPUS; None: this machine's.
-        archs: GPUs that its library has kernels for too, such as "sm_90".
         opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
             ops are in the graph then but still's, which have bodies.
-        prefill_tokens: Tokens of one prefill call; None: the target's default.
-        onnxruntime_include: Folder of ONNX Runtime's C headers for a native kernel; None: the usual places.
-
-    Raises:
-        ConfigError: A value is unknown, or two contradict each other.
     """
 
     native: bool | None = option(
@@ -38,7 +31,7 @@ class OrtOptions:
         flag="--native/--no-native",
         shown="with, where they are there",
     )
-    cpu: str | None = option(None, "CPUs of the kernels: x86_64 or aarch64.", shown="this machine's")
+    cpu: str | None = option(None, "CPUs of the kernels: x86_64 or aarch64.", shown="this machine's", choices=CPUS)
     archs: tuple[str, ...] = option((), "GPUs to compile kernels for.", flag="--arch", commas=True, shown="none")
     opset: int = option(OPSET, f"Of ai.onnx, {OPSET}, or {FUSED_OPSET} for hosts with its linear attention.")
     prefill_tokens: int | None = option(
@@ -49,8 +42,7 @@ class OrtOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.cpu not in (None, *CPUS):
-            raise unknown(self.cpu, CPUS, f"--cpu {self.cpu}")
+        check_options(self)
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"--prefill-tokens {self.prefill_tokens}: it must be at least 1.")
         if self.opset not in (OPSET, FUSED_OPSET):
@@ -75,7 +67,6 @@ class OrtOptions:
         return cls(**{**known, **({"archs": tuple(known["archs"])} if "archs" in known else {}), **changes})
 
     def config(self) -> dict[str, Any]:
-        """The same as a manifest's `config` has it."""
         config = asdict(self)
         del config["onnxruntime_include"]
         return {**config, "archs": list(self.archs)}

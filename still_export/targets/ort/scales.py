@@ -11,11 +11,7 @@ from still_graphs.later_ir import ir
 
 
 def part_scales(model: ir.Model) -> int:
-    """Let scales of several rows multiply behind their norms: ONNX Runtime's CUDA kernel takes the first row for all of them.
-
-    Returns:
-        Number of norms.
-    """
+    """Let scales of several rows multiply behind their norms: ONNX Runtime's CUDA kernel takes the first row for all of them."""
     norms = list(_norms(model))
     for node, scale in norms:
         assert scale.shape is not None and scale.dtype is not None

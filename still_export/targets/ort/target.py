@@ -51,7 +51,6 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def traits(options: OrtOptions) -> tuple[str, ...]:
-    """What steps ask for."""
     return (OWN_OPS if options.opset == OPSET else NEW_OPS, *((KERNELS,) if has_kernels(options) else ()))
 
 

@@ -69,8 +69,6 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
     Args:
         source: Its weights are read one at a time.
         folder: Gets a portable package without a graph for a runtime.
-        dtype: float16 or bfloat16.
-        say: Called with each step.
 
     Raises:
         ConfigError: The package cannot be narrowed, or float16 has no number so large as one of its weights.
@@ -114,7 +112,6 @@ class _Narrowing:
         self.copies: dict[ir.Value, ir.Value] = {}
 
     def run(self) -> None:
-        """Retype the graph, in place."""
         for node in list(self.graph):
             if node.domain == "" and node.op_type in OF_ANY_TYPE:
                 continue

@@ -51,13 +51,10 @@ def write_portable(
     """Read and trace a model once, and write what every target is made of into the existing, empty `folder`.
 
     Args:
-        options: What to export and how.
         folder: Of the package, which has no graph for a runtime yet.
         layout: Form of low-bit weights, by the activations' type.
-        to: The target's name, for messages.
         check: Raises for what the target cannot have of a model, given its manifest; asked before the model is traced.
         command: The command line, for the manifest.
-        progress: Called with each step.
         dump: Gets the graph after each step.
 
     Raises:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from still_export.errors import ConfigError, unknown
-from still_export.options import check_types, option
+from still_export.errors import ConfigError
+from still_export.options import check_options, check_types, flag_of, option
 
 PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
 RTX = "trt-rtx"
-"""Name of the target TensorRT-RTX."""
 GPUS = "GPUs to compile kernels for."
 """As targets of ONNX Runtime say it."""
 WORKAROUND = "norm_in_place"
@@ -28,26 +27,25 @@ class TrtOptions:
     """What a TensorRT package is asked for beyond the model.
 
     Args:
-        target: trt, or trt-rtx.
         archs: Architectures that kernels (trt) or engines (trt-rtx) are compiled for; empty = the defaults of the target.
-        prefill_tokens: Tokens of one prefill call.
-        batch: Largest batch of the engines.
-        version_compatible: Engines that later versions of TensorRT run too.
-        strip_weights: Engines without weights, to be refitted from the package (TensorRT 10 and later).
-        workspace_mib: Limit of TensorRT's workspace, 0 = none.
         optimization_level: Effort of TensorRT's builder, 0 to 5.
-        tensorrt_include: Folders of NvInfer.h to compile the plugin library for; empty = the usual places.
-        cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None = the usual places and NVIDIA's packages.
+
+    module: Python module of the builder. engine: File of the engine. builds_here: For the GPU of this machine, by kernels of this project.
     """
 
-    target: str = "trt"
+    module: ClassVar[str] = "tensorrt"
+    engine: ClassVar[str] = "engine.plan"
+    builds_here: ClassVar[bool] = True
+    usual: ClassVar[tuple[str, ...]] = ARCHS
+
+    target: str = field(default="trt", metadata={"choices": ("trt",)})
     archs: tuple[str, ...] = option((), GPUS, flag="--arch", commas=True, shown=",".join(ARCHS))
     prefill_tokens: int = option(PREFILL_TOKENS, "Tokens of one prefill call.")
     batch: int = option(1, "Most sequences at once; 8.6 builds for one in half the time.")
     version_compatible: bool = option(False, "Engines that later versions run too.")
     strip_weights: bool = option(False, "Engines without weights (TensorRT 10 and later).")
     workspace_mib: int = option(0, "Limit of TensorRT's workspace, MiB.", flag="--workspace", shown="none")
-    optimization_level: int = 3
+    optimization_level: int = field(default=3, metadata={"least": 0, "below": 6})
     tensorrt_include: tuple[str, ...] = option(
         (), "Folder of NvInfer.h to compile the plugin for; repeatable.", shown="the usual places"
     )
@@ -56,18 +54,10 @@ class TrtOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.target not in ("trt", "trt-rtx"):
-            raise unknown(self.target, ("trt", "trt-rtx"), f"target {self.target!r}")
-        for name in ("prefill_tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 1.")
-        if self.prefill_tokens < 2:
-            raise ConfigError("--prefill-tokens 1 leaves no prefill profile; give at least 2.")
-        if self.workspace_mib < 0:
-            raise ConfigError(f"--workspace {self.workspace_mib}: it must not be negative.")
-
-        if not 0 <= self.optimization_level <= 5:
-            raise ConfigError(f"--optimization-level {self.optimization_level}: choose one of 0..5.")
+        check_options(self)
+        for name, least in (("prefill_tokens", 2), ("batch", 1), ("workspace_mib", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"{flag_of(type(self), name)} {value}: it must be at least {least}.")
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:
@@ -89,12 +79,17 @@ class TrtOptions:
     @property
     def architectures(self) -> tuple[str, ...]:
         """Architectures asked for, or the target's defaults."""
-        return self.archs or (ARCHS if self.target == "trt" else RTX_ARCHS)
+        return self.archs or self.usual
 
 
 @dataclass(frozen=True)
 class RtxOptions(TrtOptions):
     """The same of TensorRT-RTX."""
 
-    target: str = RTX
+    module = "tensorrt_rtx_bindings"
+    engine = "engine-rtx.plan"
+    builds_here = False
+    usual = RTX_ARCHS
+
+    target: str = field(default=RTX, metadata={"choices": (RTX,)})
     archs: tuple[str, ...] = option((), GPUS, flag="--arch", commas=True, shown=",".join(RTX_ARCHS))

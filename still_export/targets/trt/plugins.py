@@ -43,9 +43,6 @@ def pack_archive(folders: list[Path], target: Path) -> Path:
         folders: Each holds index.json and the cubins that it names.
         target: File to write.
 
-    Returns:
-        target.
-
     Raises:
         PluginBuildError: A folder has no index, or a cubin is missing.
     """
@@ -80,9 +77,6 @@ def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], tar
         variants: What each op's kernels are compiled for.
         archs: Such as "sm_90".
         target: File to write; a folder beside it holds the parts meanwhile.
-
-    Returns:
-        target.
     """
     from still_kernels.aot import parse_arch, write_archive
 
@@ -141,9 +135,6 @@ def build_plugins(
         tensorrt_include: Folder of NvInfer.h, or None for the core alone.
         cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None looks for it.
         runner: Build still_run too.
-
-    Returns:
-        build.
 
     Raises:
         PluginBuildError: CMake, headers or the sources are missing, or the build fails; carries the tool's output.
@@ -204,9 +195,6 @@ def json_headers() -> Path | None:
 
 def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], target: str = "all") -> Path:
     """Configure the CMake project in `source` and build `target`; paths among the options become absolute, None becomes empty.
-
-    Returns:
-        build.
 
     Raises:
         PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.

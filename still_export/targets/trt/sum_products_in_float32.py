@@ -13,11 +13,7 @@ from still_graphs.later_ir import ir
 
 
 def sum_products_in_float32(model: ir.Model) -> int:
-    """Rewrite the main graph, in place.
-
-    Returns:
-        Number of products.
-    """
+    """Rewrite the main graph, in place."""
     writer, found = Writer(model.graph), [node for node in model.graph if _is_narrow(node)]
     for node in found:
         writer.place, name = node, node.name or node.outputs[0].name

@@ -21,11 +21,7 @@ LEFT = ".part_of_a_turn"
 
 
 def reduce_angles(model: ir.Model) -> int:
-    """Put the reduction before them, once for each angle, in place.
-
-    Returns:
-        Number of nodes that read a reduced angle now.
-    """
+    """Put the reduction before them, once for each angle, in place."""
     writer, reduced = Writer(model.graph), dict[ir.Value, ir.Value]()
     whole = _whole(model)
     for node in whole:

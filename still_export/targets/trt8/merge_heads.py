@@ -24,9 +24,6 @@ from still_graphs.spec import TensorSpec
 def merge_heads(model: ir.Model) -> int:
     """Rewrite the main graph, in place.
 
-    Returns:
-        Number of reshapes added.
-
     Raises:
         UnsupportedError: The number of heads or their size is unknown.
     """

@@ -14,11 +14,7 @@ from still_graphs.later_ir import ir
 
 
 def norm_in_place(model: ir.Model) -> int:
-    """Rewrite each Concat of a normalized first part and the rest of one Split, in place.
-
-    Returns:
-        Number of norms.
-    """
+    """Rewrite each Concat of a normalized first part and the rest of one Split, in place."""
     found = [(node, *parts) for node in model.graph if (parts := _parts(node)) is not None]
     for node, norm, split in found:
         _rewrite(model.graph, node, norm, split)

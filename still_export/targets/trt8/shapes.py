@@ -15,11 +15,7 @@ POINTWISE = ("Abs", "Exp", "Log", "Neg", "Reciprocal", "Sigmoid", "Softplus", "S
 
 
 def shape_before_widening(model: ir.Model) -> int:
-    """Move reshapes before the casts to float32 that they read, in place.
-
-    Returns:
-        Number of reshapes moved.
-    """
+    """Move reshapes before the casts to float32 that they read, in place."""
     found = [(node, chain) for node in model.graph if (chain := _chain(node))]
     for node, chain in found:
         _move(model.graph, node, chain)

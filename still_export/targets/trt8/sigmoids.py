@@ -17,11 +17,7 @@ BENT = ("Sigmoid", "Softplus")
 
 
 def widen_sigmoids(model: ir.Model) -> int:
-    """Put casts around them, in place.
-
-    Returns:
-        Number of nodes that compute in float32 now.
-    """
+    """Put casts around them, in place."""
     float32, writer = ir.DataType.FLOAT, Writer(model.graph)
     bent = [(n, x.dtype) for n in model.graph if is_standard(n, *BENT) and (x := n.inputs[0]) is not None and x.dtype]
     narrow = [(node, dtype) for node, dtype in bent if dtype != float32]

@@ -22,7 +22,6 @@ from still_graphs.pipelines import PLUGINS, Step, steps_of_ops
 
 
 def traits(options: TrtOptions) -> tuple[str, ...]:
-    """What steps ask for."""
     return (ONE_ROW,) if options.batch == 1 else ()
 
 

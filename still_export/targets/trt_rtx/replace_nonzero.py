@@ -19,9 +19,6 @@ from still_graphs.later_ir import ir
 def replace_nonzero(model: ir.Model) -> int:
     """Rewrite every NonZero of the model, in place.
 
-    Returns:
-        Number of NonZero nodes replaced.
-
     Raises:
         UnsupportedError: The indices are used otherwise than required.
     """

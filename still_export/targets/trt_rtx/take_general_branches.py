@@ -15,11 +15,7 @@ from still_graphs.later_ir import ir
 
 
 def take_general_branches(model: ir.Model) -> int:
-    """Splice the else branches into the main graph, in place.
-
-    Returns:
-        Number of If nodes replaced.
-    """
+    """Splice the else branches into the main graph, in place."""
     graph, changed = model.graph, 0
     while node := next((n for n in graph if is_standard(n, "If")), None):
         branch = node.attributes["else_branch"].as_graph()

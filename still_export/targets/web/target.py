@@ -87,9 +87,6 @@ def shard_weights(lowering: Lowering, graph: ir.Model, limit_bytes: int) -> int:
 
     Tensors that share bytes stay together.
 
-    Returns:
-        Files written.
-
     Raises:
         UnsupportedError: One tensor is larger.
     """
@@ -160,5 +157,6 @@ WEB = Target(
     lacks=("Experts",),
     traits=lambda options: (OWN_OPS,),
     demand=demand,
+    dtype="float32",
     runtime="ort",
 )

@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import pytest
 
-from still_export.cli.next_commands import next_commands
+from still_export.cli.output import next_commands
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.loading.runtimes import runtime_of

@@ -90,11 +90,11 @@ def test_only_packages_with_engines_are_built(tmp_path: Path) -> None:
 
 def test_options_are_checked(tmp_path: Path) -> None:
     for change, message in (
-        ({"target": "tensorrt"}, "known: trt, trt-rtx"),
+        ({"target": "tensorrt"}, "known: trt"),
         ({"batch": 0}, "--batch 0"),
-        ({"prefill_tokens": 1}, "no prefill profile"),
-        ({"workspace_mib": -1}, "must not be negative"),
-        ({"optimization_level": 6}, "choose one of 0..5"),
+        ({"prefill_tokens": 1}, "--prefill-tokens 1: it must be at least 2"),
+        ({"workspace_mib": -1}, "--workspace -1"),
+        ({"optimization_level": 6}, "--optimization-level 6"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrtOptions(**change)  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ from still_export.evaluation.prove import ProveOptions, prove
 from still_export.package.files import MANIFEST, MODEL, sha256
 from still_export.package.folder import write_manifest
 from still_export.proof import package as proof
-from still_export.proof.records import old_parts, read_records
 from tests.still_export.conftest import Exporter
 from tests.still_export.verbs import call
+from tools.verdicts import old_parts, read_records
 
 pytestmark = pytest.mark.slow
 

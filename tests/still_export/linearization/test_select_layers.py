@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from still_export.cli.main import main
 from still_export.errors import ConfigError
 from still_export.linearization.linearize import make_accelerator
-from still_export.linearization.lookup import attention_to_fact
-from still_export.linearization.needs import Needs, text_needs
+from still_export.linearization.needs import Needs, attention_to_fact, text_needs
 from still_export.linearization.objectives import make_students
 from still_export.linearization.run import LinearizationRun
 from still_export.linearization.select_layers import select_layers

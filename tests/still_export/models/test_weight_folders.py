@@ -15,9 +15,9 @@ from torch import Tensor
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
 from still_export.folders.adapter_config import lora_scale, read_adapter_config
 from still_export.folders.weights import weight_files
+from still_export.models.build import read_generation
 from still_export.models.description import describe_model
 from still_export.models.load import load_model, load_tokenizer, open_source
-from still_export.models.read.generation import read_generation
 from still_export.models.read.weights import value_of
 from tests.still_export.linear_models import linear_model
 from tests.still_export.tiny import plain_model

@@ -14,13 +14,12 @@ from still_export.proof import records
 from still_export.proof.records import (
     Record,
     make_record,
-    old_parts,
     ops_ran,
     read_record,
-    read_records,
-    sum_up,
     write_record,
 )
+from tools import verdicts
+from tools.verdicts import old_parts, read_records, sum_up
 
 RAN = {"graph": "0" * 64, **ops_ran(["CausalConv", "NoSuchOp"], "cpu")}
 
@@ -46,7 +45,7 @@ def test_the_judge_and_the_code_of_ops_make_a_run_old(monkeypatch: pytest.Monkey
     assert old_parts(record.judge, record.ran) == []
     assert old_parts(record.judge, {"op CausalConv on cpu": record.ran["op CausalConv on cpu"][:12]}, 12) == []
     assert old_parts(record.judge, {"op Gone on cuda": "0" * 64}) == ["Gone on cuda"]
-    monkeypatch.setattr(records, "PROOF_VERSION", 0)
+    monkeypatch.setattr(verdicts, "PROOF_VERSION", 0)
     assert old_parts(record.judge, record.ran) == ["judge"]
 
 

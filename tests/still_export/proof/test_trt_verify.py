@@ -20,10 +20,10 @@ from still_export.evaluation.bench import BenchOptions, measure
 from still_export.package.trust import trust_package
 from still_export.proof.sessions import Session
 from still_export.runtime.tensorrt import TrtModel
-from still_export.targets.lower import lower_package
 from still_export.targets.trt.options import TrtOptions
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
+from tests.still_export.packages import lower_package
 from tests.still_export.tiny import CHUNK
 from tests.still_export.verbs import call
 

@@ -22,7 +22,6 @@ from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.speculation import Guesser, Speculation
 from still_export.runtime.tensorrt import TrtModel
-from still_export.targets.lower import lower_package
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.options import TrtOptions
 from still_graphs.states import AHEAD, ANY, LAST_HIDDEN, StateTable
@@ -31,7 +30,7 @@ from tests.still_export.conftest import Exporter
 from tests.still_export.fake_tensorrt import FakeTensorRT
 from tests.still_export.head_models import published
 from tests.still_export.linear_models import linear_model
-from tests.still_export.packages import portable_package
+from tests.still_export.packages import lower_package, portable_package
 from tests.still_export.runtime.test_speculation import CLOSE, GUESSES, PROMPT, SEQUENCES, begun, check_models
 from tests.still_export.tiny import CHUNK, MIXED
 

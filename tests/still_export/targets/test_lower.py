@@ -30,7 +30,7 @@ from still_export.targets.lower import lower
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.portable.narrow import demand_narrow
 from still_export.targets.registry import TARGETS, target_of
-from still_export.targets.trt.options import TrtOptions
+from still_export.targets.trt.options import RtxOptions
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import still_model
 
@@ -104,7 +104,7 @@ def test_bits_are_chosen_at_export() -> None:
     manifest = {"model": {"dtype": "float16"}, "ops": {}, "quantization": quantization}
     target_of("genai").check_model({**manifest, "still": {}}, OrtOptions())
     with pytest.raises(ConfigError, match=r"int4 weights as com\.microsoft, trt-rtx as dequantized"):
-        target_of("trt-rtx").check_model(manifest, TrtOptions("trt-rtx"))
+        target_of("trt-rtx").check_model(manifest, RtxOptions())
     for kernels, to in (("plugin", "genai"), ("plugin", "web")):
         manifest = {"model": {"dtype": "float32"}, "ops": {}, "quantization": {**quantization, "nodes": kernels}}
         with pytest.raises(ConfigError, match="with --to onnx --no-native --quantize int4 and lower that"):

@@ -88,7 +88,7 @@ import sys
 sys.modules |= dict.fromkeys(("torch", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "triton"))
 import still_export.loading.runtimes, still_export.proof.verify
 from pathlib import Path
-from still_export.cli.next_commands import next_commands
+from still_export.cli.output import next_commands
 next_commands(Path(), "trt")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -36,13 +36,12 @@ from still_export.models.read.weights import Deferred, SourceBlocks, value_of
 from still_export.package.calls import next_feed
 from still_export.runtime.ort import OrtModel
 from still_export.targets.export import export
-from still_export.targets.lower import lower_package
 from still_export.targets.ort.options import OrtOptions
 from still_export.targets.trt.options import TrtOptions
 from tests.still_export.graph.quantization.test_quantization import SIZES
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.gguf_files import write_gguf
-from tests.still_export.packages import portable_package
+from tests.still_export.packages import lower_package, portable_package
 from tests.still_export.tiny import MIXED, VOCAB, random_ids, still_model
 
 pytestmark = pytest.mark.slow  # each exports a model

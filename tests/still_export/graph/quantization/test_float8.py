@@ -141,9 +141,9 @@ def test_kernels_of_a_package(package: Package) -> None:
 
 @pytest.mark.slow
 def test_nodes_of_an_engine_take_norms_and_sums(export_tiny: Exporter, tmp_path: Path, monkeypatch: Any) -> None:
-    from still_export.targets.lower import lower_package
     from still_export.targets.trt.options import TrtOptions
     from tests.still_export import fake_tensorrt
+    from tests.still_export.packages import lower_package
 
     monkeypatch.setattr(
         "still_export.targets.trt.package._write_plugins",

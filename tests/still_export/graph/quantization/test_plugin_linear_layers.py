@@ -29,12 +29,12 @@ from still_export.package.calls import next_feed
 from still_export.package.folder import Package
 from still_export.package.trust import trust_package
 from still_export.runtime.ort import OrtModel
-from still_export.targets.lower import lower_package
 from still_export.targets.registry import target_of
 from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import kernel_variants
 from tests.still_export import fake_tensorrt
 from tests.still_export.conftest import Exporter
+from tests.still_export.packages import lower_package
 from tests.still_export.tiny import MIXED, VOCAB
 from tests.still_export.verbs import call
 from tests.still_graphs.protos import attribute, opset_version

@@ -31,6 +31,7 @@ from still_graphs.passes import dequantize_at_load as passes
 from tests.still_export.serving.conftest import TEMPLATE
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 from tests.still_export.training import byte_tokenizer
+from tests.still_export.verbs import call
 from tests.still_graphs.steps import applied, run_steps
 
 FOLDED = {"session.disable_quant_qdq": "1"}
@@ -156,6 +157,14 @@ def test_the_chat_template_lies_where_transformers_js_reads_it(tmp_path: Path) -
 def test_refusals(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         demand(web.WEB, ExportOptions("nowhere", **asked), web.WebOptions())
+
+
+def test_half_precision_is_widened_unasked(tmp_path: Path) -> None:
+    """A browser computes in float32 alone, so that is the default of --dtype; another type that is asked for is refused."""
+    still_model("llama", torch.float16).save_pretrained(tmp_path / "model")
+    assert call("export", tmp_path / "model", "--to", "web", "-o", tmp_path / "web") == 0
+    assert open_package(tmp_path / "web").manifest["model"]["dtype"] == "float32"
+    assert call("export", tmp_path / "model", "--to", "web", "--dtype", "float16", "-o", tmp_path / "half") == 2
 
 
 def test_an_op_that_browsers_lack_is_named(small: onnx.ModelProto) -> None:

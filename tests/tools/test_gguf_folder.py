@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from still_export.models.gguf.folder import write_folder
 from tests.still_export.models.gguf_files import write_gguf
 from tests.still_export.tiny import plain_model, random_ids
 from tests.still_export.training import byte_tokenizer
+from tools.gguf_folder import write_folder
 
 
 @pytest.mark.parametrize("family, tied", [("llama", True), ("qwen2", False), ("qwen3", True)])
