@@ -17,7 +17,7 @@ from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, EvaluationOptions
 from still_export.evaluation.intervals import interval, share
 from still_export.evaluation.synthetic import MAKERS, PLACES, PromptWriter, words_of
 from still_export.texts.texts import tokenize
-from tests.still_export.evaluation.test_evaluate import Uniform, chat_tokenizer
+from tests.still_export.evaluation.test_evaluate import TEMPLATE, Uniform, chat_tokenizer
 from tests.still_export.training import byte_tokenizer
 
 LENGTH = 6000
@@ -103,7 +103,7 @@ class Reader(Uniform):
 def test_who_reads_the_text_answers_and_who_errs_does_not(task: str) -> None:
     """In a chat and without one; what is told of the text is enough, in whatever order it stands."""
     options = EvaluationOptions(tasks=(task,), lengths=(LENGTH,), depths=3, samples=2)
-    for tokenizer in (byte_tokenizer(), chat_tokenizer()):
+    for tokenizer in (byte_tokenizer(), chat_tokenizer(TEMPLATE)):
         found = by_depth(Reader(tokenizer, task), tokenizer, task, LENGTH, options, {"text": TEXT})
         assert found == [1.0] * 3
     answers = {
@@ -124,7 +124,7 @@ def writer(task: str, text: str = TEXT, tokenizer: Any = None) -> PromptWriter:
 
 @pytest.mark.parametrize("task", list(MAKERS))
 def test_prompts_are_as_long_as_they_say_and_differ(task: str) -> None:
-    tokenizer = chat_tokenizer()
+    tokenizer = chat_tokenizer(TEMPLATE)
     rng, again = np.random.default_rng(1), np.random.default_rng(1)
     first, second = (writer(task, tokenizer=tokenizer).prompt(LENGTH, 0.5, 0, rng) for _ in range(2))
     assert (
