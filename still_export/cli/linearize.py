@@ -176,7 +176,7 @@ def linearize(
     lines += [
         f"stage {s.name}: {s.steps} steps, {s.tokens / max(s.seconds, 1e-9):,.0f} tokens/s, loss {s.losses[-1]:.4f}"
         + (", ended on a plateau" if s.stopped_early else "")
-        + (f", weights of step {s.kept} kept, which validated best" if s.kept < s.steps else "")
+        + (f", weights of step {s.kept} kept, which validated best" if 0 < s.kept < s.steps else "")
         for s in result.stages
     ]
     out.result(

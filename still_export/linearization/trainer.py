@@ -186,7 +186,7 @@ class Trainer:
                     raise
             if report.done or report.steps % recipe.checkpoint_every == 0:
                 self._save(module, optimizer, report)
-        if report.kept < report.steps:
+        if 0 < report.kept < report.steps:  # none where every validation was no number
             set_model_state_dict(module, self.best, options=PARTIAL)
         if curves is not None:
             curves.close()
