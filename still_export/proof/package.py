@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -258,7 +258,7 @@ def record(
         raise ConfigError("--follow says which prompts there are: leave out --lengths, --decode-steps and --seed.")
     chosen = Selections.read(follow, proof.package)
     asked = replace(options, lengths=chosen.lengths, decode_steps=chosen.decode_steps, seed=chosen.seed)
-    cases = _Proof(package, asked, record=True).cases({})
+    cases = _Proof(package, asked, record=True, words=chosen.words).cases({})
     chosen.begin(cases)
     record_cases(cases, proof.package, path, progress, chosen.decisions)
     return cases.count
@@ -327,8 +327,10 @@ class _Proof:
     """A package that is opened to be held to PyTorch, or to `record` what PyTorch says; raises ConfigError and PackageError as `verify`
     does."""
 
-    def __init__(self, package: str | Path, options: VerifyOptions, record: bool = False) -> None:
-        self.package, self.options = open_package(Path(package), check_hashes=False), options
+    def __init__(
+        self, package: str | Path, options: VerifyOptions, record: bool = False, words: list[int] | None = None
+    ) -> None:
+        self.package, self.options, self.words = open_package(Path(package), check_hashes=False), options, words
         manifest = self.package.manifest
         self._read = not record or manifest.get("quantization") is not None  # else its weights are the model's
         self.target, self.runtime = packaged_target(manifest), runtime_of(manifest["target"], options.runtime)
@@ -377,7 +379,10 @@ class _Proof:
             from still_export.proof.recorded import RecordedCases
 
             return RecordedCases(asked.calls, self.package)
-        return _torch_cases(self.package, asked.model, asked.lengths or None, self.steps, asked.seed, pairs, device)
+        words = asked_tokens(self.package.path, self.package.manifest) if self.words is None else self.words
+        return _torch_cases(
+            self.package, asked.model, asked.lengths or None, self.steps, asked.seed, pairs, device, words
+        )
 
 
 def _check_lengths(lengths: tuple[int, ...], package: Package) -> None:
@@ -397,6 +402,7 @@ def _torch_cases(
     seed: int,
     pairs: Mapping[str, tuple[Pair, ...]],
     device: str,
+    words: Sequence[int],
 ) -> CaseSource:
     """Cases answered by PyTorch with the package's weights, and an adapter's `pairs`, in a wider type than the package's: float64 beside
     PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
@@ -436,7 +442,6 @@ def _torch_cases(
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
-    words = asked_tokens(package.path, manifest)
     cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 

@@ -81,7 +81,7 @@ class Prompts:
         words: Sequence[int] = (),
     ) -> None:
         self.empty_feed, self.seed = empty_feed, seed
-        self._words, self._drawn = np.array(words, np.int64), 0
+        self.words, self._drawn = [*map(int, words)], 0
         self.ties = ties_of(manifest)
         self.random = np.random.default_rng(seed)
         self.vocabulary = int(manifest["model"]["vocab_size"])
@@ -128,12 +128,12 @@ class Prompts:
 
     def _tokens(self, *shape: int) -> np.ndarray:
         drawn = self.random.integers(0, self.vocabulary, shape, dtype=np.int64)
-        if not self._words.size:
+        if not self.words:
             return drawn
         places = self._drawn + np.arange(drawn.size)
         self._drawn += drawn.size
         runs, within = np.divmod(places, RUN)
-        words = self._words[(runs // 2 * RUN + within) % self._words.size]
+        words = np.array(self.words, np.int64)[(runs // 2 * RUN + within) % len(self.words)]
         return np.where(runs % 2, words, drawn.reshape(-1)).reshape(shape)
 
     def _start(self, tokens: np.ndarray, capacity: int, new_tokens: np.ndarray | None = None) -> Arrays:

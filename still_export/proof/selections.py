@@ -16,7 +16,7 @@ from still_export.proof.array_file import ArrayFile, written_arrays
 from still_export.proof.prompts import Prompts
 from still_export.proof.sessions import Session
 
-KIND, FORMAT = "selections", 2
+KIND, FORMAT = "selections", 3
 
 
 class Prompted(Protocol):
@@ -39,6 +39,7 @@ def write_selections(session: Session, prompts: Prompts, package: Package, path:
             kept.append({str(layer): arrays.keep(keys) for layer, keys in decisions.kept.items()})
             progress("asking the runtime", number + 1, prompts.count)
         content = {"lengths": prompts.lengths, "decode_steps": prompts.decode_steps, "seed": prompts.seed}
+        content |= {"words": prompts.words}  # another machine may lack what a chat format is read with
         arrays.finish(KIND, FORMAT, package, {**content, "prompts": asked, "kept": kept})
 
 
@@ -50,6 +51,7 @@ class Selections:
     lengths: tuple[int, ...]
     decode_steps: int
     seed: int
+    words: list[int]
     prompts: list[str]
     decisions: DecisionsByCase
 
@@ -64,7 +66,9 @@ class Selections:
         head = file.head
         kept = [{int(layer): file.array(key) for layer, key in each.items()} for each in head["kept"]]
         decisions = {number: Decisions((), each) for number, each in enumerate(kept)}
-        return cls(path, tuple(head["lengths"]), head["decode_steps"], head["seed"], head["prompts"], decisions)
+        return cls(
+            path, tuple(head["lengths"]), head["decode_steps"], head["seed"], head["words"], head["prompts"], decisions
+        )
 
     def begin(self, cases: Prompted) -> None:
         """Draw the prompts of all cases, which have to be those that the runtime was asked.

@@ -118,6 +118,8 @@ class Verifier:
             folder: Made where missing; polygraphy.sh there is the command.
             progress: Called with cases that the target answered, layers that PyTorch did, and cases that were compared.
         """
+        import polygraphy.comparator  # noqa: F401  # writes the calls at the end: where it is missing, that is said first
+
         folder.mkdir(parents=True, exist_ok=True)
         if self.asked is None:
             questions = [self.cases.begin(number) for number in range(self.cases.count)]
