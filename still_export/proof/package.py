@@ -402,7 +402,7 @@ def _torch_cases(
     seed: int,
     pairs: Mapping[str, tuple[Pair, ...]],
     device: str,
-    words: Sequence[int],
+    words: Sequence[int] | None = None,
 ) -> CaseSource:
     """Cases answered by PyTorch with the package's weights, and an adapter's `pairs`, in a wider type than the package's: float64 beside
     PyTorch's own float32 run, float32 beside its run in half precision or with activations of 8 bits. A package in float32 with caches in
@@ -442,6 +442,7 @@ def _torch_cases(
     reference = LayerwiseModel(manifest, wide, device=device, dtype=exact)
     beside = LayerwiseModel(manifest, own, round_inputs if rounded else None, device)
     size = sum(weight.shape.numel() for weight in wide.weights.values())
+    words = asked_tokens(package.path, manifest) if words is None else words
     cases = TorchCases(manifest, reference, beside, lengths or affordable(size, device), steps, seed, words)
     if HEAD in manifest["files"]:
 

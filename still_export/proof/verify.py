@@ -108,7 +108,8 @@ class Verifier:
         of_features = [s.present for s in table if s.present in wide and s.op in {op for op, _ in sums}]
         self.averaged = dict.fromkeys(of_features if coarse else (), UNIT)
         self.summed_by_layer = dict.fromkeys(wide, LAYER_UNIT) | self.averaged | self.summed
-        self.written = {s.present: NORMED * LAYER_UNIT for s in table if s.dtype == "float16"}
+        behind_norms = [LOGITS, *(s.present for s in table if s.dtype == "float16")]
+        self.written = dict.fromkeys(behind_norms, NORMED * LAYER_UNIT)
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
         """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,

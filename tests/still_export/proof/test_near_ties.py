@@ -161,15 +161,21 @@ def test_a_layers_output_may_be_the_next_number_of_float16(value: float, passes:
 
 
 @pytest.mark.parametrize(("units", "passes"), [(1.4, True), (2.5, False)])
-def test_a_row_may_share_the_rounding_of_what_was_normed(units: float, passes: bool) -> None:
-    """Values of a token of which one normed number is all: that number's rounding is a factor of its row, and of no other row."""
-    rng, name = np.random.default_rng(0), "present_window_value.29"
-    right = rng.normal(size=(1, 3, 128, 64)).astype(np.float32)
-    right[0, 0, 121] *= 4
+@pytest.mark.parametrize(
+    ("name", "shape", "row"),
+    [("present_window_value.29", (1, 3, 128, 64), (0, 0, 121)), ("logits", (1, 2, 49152), (0, 1))],
+)
+def test_a_row_may_share_the_rounding_of_what_was_normed(
+    name: str, shape: tuple[int, ...], row: tuple[int, ...], units: float, passes: bool
+) -> None:
+    """Values and logits of a token of which one normed number is all: its rounding is a factor of its row, and of no other row."""
+    rng = np.random.default_rng(0)
+    right = rng.normal(size=shape).astype(np.float32)
+    right[row] *= 4
     own = right + rng.normal(size=right.shape).astype(np.float32) * 1e-4
-    own[0, 0, 121] = right[0, 0, 121]
+    own[row] = right[row]
     found = own.copy()
-    found[0, 0, 121] *= 1 + units * LAYER_UNIT
+    found[row] *= 1 + units * LAYER_UNIT
     case = Case("case", [], [], own=[{name: row_errors(right, own)}], own_mean={name: 1.0})
     for written in ({}, {name: NORMED * LAYER_UNIT}):
         judged = Judged.of(case, [({name: right}, {name: found})], written=written)
