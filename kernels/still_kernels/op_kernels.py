@@ -218,3 +218,20 @@ class Op:
     """
 
     kernels: OpKernels
+
+
+def op_with_state(
+    plan: Plan,
+    variant: type[Any],
+    defaults: Callable[[], list[Any]],
+    tiles: Callable[[Any, int], TileTable],
+    constants: Callable[[Any], dict[str, Any]],
+    *,
+    module: str,
+    blocks: Mapping[str, str],
+    absent: Callable[[Any], Iterable[str]] = lambda variant: (),
+    covered: Sequence[Check],
+) -> Op:
+    """The op of a plan whose Triton functions are `FUNCTIONS` of a module; other arguments as of `OpKernels` and `builder`."""
+    build = builder(tiles, constants, blocks, absent)
+    return Op(OpKernels(plan, variant, defaults, build, imported(module, "FUNCTIONS"), covered))

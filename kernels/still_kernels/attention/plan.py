@@ -7,17 +7,7 @@ from functools import lru_cache
 
 from still_graphs.spec import CACHE
 from still_kernels.attention.spec import ATTENTION
-from still_kernels.op_kernels import (
-    HEAD_DIM,
-    TYPES,
-    Op,
-    OpKernels,
-    builder,
-    check_known,
-    combinations,
-    constants_of_heads,
-    imported,
-)
+from still_kernels.op_kernels import HEAD_DIM, TYPES, check_known, combinations, constants_of_heads, op_with_state
 from still_kernels.plan import Branch, Check, Launch, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
@@ -102,19 +92,15 @@ class Variant:
         check_known(self, cache=CACHE.choices)
 
 
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant, head_dim=(64, 128)),
-    build=builder(
-        lambda variant, arch: tile_table(arch, variant.head_dim, variant.dtype == "float32"),
-        lambda variant: {**constants_of_heads(variant), "CODES": int(variant.cache == "int8")},
-        {"attend_rows": "attend.BM", "decode_rows": "decode.BR", "most_splits": "decode.BS"},
-        lambda variant: ("key_scale", "value_scale") if variant.cache == "float" else (),
-    ),
-    functions=imported("still_kernels.attention.kernels", "FUNCTIONS"),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant, head_dim=(64, 128)),
+    lambda variant, arch: tile_table(arch, variant.head_dim, variant.dtype == "float32"),
+    lambda variant: {**constants_of_heads(variant), "CODES": int(variant.cache == "int8")},
+    module="still_kernels.attention.kernels",
+    blocks={"attend_rows": "attend.BM", "decode_rows": "decode.BR", "most_splits": "decode.BS"},
+    absent=lambda variant: ("key_scale", "value_scale") if variant.cache == "float" else (),
     covered=(TYPES, HEAD_DIM),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels

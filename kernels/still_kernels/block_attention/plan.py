@@ -7,17 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
-from still_kernels.op_kernels import (
-    HEAD_DIM,
-    TYPES,
-    Op,
-    OpKernels,
-    builder,
-    check_known,
-    combinations,
-    constants_of_heads,
-    imported,
-)
+from still_kernels.op_kernels import HEAD_DIM, TYPES, check_known, combinations, constants_of_heads, op_with_state
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
@@ -151,27 +141,23 @@ def constants_of(variant: Variant) -> dict[str, Any]:
     }
 
 
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant),
-    build=builder(
-        lambda variant, arch: tile_table(arch, variant.head_dim, variant.block_size, variant.dtype == "float32"),
-        constants_of,
-        {
-            "append_tokens": "append.BT",
-            "decode_heads": "decode.BR",
-            "most_parts": "merge.BS",
-            "attend_rows": "attend.BM",
-        },
-    ),
-    functions=imported("still_kernels.block_attention.kernels", "FUNCTIONS"),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant),
+    lambda variant, arch: tile_table(arch, variant.head_dim, variant.block_size, variant.dtype == "float32"),
+    constants_of,
+    module="still_kernels.block_attention.kernels",
+    blocks={
+        "append_tokens": "append.BT",
+        "decode_heads": "decode.BR",
+        "most_parts": "merge.BS",
+        "attend_rows": "attend.BM",
+    },
     covered=(
         TYPES,
         HEAD_DIM,
         Check("H // HK <= 64", "{H // HK} query heads of a key/value head; the kernels have at most 64."),
     ),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.op_kernels import TYPES, Op, OpKernels, builder, check_known, combinations, imported, settling
+from still_kernels.op_kernels import TYPES, check_known, combinations, op_with_state, settling
 from still_kernels.plan import Branch, Check, Launch, Plan
 from still_kernels.tile import KernelTile, TileTable
 
@@ -94,22 +94,18 @@ def constants_of(variant: Variant) -> dict[str, Any]:
     }
 
 
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant, bias=(0, 1)),
-    build=builder(
-        lambda variant, arch: tile_table(arch),
-        constants_of,
-        {"token_block": "conv.BT", "channel_block": "conv.BC", "commit_block": "commit.BC", "step_block": "step.BC"},
-        lambda variant: () if variant.bias else ("bias",),
-    ),
-    functions=imported("still_kernels.causal_conv.kernels", "FUNCTIONS"),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant, bias=(0, 1)),
+    lambda variant, arch: tile_table(arch),
+    constants_of,
+    module="still_kernels.causal_conv.kernels",
+    blocks={"token_block": "conv.BT", "channel_block": "conv.BC", "commit_block": "commit.BC", "step_block": "step.BC"},
+    absent=lambda variant: () if variant.bias else ("bias",),
     covered=(
         TYPES,
         Check(f"K <= {MAX_TAPS}", f"{{K}} taps; the kernels have at most {MAX_TAPS}."),
     ),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels

@@ -8,17 +8,7 @@ from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
-from still_kernels.op_kernels import (
-    HEAD_DIM,
-    TYPES,
-    Op,
-    OpKernels,
-    builder,
-    check_known,
-    combinations,
-    constants_of_heads,
-    imported,
-)
+from still_kernels.op_kernels import HEAD_DIM, TYPES, check_known, combinations, constants_of_heads, op_with_state
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
@@ -188,29 +178,25 @@ def absent(variant: Variant) -> set[str]:
     return names | ({"decay", "left", "rest", *per_key}, per_key, {"rest"})[variant.decay]
 
 
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant),
-    build=builder(
-        Variant.table,
-        constants_of,
-        {
-            "chunk": "scan.C",
-            "value_block": "scan.BV",
-            "key_block": "scan.BD",
-            "output_block": "output.BV",
-            "decode_block": "decode.BV",
-        },
-        absent,
-    ),
-    functions=imported("still_kernels.linear_attention.kernels", "FUNCTIONS"),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant),
+    Variant.table,
+    constants_of,
+    module="still_kernels.linear_attention.kernels",
+    blocks={
+        "chunk": "scan.C",
+        "value_block": "scan.BV",
+        "key_block": "scan.BD",
+        "output_block": "output.BV",
+        "decode_block": "decode.BV",
+    },
+    absent=absent,
     covered=(
         TYPES,
         HEAD_DIM,
         Check(f"G <= {MAX_SHARED}", f"{{G}} query heads share a state; the kernels have at most {MAX_SHARED}."),
     ),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels
