@@ -43,13 +43,11 @@ def known_ops(model: ir.Model) -> str:
 
 
 def no_still_nodes(model: ir.Model) -> str:
-    """Every still node was replaced."""
     left = [n.name or n.op_type for n in still_nodes(model)]
     return f"the still nodes {', '.join(left[:3])}" if left else ""
 
 
 def bodies(model: ir.Model) -> str:
-    """Every still node has a function."""
     bare = [n.name or n.op_type for n in still_nodes(model) if n.op_identifier() not in model.functions]
     return f"still nodes without a function, {', '.join(bare[:3])}" if bare else ""
 
@@ -115,7 +113,6 @@ def only_ops(contrib: Collection[str]) -> Condition:
 
 
 def no_int64_io(model: ir.Model) -> str:
-    """Inputs and outputs have no 64-bit integers."""
     wide = [str(v.name) for v in (*model.graph.inputs, *model.graph.outputs) if v.dtype == ir.DataType.INT64]
     return f"int64 inputs or outputs {', '.join(wide[:3])}" if wide else ""
 

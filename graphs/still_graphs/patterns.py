@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, NamedTuple, cast
 
+from still_graphs.conditions import no_functions
 from still_graphs.edits import drop_unused, put_in_place
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
+from still_graphs.pipelines import Step
 
 COMMUTES = ("Add", "Mul")
 """Ops whose two inputs are found in either order."""
@@ -104,7 +106,6 @@ class Match:
         return self.node(of).outputs[index]
 
     def node(self, pattern: Op) -> ir.Node:
-        """The node of a pattern."""
         return cast("ir.Node", self.found[pattern])
 
     def add(
@@ -188,14 +189,14 @@ def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
     return check
 
 
-def fusing(name: str, *fusions: Fusion) -> tuple[Callable[[ir.Model], int], Callable[[ir.Model], str]]:
-    """The pass `name`, which is `fuse` with these, and its condition; results keep their names."""
+def fusing(name: str, reason: str, *fusions: Fusion) -> Step:
+    """The pass `name`, which is `fuse` with these, as a step of a pipeline; results keep their names."""
 
     def run(model: ir.Model) -> int:
         return fuse(model, *fusions)
 
     run.__name__ = name
-    return run, fused(*fusions)
+    return Step(run, reason, requires=no_functions, ensures=fused(*fusions))
 
 
 def _result(pattern: Op | Result) -> Result:

@@ -105,7 +105,6 @@ class StateSpec:
 
     @property
     def role(self) -> Role:
-        """As of a TensorSpec."""
         return "state"
 
     @property
@@ -192,8 +191,8 @@ class OpSpec:
     name: str
     torch_name: str
     inputs: tuple[TensorSpec, ...]
-    states: tuple[StateSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    states: tuple[StateSpec, ...] = ()
     attributes: tuple[AttributeSpec, ...] = ()
     domain: str = DOMAIN
     version: int = VERSION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -14,14 +14,16 @@ from typing import Any
 from still_graphs.errors import ConfigError, UnsupportedError, unknown
 from still_graphs.spec import OpSpec
 from still_kernels.plan import Call, Check, Plan
-from still_kernels.plan.compiled import failures
-from still_kernels.tile import KernelTile
+from still_kernels.tile import KernelTile, TileTable, pow2
 
 DTYPES = ("float16", "bfloat16", "float32")
 HALVES = DTYPES[:2]
 """Types of activations of most ops without a state."""
 COUNT_DTYPES = ("int32", "int64")
 """Types of activations, and of lengths and counts, that every op's kernels have."""
+MAX_HEAD_DIM = 256
+TYPES = Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}.")
+HEAD_DIM = Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}.")
 
 
 def check_known(variant: Any, dtype: Sequence[str] = DTYPES, **more: Sequence[str]) -> None:
@@ -54,6 +56,49 @@ class Build:
     absent: frozenset[str] = frozenset()
 
 
+def builder(
+    tiles: Callable[[Any, int], TileTable],
+    constants: Callable[[Any], dict[str, Any]],
+    blocks: Mapping[str, str],
+    absent: Callable[[Any], Iterable[str]] = lambda variant: (),
+) -> Callable[..., Build]:
+    """What gives the `Build` of a variant on an architecture, or with other block sizes: build(variant, arch, table).
+
+    Args:
+        tiles: Block sizes of a variant on an architecture (90 for sm_90).
+        constants, absent: Of a variant, as of `Build`.
+        blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each; 0 where tables do not have the kernel.
+    """
+
+    def build(variant: Any, arch: int, table: TileTable | None = None) -> Build:
+        table = tiles(variant, arch) if table is None else table
+        found = {kernel.removesuffix("_tma"): tile.constants for kernel, tile in table.tiles.items()}
+        sizes = {}
+        for name, place in blocks.items():
+            kernel, _, constant = place.partition(".")
+            sizes[name] = found[kernel][constant] if kernel in found else 0
+        return Build(table.kernels(), constants(variant), {**sizes, **table.host}, frozenset(absent(variant)))
+
+    return build
+
+
+def constants_of_heads(variant: Any) -> dict[str, Any]:
+    """Compile-time constants of kernels over heads, of which each takes those that it declares."""
+    return {
+        "D": variant.head_dim,
+        "DP": pow2(variant.head_dim),
+        "DOT": "tf32x3" if variant.dtype == "float32" else "tf32",
+        **settling(),
+    }
+
+
+def settling() -> dict[str, int]:
+    """The constant of kernels that have assembly, which interpreters do not run."""
+    import triton
+
+    return {"SETTLE": int(not triton.knobs.runtime.interpret)}
+
+
 @dataclass(frozen=True)
 class OpKernels:
     """The kernels of one op.
@@ -80,7 +125,6 @@ class OpKernels:
 
     @property
     def spec(self) -> OpSpec:
-        """The op."""
         return self.plan.spec
 
     @property
@@ -95,7 +139,7 @@ class OpKernels:
 
     def refusals(self, call: Call, ahead: bool = False) -> list[str]:
         """Why no kernel covers a call, one line per property with what is covered; empty if one does."""
-        return list(failures(self._rules[ahead], call.environment()))
+        return list(self.plan.compiled.failures(self._rules[ahead], call.environment()))
 
     def variant_of(self, call: Call) -> Any:
         """The variant that serves a call.
@@ -161,6 +205,11 @@ def imported(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(import_module(module), name)
 
 
+def later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is called."""
+    return lambda *arguments: imported(module, name)()(*arguments)
+
+
 @dataclass(frozen=True)
 class Op:
     """One op as `still_kernels.registry` finds it: `OP` of `plan` in its folder.
@@ -169,3 +218,20 @@ class Op:
     """
 
     kernels: OpKernels
+
+
+def op_with_state(
+    plan: Plan,
+    variant: type[Any],
+    defaults: Callable[[], list[Any]],
+    tiles: Callable[[Any, int], TileTable],
+    constants: Callable[[Any], dict[str, Any]],
+    *,
+    module: str,
+    blocks: Mapping[str, str],
+    absent: Callable[[Any], Iterable[str]] = lambda variant: (),
+    covered: Sequence[Check],
+) -> Op:
+    """The op of a plan whose Triton functions are `FUNCTIONS` of a module; other arguments as of `OpKernels` and `builder`."""
+    build = builder(tiles, constants, blocks, absent)
+    return Op(OpKernels(plan, variant, defaults, build, imported(module, "FUNCTIONS"), covered))

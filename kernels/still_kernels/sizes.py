@@ -1,4 +1,8 @@
-"""Sizes of a call of an op without a state, from its spec. The op's `Inputs` is a dataclass with the names of the spec."""
+"""Sizes of a call of an op, from its spec. The op's `Inputs` is a dataclass with the names of the spec.
+
+Definitions of ops raise ShapeError, which names the tensor or attribute that does not fit, and CapacityError where a sequence outgrows its
+state.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from still_graphs.errors import ShapeError, UnsupportedError
+from still_graphs.errors import CapacityError, ShapeError, UnsupportedError
 from still_graphs.spec import OpSpec, dimension, in_numbers
 from still_kernels.plan import Call, Plan
 
@@ -21,17 +25,17 @@ def sizes_of(spec: OpSpec, shapes: Mapping[str, Sequence[int]], **known: int) ->
     """The numbers that an op's symbols stand for in a call.
 
     Args:
-        shapes: Of the inputs that are given, by name. The first one with a symbol says what it is.
+        shapes: Of the inputs that are given, and of states as past_<name>. The first one with a symbol says what it is.
         known: Symbols that follow from something else than a shape.
 
     Raises:
         ShapeError: The shape of an input is not the spec's; it is named.
     """
     symbols = dict(known)
-    for tensor in spec.inputs:
-        if tensor.name not in shapes:
+    for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True):
+        if name not in shapes:
             continue
-        shape = list(shapes[tensor.name])
+        shape = list(shapes[name])
         if len(shape) != len(tensor.shape):
             raise ShapeError(f"{tensor.name}: expected [{', '.join(map(str, tensor.shape))}], got {shape}.")
         for dim, size in zip(tensor.shape, shape, strict=True):
@@ -42,6 +46,42 @@ def sizes_of(spec: OpSpec, shapes: Mapping[str, Sequence[int]], **known: int) ->
         if shape != expected:
             raise ShapeError(f"{tensor.name}: expected {expected}, got {shape}.")
     return symbols
+
+
+def sizes_of_call(spec: OpSpec, inputs: object, **states: Tensor) -> dict[str, int]:
+    """The same of a call.
+
+    Raises:
+        ShapeError: The shape of a tensor is not the spec's, or an attribute is unknown.
+    """
+    tensors = tensors_of(inputs) | {f"past_{name}": state for name, state in states.items()}
+    sizes = sizes_of(spec, {name: x.shape for name, x in tensors.items()})
+    for attribute in spec.attributes:
+        value = getattr(inputs, attribute.name)
+        if attribute.choices and value not in attribute.choices:
+            raise ShapeError(f"{attribute.name}={value!r} is unknown; known: {', '.join(attribute.choices)}.")
+    return sizes
+
+
+def counts_of(
+    lengths: Tensor, new: Tensor, tokens: int, rows: int | None = None, per: int = 1
+) -> list[tuple[int, int]]:
+    """Tokens that each sequence has seen, and those that it brings.
+
+    Raises:
+        ShapeError: They are none, or more than the `tokens` of a call.
+        CapacityError: A sequence outgrows a state of `rows`, each of `per` tokens.
+    """
+    found = list(zip(lengths.tolist(), new.tolist(), strict=True))
+    for row, (length, count) in enumerate(found):
+        if length < 0 or not 0 <= count <= tokens:
+            raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {tokens}.")
+        if rows is not None and length + count > rows * per:
+            room = f"room for {rows}" if per == 1 else f"{rows} rows of {per}"
+            raise CapacityError(
+                f"sequence {row} grows to {length + count} tokens; the state has {room}. Give a larger state."
+            )
+    return found
 
 
 def check(plan: Plan, inputs: object) -> None:

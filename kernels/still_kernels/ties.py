@@ -49,7 +49,6 @@ class Choices:
     untold: int = 0
 
     def add(self, other: Choices) -> None:
-        """Add the counts of `other`."""
         self.compared += other.compared
         self.near_ties += other.near_ties
         self.wrong += other.wrong
@@ -110,14 +109,12 @@ class Ties:
         self.each = tuple(each)
 
     def compare(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> Choices:
-        """As of OpTies."""
         total = Choices()
         for op in self.each:
             total.add(op.compare(pairs, leads, own))
         return total
 
     def turned(self, pairs: Pairs, leads: Leads, own: Sequence[Arrays] = ()) -> list[dict[int, np.ndarray]]:
-        """As of OpTies."""
         found: list[dict[int, np.ndarray]] = [{} for _ in pairs]
         for op in self.each:
             for each, more in zip(found, op.turned(pairs, leads, own), strict=True):
@@ -125,11 +122,9 @@ class Ties:
         return found
 
     def kept(self, calls: Sequence[Arrays]) -> dict[int, np.ndarray]:
-        """As of OpTies."""
         return {k: v for op in self.each for k, v in op.kept(calls).items()}
 
     def chooses(self, lengths: np.ndarray) -> bool:
-        """As of OpTies."""
         return any(op.chooses(lengths) for op in self.each)
 
     @property

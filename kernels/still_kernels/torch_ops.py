@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ Compute = Callable[[Given, Mapping[str, AttributeValue], bool], Mapping[str, Ten
 """From inputs by name (states as past_<name>) and attributes to outputs by name (states as present_<name>). The last argument says that
 states may be written in place and returned."""
 
-Inputs = TypeVar("Inputs")
-State = TypeVar("State", bound=Any)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TORCH_TYPES = {int: "int", float: "float", str: "str"}
 _LIBRARY = torch.library.Library(DOMAIN, "DEF")
@@ -107,78 +107,42 @@ def call(spec: OpSpec, given: Given, attributes: Mapping[str, AttributeValue]) -
     return {n: tensor for n, tensor in zip(spec.output_names(), results, strict=True) if n not in absent}
 
 
-def op_of_one_state(
-    spec: OpSpec, inputs_type: type[Inputs], compute: Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]
-) -> Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]:
-    """Register an op of one output and one state whose inputs and attributes are fields of `inputs_type`.
+def traced_op(
+    spec: OpSpec, inputs_type: type[Any], state_type: type[Any] | None = None, writes: bool = False
+) -> Callable[[F], F]:
+    """Register an op whose inputs and attributes are fields of `inputs_type`; decorates what computes it.
+
+    Args:
+        state_type: The op's states, a named tuple; None: it has one, a tensor, or none.
+        writes: Whether the function takes a last argument that says that states may be written in place.
 
     Returns:
-        compute(inputs, state) itself, output and state after the call; where a program is traced one node of the op instead, which has no
-        derivative.
+        A decorator of a function of inputs and states that gives outputs in their order, then the states after the call. What it makes
+        calls the function itself; where a program is traced it is one node of the op instead, which has no derivative.
     """
-    (output,), (state,) = spec.outputs, spec.states
-    past, present = f"past_{state.name}", f"present_{state.name}"
 
-    def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-        fields: dict[str, Any] = {name: tensor for name, tensor in given.items() if name != past}
-        found = compute(inputs_type(**fields, **attributes), given[past])  # type: ignore[arg-type]
-        return dict(zip((output.name, present), found, strict=True))
+    def decorated(compute: F) -> F:
+        def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+            tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
+            before = [tensors.pop(f"past_{state.name}") for state in spec.states]
+            states = [state_type(*before)] if state_type else before
+            found = compute(inputs_type(**tensors, **attributes), *states, *([in_place] if writes else []))
+            found = (*found[:-1], *found[-1]) if state_type else found
+            return dict(zip(spec.output_names(), found, strict=True))
 
-    register(spec, computed)
+        register(spec, computed)
 
-    def run(inputs: Inputs, before: Tensor) -> tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
-            return compute(inputs, before)
-        given = {t.name: getattr(inputs, t.name) for t in spec.inputs} | {past: before}
-        results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
-        return results[output.name], results[present]
+        @wraps(compute)
+        def run(inputs: Any, *states: Any, **options: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return compute(inputs, *states, **options)
+            before = states[0] if state_type else states[:1]
+            past = {f"past_{state.name}": x for state, x in zip(spec.states, before, strict=True)}
+            attributes = {a.name: getattr(inputs, a.name) for a in spec.attributes}
+            found = tuple(call(spec, {**vars(inputs), **past}, attributes).values())
+            outputs = len(spec.outputs)
+            return (*found[:outputs], state_type(*found[outputs:])) if state_type else found
 
-    return run
+        return cast("F", run)
 
-
-def op_without_state(
-    spec: OpSpec, inputs_type: type[Inputs], compute: Callable[[Inputs], tuple[Tensor, ...]]
-) -> Callable[[Inputs], tuple[Tensor, ...]]:
-    """The same of an op without states: its outputs in their order."""
-    names = [t.name for t in spec.outputs]
-
-    def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-        fields: dict[str, Any] = {**given, **attributes}
-        return dict(zip(names, compute(inputs_type(**fields)), strict=True))
-
-    register(spec, computed)
-
-    def run(inputs: Inputs) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling():
-            return compute(inputs)
-        given = {t.name: getattr(inputs, t.name) for t in spec.inputs}
-        results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
-        return tuple(results[name] for name in names)
-
-    return run
-
-
-def op_of_states(
-    spec: OpSpec,
-    inputs_type: type[Inputs],
-    state_type: type[State],
-    compute: Callable[[Inputs, State, bool], tuple[Tensor, State]],
-) -> Callable[..., tuple[Tensor, State]]:
-    """The same of an op of one output whose states are a named tuple; the last argument says that they may be written in place."""
-
-    def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
-        tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
-        state = state_type(*(tensors.pop(f"past_{name}") for name in state_type._fields))
-        output, after = compute(inputs_type(**tensors, **attributes), state, in_place)
-        return {"output": output, **{f"present_{name}": x for name, x in after._asdict().items()}}
-
-    register(spec, computed)
-
-    def run(inputs: Inputs, state: State, in_place: bool = False) -> tuple[Tensor, State]:
-        if not torch.compiler.is_compiling():
-            return compute(inputs, state, in_place)
-        given = {**vars(inputs), **{f"past_{name}": x for name, x in state._asdict().items()}}
-        results = call(spec, given, {a.name: getattr(inputs, a.name) for a in spec.attributes})
-        return results["output"], state_type(*(results[f"present_{name}"] for name in state_type._fields))
-
-    return run
+    return decorated

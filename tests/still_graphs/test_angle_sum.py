@@ -73,5 +73,5 @@ def test_faults_are_seen_and_what_does_not_fit_is_named() -> None:
     assert apart(torch.atan2(after[..., 1], after[..., 0] + 1), output[:, -1].double()) <= BOUND
     with pytest.raises(ShapeError, match=r"step: expected \[1, 9, 3\], got \[1, 8, 3\]"):
         naive_angle_sum(replace(x, step=x.step[:, 1:]), state)
-    with pytest.raises(ShapeError, match=r"state: expected \[1, 3, 5, 2\] of torch.float32, got \[1, 5, 3, 2\]"):
+    with pytest.raises(ShapeError, match=r"angle_state: expected \[1, 3, 5, 2\], got \[1, 5, 3, 2\]"):
         naive_angle_sum(x, state.transpose(1, 2))

@@ -102,5 +102,5 @@ def test_what_does_not_fit_is_named() -> None:
     x, _, _ = next(calls([5], torch.float32))
     with pytest.raises(ShapeError, match=r"read_key: expected \[2, 5, 3, 10\], got \[2, 4, 3, 10\]"):
         naive_rank_one_attention(replace(x, read_key=x.read_key[:, 1:]), torch.zeros(2, *SIZES.values()))
-    with pytest.raises(ShapeError, match=r"state: expected \[2, 3, 10, 7\] of torch.float32, got \[2, 3, 7, 10\]"):
+    with pytest.raises(ShapeError, match=r"recurrent_state: expected \[2, 3, 10, 7\], got \[2, 3, 7, 10\]"):
         naive_rank_one_attention(x, torch.zeros(2, 3, 7, 10))

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from still_kernels.plan import Call
-from still_kernels.plan.parts import ELEMENTS
+from still_kernels.plan import ELEMENTS, Call
 from still_kernels.registry import kernels_of
 
 SIZES: dict[str, list[tuple[dict[str, tuple[int, ...]], tuple[str, int]]]] = {

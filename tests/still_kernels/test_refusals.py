@@ -157,5 +157,6 @@ X = torch.zeros(1, 1, 2, 16)
 def test_unknown_device_is_refused_with_a_state(op: str, tensors: Any, settings: Any, state: Any) -> None:
     meaning, call = (import_module(f"still_kernels.{op}.{part}") for part in ("meaning", "call"))
     empty = meaning.AttentionState.empty if op == "attention" else meaning.empty_state
-    with pytest.raises(UnsupportedError, match="device 'cpu'"):
-        getattr(call, f"triton_{op}")(meaning.Inputs(*tensors, **settings), empty(*state))
+    inputs = meaning.Inputs(*(x.to("meta") for x in tensors), **settings)
+    with pytest.raises(UnsupportedError, match="device 'meta'"):
+        getattr(call, op)(inputs, empty(*state, device="meta"))

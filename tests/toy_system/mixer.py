@@ -10,9 +10,9 @@ from torch import Tensor
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
 from still_export.mixers.roles import PROJECTION
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.linear_attention.traced import linear_attention
 
 
 class RunningMean(FixedStateModule):

@@ -23,12 +23,6 @@ FUSED_DOMAIN = "com.microsoft"
 """Where ONNX Runtime has the ops that some bodies can stand around, before ai.onnx's opset FUSED_OPSET."""
 
 
-def body_of(op: str) -> Body:
-    """The `BODY` of an op's folder, by the op's name in ONNX."""
-    body: Body = import_module(f"{OPS[op].package}.body").BODY
-    return body
-
-
 def function_body(
     node: onnx.NodeProto,
     dtype: int,
@@ -61,7 +55,7 @@ def function_body(
         raise UnsupportedError(f"activations of type {name}: function bodies take FLOAT, FLOAT16 and BFLOAT16.")
     if opset not in OPSETS:
         raise UnsupportedError(f"opset {opset}: function bodies are written for opsets {OPSETS[0]} to {OPSETS[-1]}.")
-    body = body_of(node.op_type)
+    body: Body = import_module(f"{OPS[node.op_type].package}.body").BODY
     missing = [symbol for symbol in body.symbols if symbol not in dims]
     if missing:
         raise UnsupportedError(

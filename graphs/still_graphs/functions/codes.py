@@ -20,7 +20,6 @@ MIDDLE = 128
 
 
 def has_codes(node: onnx.NodeProto) -> bool:
-    """Whether the node keeps rows in 8 bits."""
     return any(a.name == CACHE.name and a.s == b"int8" for a in node.attribute)
 
 

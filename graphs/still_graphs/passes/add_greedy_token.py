@@ -27,7 +27,6 @@ def add_greedy_token(model: ir.Model) -> int:
 
 
 def gives_next_token(model: ir.Model) -> str:
-    """The graph gives the most likely token."""
     return "" if NEXT_TOKEN in [v.name for v in model.graph.outputs] else f"no output {NEXT_TOKEN}"
 
 

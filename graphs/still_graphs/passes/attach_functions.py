@@ -6,7 +6,8 @@ ensures: each node names a function of the model (domain, op type, overload); bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from still_graphs.edits import attribute, sizes
@@ -47,7 +48,8 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
             opset = model.opset_imports.get("", 0)
             body = function_body(proto, dtype, opset, kept=kept, dims=dims, onnxruntime=onnxruntime)
             # The first function of an op needs no overload; tools that do not know overloads can read it.
-            body.overload = next(o for o in _overloads() if (body.domain, body.name, o) not in model.functions)
+            overloads = itertools.chain([""], map(str, itertools.count(1)))
+            body.overload = next(o for o in overloads if (body.domain, body.name, o) not in model.functions)
             function = ir.serde.deserialize_function(body)
             model.functions[function.identifier()] = function
             for domain, version in function.opset_imports.items():
@@ -55,14 +57,6 @@ def attach_functions(model: ir.Model, onnxruntime: bool = False) -> int:
             found[key] = function.overload
         node.overload = found[key]
     return len(found)
-
-
-def _overloads() -> Iterator[str]:
-    yield ""
-    number = 1
-    while True:
-        yield str(number)
-        number += 1
 
 
 def _spec(node: ir.Node) -> OpSpec:

@@ -11,7 +11,6 @@ from still_graphs.states import AHEAD, LAST_HIDDEN
 
 
 def has_head(model: ir.Model) -> bool:
-    """Whether one was joined into it."""
     return any(_of_head(str(value.name)) for value in model.graph.outputs)
 
 

@@ -13,7 +13,6 @@ from still_kernels.dense_matmul.body import normed
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b, wide = Scope(), TensorProto.FLOAT
     x = b.cast("input", wide)
     total = b.cast(b("Add", x, b.cast("residual", wide)) if node.input[1] else x, dtype, out="sum")

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from still_graphs.conditions import no_functions
 from still_graphs.edits import in_half, is_weight, on_last, rank
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.patterns import Fusion, Match, Op, Val, fusing
-from still_graphs.pipelines import PLUGINS, Step
+from still_graphs.pipelines import PLUGINS
 from still_kernels.add_rms_norm.spec import ADD_RMS_NORM
 from still_kernels.dense_matmul.spec import DENSE_MATMUL
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS
@@ -93,13 +92,8 @@ def _add(match: Match, norm: ir.Node, terms: list[ir.Value | None]) -> Sequence[
 
 
 FUSIONS = Fusion((NORM, TOTAL), _fuse_sum, _is_sum, at=TOTAL), Fusion((FIRST,), _fuse_first, _is_first)
-fuse_norms, norms_fused = fusing("fuse_norms", *FUSIONS)
+STEP = fusing("fuse_norms", "the same between products that do not take norms", *FUSIONS)
+fuse_norms = STEP.run
 
 AFTER = ("gated_mlp",)
-STEPS = {
-    PLUGINS: (
-        Step(
-            fuse_norms, "the same between products that do not take norms", requires=no_functions, ensures=norms_fused
-        ),
-    )
-}
+STEPS = {PLUGINS: (STEP,)}

@@ -29,12 +29,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tokens of one call, of one type.
-
-    input, residual: [B, T, I], added; a residual of None: 0.
-    norm_weight: [I].
-    norm_epsilon: Added to the mean square of a token before its root divides the token.
-    """
+    """Tensors and attributes of one call, of one type, as of the op's spec."""
 
     input: Tensor
     residual: Tensor | None

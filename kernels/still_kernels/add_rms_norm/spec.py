@@ -14,7 +14,6 @@ ADD_RMS_NORM = OpSpec(
         TensorSpec("residual", ("B", "T", "I"), "T", "activation", optional=True),
         TensorSpec("norm_weight", ("I",), "T", "weight"),
     ),
-    states=(),
     outputs=(
         TensorSpec("sum", ("B", "T", "I"), "T", "activation"),
         TensorSpec("output", ("B", "T", "I"), "T", "activation"),

@@ -13,7 +13,6 @@ from still_kernels.angle_sum.spec import ANGLE_SUM, TURN
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b = Scope()
     tokens = b.dim("angle", 1)
     new = checked_new_tokens(b, tokens)  # [B, 1]

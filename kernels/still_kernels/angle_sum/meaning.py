@@ -10,17 +10,13 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError
 from still_kernels.angle_sum.spec import ANGLE_SUM, TURN
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import sizes_of_call
+from still_kernels.torch_ops import traced_op
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
-
-    angle: Before tanh, of all heads, [B, T, A].
-    step: Of each head, [B, T, H], in at least float32.
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
-    """
+    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64."""
 
     angle: Tensor
     step: Tensor
@@ -32,14 +28,10 @@ def naive_angle_sum(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         state: Cosine less 1 and sine of the angles so far, [B, H, A, 2].
-
-    Raises:
-        ShapeError: A tensor does not fit.
     """
-    sizes = sizes_of(ANGLE_SUM, {name: x.shape for name, x in tensors_of(inputs).items()})
-    shape, wide = [*(sizes[n] for n in "BHA"), 2], inputs.step.dtype
-    if list(state.shape) != shape or state.dtype != wide:
-        raise ShapeError(f"state: expected {shape} of {wide}, got {list(state.shape)} of {state.dtype}.")
+    sizes, wide = sizes_of_call(ANGLE_SUM, inputs, angle_state=state), inputs.step.dtype
+    if state.dtype != wide:
+        raise ShapeError(f"state: expected {wide}, got {state.dtype}.")
     real = torch.arange(sizes["T"], device=state.device) < inputs.new_tokens[:, None]
     turned = 0.5 * inputs.angle.to(wide).tanh()[:, :, None] * inputs.step[..., None]
     turned = torch.where(real[..., None, None], turned, 0.0)
@@ -54,3 +46,7 @@ def naive_angle_sum(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     after = torch.stack((last.cos() - 1, last.sin()), -1)
     after = torch.where((inputs.new_tokens > 0)[:, None, None, None], after, state)
     return torch.where(real[..., None, None], angles, 0.0), after
+
+
+angle_sum = traced_op(ANGLE_SUM, Inputs)(naive_angle_sum)
+"""The same, one node where a program is traced."""

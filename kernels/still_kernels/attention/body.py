@@ -38,7 +38,6 @@ class Call:
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`."""
     return cached_body(ATTENTION, node, dtype, opset, dims)
 
 

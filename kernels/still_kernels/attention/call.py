@@ -10,17 +10,12 @@ from torch import Tensor
 from still_graphs.spec import CACHE
 from still_kernels import launcher
 from still_kernels.alike import demand_alike
-from still_kernels.attention.meaning import AttentionState, Inputs, blocked_attention
-from still_kernels.attention.plan import KERNELS, tile_table
+from still_kernels.attention.meaning import AttentionState, Inputs, blocked_attention, op_of_keys
+from still_kernels.attention.plan import KERNELS
+from still_kernels.attention.spec import ATTENTION
 from still_kernels.forms import has_kernels
 from still_kernels.launcher import Bound
 from still_kernels.tile import TileTable
-
-
-def device_table(head_dim: int, device: torch.device, wide: bool) -> TileTable:
-    """Block sizes for a device; the interpreter on the CPU uses those of sm_90."""
-    return tile_table(launcher.arch_of(device), head_dim, wide)
-
 
 _prepared = launcher.kept(KERNELS)
 
@@ -38,23 +33,11 @@ def launch_attention(inputs: Inputs, state: AttentionState, output: Tensor, tabl
     Args:
         inputs: Contiguous, with `new_tokens`.
         output: As query.
-        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
-
-    Raises:
-        UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     query = inputs.query
     prepared = _prepared(query.device, table, *_kind(query, state))
     tensors = {**vars(inputs), **_states(state), "output": output, "past_length": state.length}
     launcher.Launcher().run(prepared, tensors, query)
-
-
-def _bound_decode(query: Tensor, state: AttentionState) -> launcher.Bound:
-    """Decode steps with such a query [B, 1, H, D] on `state`, in place: output, query, key, value, new_tokens and past_length are those
-    of each call."""
-    prepared = _prepared(query.device, None, *_kind(query, state))
-    names = ("output", "query", "key", "value", "new_tokens", "past_length")
-    return launcher.Bound(prepared, query.dtype, _states(state), names)
 
 
 def _states(state: AttentionState) -> dict[str, Tensor | None]:
@@ -64,8 +47,19 @@ def _states(state: AttentionState) -> dict[str, Tensor | None]:
     return {"present_key": keys, "present_value": values, **scales}
 
 
-def triton_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """`dispatch.attention` by the Triton kernels, on CUDA; the state's tensors must be contiguous where they are written in place."""
+def fastest_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
+    """Softmax attention with a cache by the fastest form that covers the call; results and errors as of `blocked_attention`.
+
+    On CUDA the Triton kernels, without reading anything back to the host: a sequence that outgrows the state gets NaN outputs there
+    instead of an exception. Where gradients are asked for, and on the CPU, the PyTorch form.
+
+    Raises:
+        UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
+        ShapeError: A state that is written in place is not contiguous.
+    """
+    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
+        return blocked_attention(inputs, state, in_place)
+    demand_alike(inputs.query, state.key)
     batch, tokens = inputs.check()
     state.check(inputs)
     query, new_tokens = inputs.query, inputs.new_tokens
@@ -80,19 +74,16 @@ def triton_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fal
     return output, AttentionState(**states, length=length + new_tokens.to(length.dtype))
 
 
-def attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """Softmax attention with a cache by the fastest form that covers the call; results and errors as of `blocked_attention`.
+attention = op_of_keys(ATTENTION, Inputs)(fastest_attention)
 
-    On CUDA the Triton kernels, without reading anything back to the host: a sequence that outgrows the state gets NaN outputs there
-    instead of an exception. Where gradients are asked for, and on the CPU, the PyTorch form.
 
-    Raises:
-        UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
-    """
-    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
-        return blocked_attention(inputs, state, in_place)
-    demand_alike(inputs.query, state.key)
-    return triton_attention(inputs, state, in_place)
+def attention_(
+    query: Tensor, key: Tensor, value: Tensor, new_tokens: Tensor, length: Tensor | None, state: AttentionState | None
+) -> Tensor:
+    """The same with the new keys and values written into `state`, after `length` [B] tokens, and the output alone; always a node."""
+    assert length is not None and state is not None
+    states = [getattr(state, s.name) for s in ATTENTION.states]
+    return torch.ops.still.attention_(query, key, value, new_tokens, length, *states, state.cache)
 
 
 def bind_decode(inputs: Inputs, state: AttentionState) -> Bound | None:
@@ -112,4 +103,6 @@ def bind_decode(inputs: Inputs, state: AttentionState) -> Bound | None:
     inputs.check()
     state.check(inputs)
     demand_alike(inputs.query, state.key)
-    return _bound_decode(inputs.query, state)
+    prepared = _prepared(inputs.query.device, None, *_kind(inputs.query, state))
+    names = ("output", "query", "key", "value", "new_tokens", "past_length")
+    return Bound(prepared, inputs.query.dtype, _states(state), names)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from still_graphs.errors import CapacityError, ShapeError
-from still_graphs.spec import CACHE
+from still_graphs.errors import ShapeError
+from still_graphs.spec import CACHE, AttributeValue, OpSpec
 from still_kernels.attention.spec import ATTENTION
 from still_kernels.codes import dequantized, quantized
+from still_kernels.sizes import counts_of
+from still_kernels.torch_ops import Given, call, register
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Inputs:
     new_tokens: Tensor | None = None
 
     def wants_gradients(self) -> bool:
-        """Whether one of the tensors asks for gradients here."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
     def check(self) -> tuple[int, int]:
@@ -54,9 +56,6 @@ def naive_attention(inputs: Inputs) -> Tensor:
 
     Returns:
         [B, T, H, D], dtype of query.
-
-    Raises:
-        ShapeError: The shapes do not fit each other.
     """
     _, tokens = inputs.check()
     query = inputs.query
@@ -145,6 +144,9 @@ Seen = Callable[[slice, slice, int], Tensor]
 """Of sequences, tokens and an end: whether they see each of the first positions up to it, [B, HK, T, end], causality apart."""
 Attend = Callable[[slice, Tensor, Tensor, Tensor, int], Tensor]
 """Of sequences, as `_attend`."""
+Of = TypeVar("Of", bound=Inputs)
+Compute = Callable[[Of, AttentionState, bool], tuple[Tensor, AttentionState]]
+"""Of inputs, state and whether to write into it: output [B, T, H, D] and the state after the call."""
 
 
 def blocked_attention(
@@ -164,30 +166,17 @@ def blocked_attention(
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding, which enters nothing; and the state after the call.
-
-    Raises:
-        ShapeError: A tensor does not fit.
-        CapacityError: A sequence outgrows the state.
     """
     batch, tokens = inputs.check()
     state.check(inputs)
     query = inputs.query
-    past: list[int] = state.length.tolist()
-    new: list[int] = [tokens] * batch if inputs.new_tokens is None else inputs.new_tokens.tolist()
-    for row, (length, count) in enumerate(zip(past, new, strict=True)):
-        if length < 0 or not 0 <= count <= tokens:
-            raise ShapeError(
-                f"sequence {row} has length {length} and {count} new tokens; expected at least 0, at most {tokens} new."
-            )
-        if length + count > state.rows:
-            raise CapacityError(
-                f"sequence {row} grows to {length + count} tokens; the state has room for {state.rows}. Give a larger state."
-            )
+    counts = torch.full((batch,), tokens) if inputs.new_tokens is None else inputs.new_tokens
+    both = counts_of(state.length, counts, tokens, state.rows)
     present = {name: x if in_place else x.clone() for name, x in state.tensors().items() if name != "length"}
-    alike = len(set(past)) == 1 and len(set(new)) == 1
+    alike = len(set(both)) == 1
     outputs = []
     for rows in [slice(None)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        length, count = past[rows][0], new[rows][0]
+        length, count = both[rows][0]
         place = (rows, slice(None), slice(length, length + count))
         for name, tensor in (("key", inputs.key), ("value", inputs.value)):
             fresh, scale = tensor[rows, :count].transpose(1, 2), f"{name}_scale"
@@ -202,7 +191,7 @@ def blocked_attention(
             else _attend(own, keys, values, length, seen and partial(seen, rows))
         )
         outputs.append(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, tokens - count)))
-    after = torch.tensor([sum(x) for x in zip(past, new, strict=True)], dtype=state.length.dtype, device=query.device)
+    after = torch.tensor([sum(x) for x in both], dtype=state.length.dtype, device=query.device)
     output = torch.cat(outputs) if outputs else torch.zeros_like(query)
     return output, AttentionState(**present, length=after)
 
@@ -234,3 +223,39 @@ def _attend(
         mixed = scaled_dot_product_attention(rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
         outputs.append(mixed.reshape(batch, heads, count, dim).transpose(1, 2))
     return torch.cat(outputs, dim=1) if outputs else torch.zeros_like(query)
+
+
+def op_of_keys(
+    spec: OpSpec, inputs_type: type[Of]
+) -> Callable[[Compute[Of]], Callable[..., tuple[Tensor, AttentionState]]]:
+    """Register an op of one output whose states are an AttentionState, and whose inputs and attributes are fields of `inputs_type`.
+
+    Returns:
+        A decorator of what computes it. What it makes calls that; where a program is traced it is one node of the op instead, which has no
+        derivative.
+    """
+
+    def decorated(compute: Compute[Of]) -> Callable[..., tuple[Tensor, AttentionState]]:
+        def computed(given: Given, attributes: Mapping[str, AttributeValue], in_place: bool) -> dict[str, Tensor]:
+            tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
+            past = [name for name in tensors if name.startswith("past_")]
+            state = AttentionState(**{name.removeprefix("past_"): tensors.pop(name) for name in past})
+            own: dict[str, Any] = {name: value for name, value in attributes.items() if name != CACHE.name}
+            output, present = compute(inputs_type(**tensors, **own), state, in_place)
+            return {"output": output, **{f"present_{name}": x for name, x in present.tensors().items()}}
+
+        register(spec, computed)
+
+        def run(inputs: Of, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
+            if not torch.compiler.is_compiling():
+                return compute(inputs, state, in_place and not inputs.wants_gradients())
+            assert inputs.new_tokens is not None
+            past = {f"past_{name}": tensor for name, tensor in state.tensors().items()}
+            known = {**vars(inputs), CACHE.name: state.cache}
+            results = call(spec, {**vars(inputs), **past}, {a.name: known[a.name] for a in spec.attributes})
+            kept = {name.removeprefix("present_"): tensor for name, tensor in results.items() if name != "output"}
+            return results["output"], replace(state, **kept, length=state.length + inputs.new_tokens)
+
+        return run
+
+    return decorated

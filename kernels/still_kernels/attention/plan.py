@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from still_graphs.spec import CACHE
 from still_kernels.attention.spec import ATTENTION
-from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
+from still_kernels.op_kernels import HEAD_DIM, TYPES, check_known, combinations, constants_of_heads, op_with_state
 from still_kernels.plan import Branch, Check, Launch, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
-MAX_HEAD_DIM = 256
 DECODE_ROWS = 16
 """Query rows of one program of decode: the least that a matrix instruction takes."""
 MOST_SPLITS = 64
@@ -23,13 +21,7 @@ DECODE_PROGRAMS = 264
 
 @lru_cache
 def tile_table(arch: int, head_dim: int, wide: bool) -> TileTable:
-    """The table of one variant.
-
-    Args:
-        arch: Compute capability, 90 for sm_90.
-        head_dim: D.
-        wide: float32 activations.
-    """
+    """The table of one variant on an architecture (90 for sm_90); wide: float32 activations."""
     dim = pow2(head_dim)
     small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
     row_bytes = dim * (4 if wide else 2)
@@ -100,48 +92,15 @@ class Variant:
         check_known(self, cache=CACHE.choices)
 
 
-def constants_of(head_dim: int, wide: bool, cache: str = "float") -> dict[str, Any]:
-    """Compile-time constants by name; each kernel takes those that it declares."""
-    import triton
-
-    return {
-        "D": head_dim,
-        "DP": pow2(head_dim),
-        "CODES": int(cache == "int8"),
-        "SETTLE": int(not triton.knobs.runtime.interpret),
-        "DOT": "tf32x3" if wide else "tf32",
-    }
-
-
-def plan_constants(table: TileTable) -> dict[str, int]:
-    """Values of the plan's constants for kernels with these block sizes."""
-    decode, attend = (table.tiles[name].constants for name in ("decode", "attend"))
-    return {"attend_rows": attend["BM"], "decode_rows": decode["BR"], "most_splits": decode["BS"], **table.host}
-
-
-def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
-    """What a variant is on an architecture, or with other block sizes."""
-    wide = variant.dtype == "float32"
-    table = tile_table(arch, variant.head_dim, wide) if table is None else table
-    return Build(
-        table.kernels(),
-        constants_of(variant.head_dim, wide, variant.cache),
-        plan_constants(table),
-        frozenset({"key_scale", "value_scale"} if variant.cache == "float" else ()),
-    )
-
-
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant, head_dim=(64, 128)),
-    build=build,
-    functions=imported("still_kernels.attention.kernels", "FUNCTIONS"),
-    covered=(
-        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
-        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
-    ),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant, head_dim=(64, 128)),
+    lambda variant, arch: tile_table(arch, variant.head_dim, variant.dtype == "float32"),
+    lambda variant: {**constants_of_heads(variant), "CODES": int(variant.cache == "int8")},
+    module="still_kernels.attention.kernels",
+    blocks={"attend_rows": "attend.BM", "decode_rows": "decode.BR", "most_splits": "decode.BS"},
+    absent=lambda variant: ("key_scale", "value_scale") if variant.cache == "float" else (),
+    covered=(TYPES, HEAD_DIM),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels

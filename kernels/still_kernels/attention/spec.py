@@ -15,6 +15,7 @@ HEADS = (
     TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
 )
 COUNTS = (TensorSpec("new_tokens", ("B",), "int64", "count"), TensorSpec("past_length", ("B",), "int64", "count"))
+"""Tokens that each sequence brings, the rest of its T is padding; and tokens that it has seen."""
 OUTPUT = TensorSpec("output", ("B", "T", "H", "D"), "T", "activation")
 """Of attention with a cache, whatever tokens see of it."""
 

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from still_graphs.errors import UnsupportedError
 from still_kernels import launcher
-from still_kernels.attention.meaning import AttentionState
+from still_kernels.attention.meaning import AttentionState, op_of_keys
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.meaning import block_attention as naive_block_attention
 from still_kernels.block_attention.plan import KERNELS
+from still_kernels.block_attention.spec import BLOCK_ATTENTION
 from still_kernels.forms import has_kernels
+from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
 
 _prepared = launcher.kept(KERNELS)
@@ -25,20 +27,17 @@ def launch_block_attention(
     Args:
         inputs: Contiguous, with `new_tokens`.
         output: As query.
-
-    Raises:
-        UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     query, blocks = inputs.query, inputs.blocks
     assert blocks is not None
     shape = zip("BTHD", query.shape, strict=True)
     sizes = (*shape, ("HK", inputs.key.shape[2]), ("N", state.rows), ("S", blocks.shape[3]))
     prepared = _prepared(query.device, table, query.dtype, sizes, (("block_size", inputs.block_size),))
-    tensors = {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor)}
     states = {"present_key": state.key, "present_value": state.value, "past_length": state.length}
-    launcher.Launcher().run(prepared, {**tensors, **states, "output": output}, query)
+    launcher.Launcher().run(prepared, {**tensors_of(inputs), **states, "output": output}, query)
 
 
+@op_of_keys(BLOCK_ATTENTION, Inputs)
 def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """As of `naive.block_attention`; on CUDA by the Triton kernels, where they cover the call and no gradients are asked for, without
     reading anything back to the host: a sequence that outgrows the state is no error there."""

@@ -43,10 +43,5 @@ class Inputs(AttentionInputs):
 
 
 def block_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """As of `blocked_attention`, of each token to its own `blocks`.
-
-    Raises:
-        ShapeError: A tensor does not fit.
-        CapacityError: A sequence outgrows the state.
-    """
+    """As of `blocked_attention`, of each token to its own `blocks`."""
     return blocked_attention(inputs, state, in_place, inputs.seen)

@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
-from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
+from still_kernels.op_kernels import HEAD_DIM, TYPES, check_known, combinations, constants_of_heads, op_with_state
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, for_two_programs, pow2
 
-MAX_HEAD_DIM = 256
 MOST_PARTS = 64
 """Programs that share a token's blocks: one loads their results side by side."""
 DECODE_PROGRAMS = 264
@@ -22,14 +21,7 @@ SPAN_TOKENS = 8192
 
 @lru_cache
 def tile_table(arch: int, head_dim: int, block: int, wide: bool) -> TileTable:
-    """The table of one variant.
-
-    Args:
-        arch: Compute capability, 90 for sm_90.
-        head_dim: D.
-        block: Tokens of a block of keys.
-        wide: float32 activations.
-    """
+    """The table of one variant on an architecture (90 for sm_90), blocks of so many keys; wide: float32 activations."""
     dim = pow2(head_dim)
     small = SHARED_BYTES.get(arch, 99 << 10) < (160 << 10)
     row_bytes = dim * (4 if wide else 2)
@@ -141,46 +133,31 @@ class Variant:
 
 
 def constants_of(variant: Variant) -> dict[str, Any]:
-    """Compile-time constants by name; each kernel takes those that it declares."""
-    import triton
-
     return {
-        "D": variant.head_dim,
-        "DP": pow2(variant.head_dim),
+        **constants_of_heads(variant),
         "SP": variant.slots,
         "BLOCK": variant.block_size,
         "BP": 1 << (variant.block_size - 1).bit_length(),
-        "SETTLE": int(not triton.knobs.runtime.interpret),
-        "DOT": "tf32x3" if variant.dtype == "float32" else "tf32",
     }
 
 
-def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
-    """What a variant is on an architecture, or with other block sizes."""
-    wide = variant.dtype == "float32"
-    table = tile_table(arch, variant.head_dim, variant.block_size, wide) if table is None else table
-    places = {
-        "append_tokens": ("append", "BT"),
-        "decode_heads": ("decode", "BR"),
-        "most_parts": ("merge", "BS"),
-        "attend_rows": ("attend", "BM"),
-    }
-    rows = {name: table.tiles[kernel].constants[constant] for name, (kernel, constant) in places.items()}
-    return Build(table.kernels(), constants_of(variant), {**rows, **table.host})
-
-
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant),
-    build=build,
-    functions=imported("still_kernels.block_attention.kernels", "FUNCTIONS"),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant),
+    lambda variant, arch: tile_table(arch, variant.head_dim, variant.block_size, variant.dtype == "float32"),
+    constants_of,
+    module="still_kernels.block_attention.kernels",
+    blocks={
+        "append_tokens": "append.BT",
+        "decode_heads": "decode.BR",
+        "most_parts": "merge.BS",
+        "attend_rows": "attend.BM",
+    },
     covered=(
-        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
-        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+        TYPES,
+        HEAD_DIM,
         Check("H // HK <= 64", "{H // HK} query heads of a key/value head; the kernels have at most 64."),
     ),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels

@@ -8,8 +8,11 @@ from torch import Tensor
 from still_kernels import launcher
 from still_kernels.causal_conv.meaning import Inputs, whole_causal_conv
 from still_kernels.causal_conv.plan import KERNELS
+from still_kernels.causal_conv.spec import CAUSAL_CONV
 from still_kernels.forms import has_kernels
+from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
+from still_kernels.torch_ops import traced_op
 
 _prepared = launcher.kept(KERNELS)
 
@@ -20,46 +23,34 @@ def launch_causal_conv(inputs: Inputs, state: Tensor, output: Tensor, table: Til
     Args:
         inputs: Contiguous, with `new_tokens`.
         output: As input.
-        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
-
-    Raises:
-        UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     tokens_of = inputs.input
     taps = inputs.weight.shape[2]
     sizes = (*zip("BTC", tokens_of.shape, strict=True), ("K", taps), ("P", taps - 1))
     bias = () if inputs.bias is None else ("bias",)
     prepared = _prepared(tokens_of.device, table, tokens_of.dtype, sizes, (("activation", inputs.activation),), bias)
-    tensors = {
-        **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
-        "conv_state": state,
-        "output": output,
-    }
+    tensors = {**tensors_of(inputs), "conv_state": state, "output": output}
     launcher.Launcher().run(prepared, tensors, tokens_of)
 
 
-def triton_causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """`dispatch.causal_conv` by the Triton kernels, on CUDA; the state must be contiguous where it is written in place."""
-    inputs.check(state)
-    launcher.check_device(inputs.input)
-    present = launcher.written(state, in_place)
-    given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
-    given |= {name: x.to(inputs.input.dtype) for name, x in given.items() if name in ("weight", "bias")}
-    given["new_tokens"] = inputs.counts().contiguous()
-    output = torch.empty_like(given["input"])
-    launch_causal_conv(Inputs(**given, activation=inputs.activation), present, output)  # type: ignore[arg-type]
-    return output, present
-
-
+@traced_op(CAUSAL_CONV, Inputs)
 def causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """The causal convolution by the fastest form that covers the call; results and errors as of `whole_causal_conv`.
 
     On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
-    form.
+    form. Where a program is traced, one node.
 
     Raises:
         UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
     """
     if not has_kernels(inputs.input.device) or inputs.wants_gradients():
         return whole_causal_conv(inputs, state, in_place)
-    return triton_causal_conv(inputs, state, in_place)
+    inputs.check(state)
+    launcher.check_device(inputs.input)
+    present = launcher.written(state, in_place)
+    given = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
+    given |= {name: x.to(inputs.input.dtype) for name, x in given.items() if name in ("weight", "bias")}
+    given["new_tokens"] = inputs.counts().contiguous()
+    output = torch.empty_like(given["input"])
+    launch_causal_conv(Inputs(**given, activation=inputs.activation), present, output)  # type: ignore[arg-type]
+    return output, present

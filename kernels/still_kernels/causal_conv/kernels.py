@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_shared import row_of
+from still_kernels.common.triton_shared import row_of, wait_for_ahead
 
 
 @triton.jit
@@ -96,10 +96,7 @@ def step_kernel(
     SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few tokens of a row, one after the other, and the state behind them, BC channels. Grid (ceil(C / BC), B)."""
-    if PDL and SETTLE:  # not in the interpreter
-        # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_ahead(PDL, SETTLE)
     if ALIGNED:
         C = C // 8 * 8  # which tells the compiler
     row, start, _length, count = row_of(tl.program_id(1), p_new_tokens, None, None, None, T, False)

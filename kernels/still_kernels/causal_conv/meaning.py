@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 
 from still_graphs.errors import ShapeError
 from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.sizes import tensors_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Inputs:
         return torch.promote_types(self.input.dtype, torch.float32)
 
     def wants_gradients(self) -> bool:
-        """Whether one of the tensors asks for gradients here."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in vars(self).values() if isinstance(x, Tensor))
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(self).values())
 
     def counts(self) -> Tensor:
         """Tokens that each sequence brings, [B]."""
@@ -91,9 +91,6 @@ def naive_causal_conv(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         output [B, T, C], dtype of input, 0 at padding, which enters nothing; and the state after the call.
-
-    Raises:
-        ShapeError: A tensor does not fit.
     """
     inputs.check(state)
     output = torch.zeros_like(inputs.input)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
+from still_kernels.op_kernels import TYPES, check_known, combinations, op_with_state, settling
 from still_kernels.plan import Branch, Check, Launch, Plan
 from still_kernels.tile import KernelTile, TileTable
 
@@ -85,51 +85,27 @@ class Variant:
 
 
 def constants_of(variant: Variant) -> dict[str, Any]:
-    """Compile-time constants by name; each kernel takes those that it declares."""
-    import triton
-
     return {
         "K": variant.taps,
         "KP": 1 << (variant.taps - 2).bit_length(),  # columns of the state
         "ALIGNED": variant.aligned,
         "SILU": int(variant.activation == "silu"),
-        "SETTLE": int(not triton.knobs.runtime.interpret),
+        **settling(),
     }
 
 
-def plan_constants(table: TileTable) -> dict[str, int]:
-    """Values of the plan's constants for kernels with these block sizes."""
-    conv, commit, step = (table.tiles[name].constants for name in ("conv", "commit", "step"))
-    return {
-        "token_block": conv["BT"],
-        "channel_block": conv["BC"],
-        "commit_block": commit["BC"],
-        "step_block": step["BC"],
-    }
-
-
-def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
-    """What a variant is on an architecture, or with other block sizes."""
-    table = tile_table(arch) if table is None else table
-    return Build(
-        table.kernels(),
-        constants_of(variant),
-        plan_constants(table),
-        frozenset(() if variant.bias else {"bias"}),
-    )
-
-
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant, bias=(0, 1)),
-    build=build,
-    functions=imported("still_kernels.causal_conv.kernels", "FUNCTIONS"),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant, bias=(0, 1)),
+    lambda variant, arch: tile_table(arch),
+    constants_of,
+    module="still_kernels.causal_conv.kernels",
+    blocks={"token_block": "conv.BT", "channel_block": "conv.BC", "commit_block": "commit.BC", "step_block": "step.BC"},
+    absent=lambda variant: () if variant.bias else ("bias",),
     covered=(
-        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
+        TYPES,
         Check(f"K <= {MAX_TAPS}", f"{{K}} taps; the kernels have at most {MAX_TAPS}."),
     ),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels

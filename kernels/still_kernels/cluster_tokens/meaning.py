@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_graphs.errors import CapacityError, ShapeError
+from still_graphs.errors import ShapeError
 from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import counts_of, sizes_of_call
+from still_kernels.torch_ops import traced_op
 
 TOKENS = 256
 """That are compared at once."""
@@ -17,47 +18,28 @@ TOKENS = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens and counts of one call.
-
-    cluster: Of each head, int [B, T, HK].
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
-    past_length: Tokens that each has seen, int [B].
-    cluster_window: Tokens at most.
-    """
+    """Tensors and attributes of one call, as of the op's spec."""
 
     cluster: Tensor
     new_tokens: Tensor
     past_length: Tensor
     cluster_window: int = 64
 
-    def check(self, state: Tensor) -> None:
-        """Raise ShapeError or CapacityError, which name what does not fit."""
-        shapes = {name: x.shape for name, x in tensors_of(self).items()}
-        sizes = sizes_of(CLUSTER_TOKENS, {**shapes, "past_clusters": state.shape})
-        if list(state.shape[:2]) != [sizes["B"], sizes["HK"]]:
-            raise ShapeError(f"clusters: expected {[sizes['B'], sizes['HK']]} and rows, got {list(state.shape)}.")
+    def check(self, state: Tensor) -> list[tuple[int, int]]:
+        """Past and new tokens of each sequence, or ShapeError or CapacityError, which name what does not fit."""
+        sizes = sizes_of_call(CLUSTER_TOKENS, self, clusters=state)
         if self.cluster_window < 1:
             raise ShapeError(f"cluster_window={self.cluster_window} must be at least 1.")
-        for row, (count, length) in enumerate(zip(self.new_tokens.tolist(), self.past_length.tolist(), strict=True)):
-            if length < 0 or not 0 <= count <= sizes["T"]:
-                raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {sizes['T']}.")
-            if length + count > state.shape[2]:
-                raise CapacityError(
-                    f"sequence {row} grows to {length + count} tokens; the state has room for {state.shape[2]}."
-                )
+        return counts_of(self.past_length, self.new_tokens, sizes["T"], state.shape[2])
 
 
+@traced_op(CLUSTER_TOKENS, Inputs)
 def cluster_tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks int32 [B, T, HK, cluster_window] as of the op, and the clusters of all tokens [B, HK, N] after the call.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
-        CapacityError: A sequence outgrows the state.
-    """
-    inputs.check(state)
+    """Blocks int32 [B, T, HK, cluster_window] as of the op, and the clusters of all tokens [B, HK, N] after the call."""
+    counts = inputs.check(state)
     present, window = state.clone(), inputs.cluster_window
     blocks = torch.full((*inputs.cluster.shape, window), -1, dtype=torch.int32, device=state.device)
-    for row, (past, new) in enumerate(zip(inputs.past_length.tolist(), inputs.new_tokens.tolist(), strict=True)):
+    for row, (past, new) in enumerate(counts):
         own = inputs.cluster[row, :new].T.to(state.dtype)  # [HK, T]
         present[row, :, past : past + new] = own
         number = torch.arange(past + new, device=state.device)

@@ -70,7 +70,6 @@ class CudaFunction:
         self.params = [Parameter(name, name in constants) for name in self.arg_names]
 
     def is_gluon(self) -> bool:
-        """As Triton's functions say it."""
         return False
 
     def compiled(self, arch: int, arguments: Mapping[str, Any]) -> Compiled:

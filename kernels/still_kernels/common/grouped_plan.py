@@ -136,8 +136,8 @@ def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
     some = (16, 128, 64, 4, 4) if roomy else (16, 64, 32, 4, 2 if wide else 3)
     if hasattr(variant, "bits") and not wide:
         few = {
-            "few_codes_gate_up": KernelTile({"BN": 16, "SPLITS": 4, "UNITS": 2, "AHEAD": 0}, 4),
-            "few_codes_down": KernelTile({"BN": 16, "SPLITS": 8, "UNITS": 2, "AHEAD": 0}, 8),
+            "few_codes_gate_up": KernelTile({"BN": 16, "SPLITS": 4, "UNITS": 2}, 4),
+            "few_codes_down": KernelTile({"BN": 16, "SPLITS": 8, "UNITS": 2}, 8),
         }
     else:
         few = {
@@ -160,7 +160,6 @@ def tile_table(variant: GroupedVariant, arch: int) -> TileTable:
 
 
 def constants_of(variant: Any) -> dict[str, Any]:
-    """Compile-time values of a variant."""
     return {
         "GATED": int(variant.activation == "swiglu"),
         "EP": variant.experts,

@@ -39,9 +39,6 @@ class Stateless:
             inputs: The op's `Inputs`, contiguous.
             outputs: Those that the call has, in the spec's order, of its shapes and types.
             table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
-
-        Raises:
-            UnsupportedError: No kernel covers the call; the message lists what is covered.
         """
         given, first = tensors_of(inputs), getattr(inputs, self.spec.inputs[0].name)
         shapes = tuple((name, x.shape) for name, x in given.items())

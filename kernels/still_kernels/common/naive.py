@@ -12,13 +12,6 @@ def naive_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) ->
     return rms_norm(x.to(dtype), weight.shape, weight.to(dtype), epsilon).to(x.dtype)
 
 
-def naive_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads side by side, x [B, T, heads * D], each rotated by the angles of its token, [B, T, D]."""
-    heads = x.unflatten(2, (-1, cos.shape[2]))
-    first, second = heads.chunk(2, -1)
-    return (heads * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]).flatten(2)
-
-
 def naive_gate(x: Tensor) -> Tensor:
     """silu(gate) * up [.., M] of x [.., 2 * M], gates first."""
     gate, up = x.chunk(2, -1)

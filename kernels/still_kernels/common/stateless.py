@@ -9,7 +9,7 @@ from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from still_kernels.forms import has_kernels
-from still_kernels.op_kernels import HALVES, Build, Op, OpKernels, check_known, imported
+from still_kernels.op_kernels import HALVES, Op, OpKernels, builder, check_known, imported
 from still_kernels.plan import Check, Plan
 from still_kernels.tile import TileTable
 
@@ -105,11 +105,6 @@ class StatelessOp(Op):
         self._kernels.launch(inputs, *outputs, table=table)
 
 
-def values_of(variant: Any, *names: str) -> dict[str, Any]:
-    """Compile-time values that are fields of a variant, where it has them."""
-    return {name.upper(): getattr(variant, name) for name in names if hasattr(variant, name)}
-
-
 def stateless_op(
     plan: Plan,
     variant: type[StatelessVariant],
@@ -133,26 +128,12 @@ def stateless_op(
         covers: Who has kernels for some types only, as a message says it: "gates have".
         also: What the kernels need of a call beside their types.
         compiled: Compile-time values of a variant beside those of tiles; by default ALIGNED and WHOLE.
-        blocks: The plan's constants that are constants of a kernel, "kernel.NAME" each; 0 where tables do not have the kernel.
+        blocks: As of `builder`.
         optional: Tensors that a call may lack, each with the variant's field that says whether it is there.
     """
 
-    def build(variant: Any, arch: int, table: TileTable | None = None) -> Build:
-        table = tiles(variant, arch) if table is None else table
-        values = {
-            f"{n.removesuffix('_tma')}.{c}": v for n, tile in table.tiles.items() for c, v in tile.constants.items()
-        }
-        names = {name.removesuffix("_tma") for name in table.tiles}
-        return Build(
-            table.kernels(),
-            compiled(variant) if compiled else values_of(variant, "aligned", "whole"),
-            {
-                name: values[place] if place.partition(".")[0].removesuffix("_tma") in names else 0
-                for name, place in (blocks or {}).items()
-            }
-            | dict(table.host),
-            frozenset(name for name, given in (optional or {}).items() if not getattr(variant, given)),
-        )
+    def flags(variant: Any) -> dict[str, Any]:
+        return {name.upper(): getattr(variant, name) for name in ("aligned", "whole") if hasattr(variant, name)}
 
     types = Check(
         f"dtype in ({', '.join(map(repr, variant.DTYPES))},)",
@@ -162,9 +143,13 @@ def stateless_op(
         plan=plan,
         variant=variant,
         default_variants=lambda: list(defaults),
-        build=build,
+        build=builder(
+            tiles,
+            compiled or flags,
+            blocks or {},
+            lambda variant: (name for name, given in (optional or {}).items() if not getattr(variant, given)),
+        ),
         functions=imported(module, "FUNCTIONS"),
         covered=(*([types] if covers else []), *also),
     )
-
     return StatelessOp(kernels, definition=definition, tiles=tiles)

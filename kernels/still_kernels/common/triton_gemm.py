@@ -12,16 +12,23 @@ GROUP = tl.constexpr(GROUP_ROWS)
 WHOLE_INNER = tl.constexpr(INNER)
 
 
+@triton.jit
+def scale_of_row(p_row, K, epsilon, BC: tl.constexpr):
+    """One over the root mean square of a row of K numbers."""
+    o_column = tl.arange(0, BC)
+    b_squares = tl.zeros([BC], tl.float32)
+    for begin in range(0, K, BC):
+        b_x = tl.load(p_row + begin + o_column, mask=o_column < K - begin, other=0.0).to(tl.float32)
+        b_squares += b_x * b_x
+    return 1 / tl.sqrt(tl.sum(b_squares, 0) / K + epsilon)
+
+
 @triton.jit(do_not_specialize=["K"])
 def norm_kernel(p_input, p_norm_weight, p_rows, K, epsilon, BC: tl.constexpr):
     """Tokens p_input [M, K] over their root mean square, times p_norm_weight [K]. Grid (M)."""
     first = tl.program_id(0).to(tl.int64) * K
     o_column = tl.arange(0, BC)
-    b_squares = tl.zeros([BC], tl.float32)
-    for begin in range(0, K, BC):
-        b_x = tl.load(p_input + first + begin + o_column, mask=o_column < K - begin, other=0.0).to(tl.float32)
-        b_squares += b_x * b_x
-    scale = 1 / tl.sqrt(tl.sum(b_squares, 0) / K + epsilon)
+    scale = scale_of_row(p_input + first, K, epsilon, BC)
     for begin in range(0, K, BC):
         m_column = o_column < K - begin
         b_x = tl.load(p_input + first + begin + o_column, mask=m_column, other=0.0).to(tl.float32)

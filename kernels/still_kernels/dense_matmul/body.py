@@ -13,7 +13,6 @@ from still_kernels.dense_matmul.spec import DENSE_MATMUL, NUMBERS
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b = Scope()
     given = {name for name, value in zip(DENSE_MATMUL.input_names(), node.input, strict=False) if value}
     rows = b.cast("input", TensorProto.FLOAT)

@@ -125,7 +125,8 @@ def _changed(
 
 
 FUSIONS = Fusion((OF_NORM,), _with_norm, _takes_norm), Fusion((TOTAL,), _with_residual, _takes_residual)
-fuse_linear_layers, linear_layers_fused = fusing("fuse_linear_layers", *FUSIONS)
+LINEAR_LAYERS = fusing("fuse_linear_layers", "what lies between two plugins is compiled and launched apart", *FUSIONS)
+fuse_linear_layers = LINEAR_LAYERS.run
 
 STEPS = {
     PLUGINS: (
@@ -135,11 +136,6 @@ STEPS = {
             requires=no_functions,
             ensures=sums_in_float32,
         ),
-        Step(
-            fuse_linear_layers,
-            "what lies between two plugins is compiled and launched apart",
-            requires=no_functions,
-            ensures=linear_layers_fused,
-        ),
+        LINEAR_LAYERS,
     )
 }

@@ -102,17 +102,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tokens and weight of one call, of one type.
-
-    input: [B, T, I].
-    weight: [I, O]; None: one of the others is given.
-    turned_weight: The same as [O, I].
-    codes: The same in e4m3, four in a word, the first one lowest, int32 [O, I / 4].
-    scales: Of codes, float32 [IS, O], each of I / IS inputs.
-    norm_weight: [I], of the norm that tokens pass first; None: they do not.
-    residual: [B, T, O], added to the outputs.
-    norm_epsilon: Added to the mean square of a token before its root divides the token.
-    """
+    """Tensors and attributes of one call, of one type, as of the op's spec."""
 
     input: Tensor
     weight: Tensor | None = None

@@ -26,7 +26,6 @@ DENSE_MATMUL = OpSpec(
         TensorSpec("codes", ("O", "IW"), "int32", "weight", optional=True),
         TensorSpec("scales", ("IS", "O"), "float32", "weight", optional=True),
     ),
-    states=(),
     outputs=(TensorSpec("output", ("B", "T", "O"), "T", "activation"),),
     attributes=(AttributeSpec("norm_epsilon", 1e-5),),
     traced=False,

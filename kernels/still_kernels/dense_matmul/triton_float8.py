@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_gemm import added_to, block_of, corner_of, store_sum
+from still_kernels.common.triton_gemm import added_to, block_of, corner_of, scale_of_row, store_sum
 
 MOST = tl.constexpr(448.0)
 """The largest number of e4m3."""
@@ -85,11 +85,7 @@ def round8_kernel(p_input, p_norm_weight, p_rounded, p_row_scales, K, epsilon, B
         o_column = tl.arange(0, BC)
         scale = 1.0
         if p_norm_weight is not None:
-            b_squares = tl.zeros([BC], tl.float32)
-            for begin in range(0, K, BC):
-                b_x = tl.load(p_row + begin + o_column, mask=o_column < K - begin, other=0.0).to(tl.float32)
-                b_squares += b_x * b_x
-            scale = 1 / tl.sqrt(tl.sum(b_squares, 0) / K + epsilon)
+            scale = scale_of_row(p_row, K, epsilon, BC)
         b_most = tl.zeros([BC], tl.float32)
         for begin in range(0, K, BC):
             b_most = tl.maximum(b_most, tl.abs(_row_part(p_row, p_norm_weight, begin + o_column, K, scale)))

@@ -11,18 +11,14 @@ from torch.nn.functional import silu
 
 from still_graphs.errors import ShapeError
 from still_kernels.experts.spec import EXPERTS
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import sizes_of_call
+from still_kernels.torch_ops import traced_op
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens of one call and where they go; fp16, bf16, fp32 or fp64.
+    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64.
 
-    input: [B, T, I].
-    expert, weight: Integers and numbers [B, T, K]; no token goes twice to an expert.
-    gate_up: [E, 2 M, I], the rows g0, u0, g1, u1, ..; with relu2 [E, M, I].
-    down: [E, I, M].
-    activation: swiglu or relu2.
     rounded: What becomes of the rows that each matrix reads, for runtimes that round them; None: nothing.
     """
 
@@ -36,21 +32,14 @@ class Inputs:
 
     def check(self) -> None:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
-        sizes = sizes_of(EXPERTS, {name: x.shape for name, x in tensors_of(self).items()})
-        known = EXPERTS.attribute("activation").choices
-        if self.activation not in known:
-            raise ShapeError(f"activation={self.activation!r} is unknown; known: {', '.join(known)}.")
+        sizes = sizes_of_call(EXPERTS, self)
         rows = sizes["M"] * (2 if self.activation == "swiglu" else 1)
         if sizes["R"] != rows:
             raise ShapeError(f"gate_up: expected {rows} rows for each expert with {self.activation}, got {sizes['R']}.")
 
 
 def naive_experts(inputs: Inputs) -> Tensor:
-    """The weighted sum of the experts of each token, [B, T, I], dtype of input; summed in at least float32.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
-    """
+    """The weighted sum of the experts of each token, [B, T, I], dtype of input; summed in at least float32."""
     inputs.check()
     wide = torch.promote_types(inputs.input.dtype, torch.float32)
     tokens, shares = inputs.input.flatten(0, 1).to(wide), inputs.weight.flatten(0, 1).to(wide)
@@ -67,3 +56,9 @@ def naive_experts(inputs: Inputs) -> Tensor:
         part = rounded(inner) @ inputs.down[number].to(wide).T
         output = output.index_add(0, token, part * shares[token, place, None])
     return output.view(inputs.input.shape).to(inputs.input.dtype)
+
+
+@traced_op(EXPERTS, Inputs)
+def experts(inputs: Inputs) -> tuple[Tensor]:
+    """The same alone in a tuple; one node where a program is traced."""
+    return (naive_experts(inputs),)

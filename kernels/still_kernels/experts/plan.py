@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from still_kernels.common.grouped_plan import GroupedVariant, grouped_op, grouped_plan
 from still_kernels.experts.spec import EXPERTS
-from still_kernels.op_kernels import HALVES, imported
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from still_kernels.experts.meaning import Inputs
-
+from still_kernels.op_kernels import HALVES, later
 
 PLAN = grouped_plan(EXPERTS, "M", {})
-
-
-class Variant(GroupedVariant):
-    """As of `GroupedVariant`."""
-
-
-def _definition(inputs: Inputs) -> Tensor:
-    return imported("still_kernels.experts.meaning", "naive_experts")()(inputs)  # type: ignore[no-any-return]
-
+Variant = GroupedVariant
 
 OP = grouped_op(
     PLAN,
     Variant,
     [Variant(dtype) for dtype in HALVES],
-    _definition,
+    later("still_kernels.experts.meaning", "naive_experts"),
     covers="experts have",
 )

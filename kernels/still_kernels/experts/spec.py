@@ -17,7 +17,6 @@ EXPERTS = OpSpec(
         TensorSpec("gate_up", ("E", "R", "I"), "T", "weight"),
         TensorSpec("down", ("E", "I", "M"), "T", "weight"),
     ),
-    states=(),
     outputs=(TensorSpec("output", ("B", "T", "I"), "T", "activation"),),
     attributes=(AttributeSpec("activation", "swiglu", ("swiglu", "relu2")),),
 )

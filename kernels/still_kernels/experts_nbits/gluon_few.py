@@ -10,6 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from still_kernels.common import triton_grouped
 from still_kernels.common.gluon_codes import (
     inputs_layout,
     middle,
@@ -93,12 +94,11 @@ def _read_input(
 @gluon.jit
 def _products(
     p_input, p_expert, p_share, p_words, p_scales, p_zero_points, first, pairs, sharing, E, N, K, output,
-    BITS: gl.constexpr, BLOCK: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr, AHEAD: gl.constexpr,
+    BITS: gl.constexpr, BLOCK: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """Outputs from `output` on of the pairs first .. first + pairs - 1, summed times their weights, float32 [BN].
 
     p_input: Rows of K numbers, each of `sharing` pairs. p_share: None: 1. p_words: Of experts of N outputs.
-    AHEAD: Whether the weight of a turn of the loop is asked for a turn before.
     """
     CHUNK: gl.constexpr = 128 // BITS
     STEP: gl.constexpr = 4 * UNITS
@@ -107,14 +107,9 @@ def _products(
     K = K // 32 * 32  # which tells the compiler
     all_tiles = pairs * ((K // CHUNK + STEP - 1) // STEP)
     b_sum = gl.zeros([SPLITS, BN, 8], gl.float32, layout=sums_in)
-    if AHEAD:
-        words, b_scale, zeros, shift = _read_weight(
-            0, p_expert, p_words, p_scales, p_zero_points, first, pairs, E, N, K, output, BITS, BLOCK, BN, SPLITS, UNITS
-        )
     for turn in range(0, all_tiles, SPLITS):
-        at = turn + SPLITS if AHEAD else turn
-        next_words, next_scale, next_zeros, next_shift = _read_weight(
-            at,
+        words, b_scale, zeros, shift = _read_weight(
+            turn,
             p_expert,
             p_words,
             p_scales,
@@ -134,8 +129,6 @@ def _products(
         b_input, b_share = _read_input(
             turn, p_input, p_expert, p_share, first, pairs, sharing, E, K, BITS, SPLITS, UNITS
         )
-        if not AHEAD:
-            words, b_scale, zeros, shift = next_words, next_scale, next_zeros, next_shift
         if p_zero_points is None:
             MIDDLE: gl.constexpr = middle(BITS, KIND == gl.bfloat16)
             zero = gl.full(
@@ -149,22 +142,20 @@ def _products(
             b_part = gl.zeros([SPLITS, BN, 8], gl.float32, layout=sums_in)
             b_part = multiplied(words, zero, twice(b_scale), None, b_input, b_part, BITS, BN, SPLITS, UNITS)
             b_sum += b_part * b_share[:, None, None]
-        if AHEAD:
-            words, b_scale, zeros, shift = next_words, next_scale, next_zeros, next_shift
     return gl.sum(gl.sum(b_sum, 2), 0)
 
 
 @gluon.jit(do_not_specialize=["C", "E", "N", "M", "R"])
 def few_codes_gate_up_kernel(
     p_input, p_expert, p_gate_up, p_gate_up_scales, p_gate_up_zero_points, p_middle, C, E, N, M, R, BITS: gl.constexpr,
-    BLOCK: gl.constexpr, GATED: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK: gl.constexpr, GATED: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """p_middle [tokens * C, M] of p_input [tokens, N] and p_gate_up [E, R, N]. Grid (ceil(R / BN), C, tokens)."""
     pair = gl.program_id(2) * C + gl.program_id(1)
     output = gl.program_id(0) * BN
     b_sum = _products(
         p_input, p_expert, None, p_gate_up, p_gate_up_scales, p_gate_up_zero_points, pair, 1, C, E, R, N, output,
-        BITS, BLOCK, BN, SPLITS, UNITS, AHEAD,
+        BITS, BLOCK, BN, SPLITS, UNITS,
     )  # fmt: skip
     OUTPUTS: gl.constexpr = BN // 2 if GATED else BN
     row_in: gl.constexpr = gl.BlockedLayout([BN // OUTPUTS], [32], [SPLITS], [0])
@@ -184,15 +175,22 @@ def few_codes_gate_up_kernel(
 @gluon.jit(do_not_specialize=["C", "E", "N", "M"])
 def few_codes_down_kernel(
     p_expert, p_weight, p_middle, p_down, p_down_scales, p_down_zero_points, p_output, C, E, N, M, BITS: gl.constexpr,
-    BLOCK: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """p_output [tokens, N] of p_middle and p_down [E, N, M], times p_weight [tokens, C]. Grid (ceil(N / BN), tokens)."""
     token, output = gl.program_id(1), gl.program_id(0) * BN
     b_sum = _products(
         p_middle, p_expert, p_weight, p_down, p_down_scales, p_down_zero_points, token * C, C, 1, E, N, M, output,
-        BITS, BLOCK, BN, SPLITS, UNITS, AHEAD,
+        BITS, BLOCK, BN, SPLITS, UNITS,
     )  # fmt: skip
     row_in: gl.constexpr = gl.BlockedLayout([1], [32], [SPLITS], [0])
     o_output = output + gl.arange(0, BN, layout=row_in)
     b_output = gl.convert_layout(b_sum, row_in).to(p_output.dtype.element_ty)
     gl.store(p_output + token.to(gl.int64) * N + o_output, b_output, mask=o_output < N)
+
+
+FUNCTIONS = {
+    **triton_grouped.FUNCTIONS,
+    "few_codes_gate_up": few_codes_gate_up_kernel,
+    "few_codes_down": few_codes_down_kernel,
+}

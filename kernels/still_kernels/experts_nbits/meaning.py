@@ -10,17 +10,12 @@ from torch import Tensor
 from still_kernels.experts.meaning import Inputs as Dense
 from still_kernels.experts.meaning import naive_experts
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import sizes_of_call
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens of one call and where they go, as of `still_kernels.experts`.
-
-    gate_up, down: Words int32 [E, R, I * bits / 32], [E, I, M * bits / 32].
-    gate_up_scales, down_scales: [E, R, I / block_size], [E, I, M / block_size].
-    gate_up_zero_points, down_zero_points: Words int32 of as many codes, filled up; None: the middle of the grid.
-    """
+    """Tensors and attributes of one call, as of the op's spec; without zero points codes are around the middle of the grid."""
 
     input: Tensor
     expert: Tensor
@@ -37,7 +32,7 @@ class Inputs:
 
     def check(self) -> None:
         """Raise ShapeError naming the tensor that does not fit."""
-        sizes_of(EXPERTS_NBITS, {name: x.shape for name, x in tensors_of(self).items()})
+        sizes_of_call(EXPERTS_NBITS, self)
 
     def dequantized(self, name: str) -> Tensor:
         """`gate_up` or `down` as numbers of the activations' type, [E, rows, columns]."""
@@ -48,11 +43,7 @@ class Inputs:
 
 
 def naive_experts_nbits(inputs: Inputs) -> Tensor:
-    """The weighted sum of the experts of each token, [B, T, I], dtype of input.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
-    """
+    """The weighted sum of the experts of each token, [B, T, I], dtype of input."""
     inputs.check()
     gate_up, down = (inputs.dequantized(name) for name in ("gate_up", "down"))
     return naive_experts(Dense(inputs.input, inputs.expert, inputs.weight, gate_up, down, inputs.activation))

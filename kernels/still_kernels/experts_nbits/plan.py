@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 from still_kernels.common.grouped_plan import GroupedVariant, grouped_op, grouped_plan
 from still_kernels.experts_nbits.spec import EXPERTS_NBITS
-from still_kernels.op_kernels import HALVES, imported
+from still_kernels.op_kernels import HALVES, later
 from still_kernels.plan import Check
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from still_kernels.experts_nbits.meaning import Inputs
 
 
 def _words(matrix: str, inputs: str, symbol: str) -> tuple[Check, Check]:
@@ -51,17 +45,13 @@ class Variant(GroupedVariant):
     zero_points: int = 1
 
 
-def _definition(inputs: Inputs) -> Tensor:
-    return imported("still_kernels.experts_nbits.meaning", "naive_experts_nbits")()(inputs)  # type: ignore[no-any-return]
-
-
 OP = grouped_op(
     PLAN,
     Variant,
     [Variant(dtype, zero_points=zero) for dtype, zero in product(HALVES, (1, 0))],
-    _definition,
+    later("still_kernels.experts_nbits.meaning", "naive_experts_nbits"),
     covers="experts have",
-    module="still_kernels.experts_nbits.kernels",
+    module="still_kernels.experts_nbits.gluon_few",
     also=(
         Check("bits == 4 or bits == 8", "bits={bits}; the kernels have 4 and 8."),
         Check("block_size > 0 and block_size % 32 == 0", "block_size={block_size}; the kernels have multiples of 32."),

@@ -19,7 +19,6 @@ EXPERTS_NBITS = OpSpec(
     name="ExpertsNBits",
     torch_name="experts_nbits",
     inputs=(*EXPERTS.inputs[:3], *_matrix("gate_up", "R", "I"), *_matrix("down", "I", "M")),
-    states=(),
     outputs=EXPERTS.outputs,
     attributes=(*EXPERTS.attributes, AttributeSpec("bits", 4), AttributeSpec("block_size", 32)),
     traced=False,

@@ -13,7 +13,6 @@ from still_kernels.gated_mlp.spec import GATED_MLP
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b = Scope()
     wide = TensorProto.FLOAT
     rows = b.cast("input", wide)

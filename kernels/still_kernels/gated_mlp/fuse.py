@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from still_graphs.conditions import no_functions
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.patterns import Fusion, Match, Op, Val, fusing
-from still_graphs.pipelines import PLUGINS, Step
+from still_graphs.pipelines import PLUGINS
 from still_kernels.dense_matmul.fuse import EPSILON, NORM, RESIDUAL
 from still_kernels.dense_matmul.spec import DENSE_MATMUL
 from still_kernels.gated_mlp.spec import GATED_MLP
@@ -31,16 +30,8 @@ def _layer(match: Match) -> Sequence[ir.Value]:
 
 
 FUSION = Fusion((LAYER,), _layer, lambda match: halved(match.node(SPLIT)))
-fuse_feed_forward, feed_forward_fused = fusing("fuse_feed_forward", FUSION)
+STEP = fusing("fuse_feed_forward", "the same between the products of a feed-forward layer", FUSION)
+fuse_feed_forward = STEP.run
 
 AFTER = ("dense_matmul",)
-STEPS = {
-    PLUGINS: (
-        Step(
-            fuse_feed_forward,
-            "the same between the products of a feed-forward layer",
-            requires=no_functions,
-            ensures=feed_forward_fused,
-        ),
-    )
-}
+STEPS = {PLUGINS: (STEP,)}

@@ -46,13 +46,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tokens and weights of one call, of one type.
-
-    input: [B, T, I]; also what the result is added to.
-    norm_weight: [I]; norm_epsilon is added to the mean square of a token before its root divides the token.
-    down: [M, I].
-    gate_up: [I, 2 * M], the gate's outputs first.
-    """
+    """Tensors and attributes of one call, of one type, as of the op's spec."""
 
     input: Tensor
     norm_weight: Tensor

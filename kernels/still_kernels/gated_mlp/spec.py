@@ -14,7 +14,6 @@ GATED_MLP = OpSpec(
         TensorSpec("down", ("M", "I"), "T", "weight"),
         TensorSpec("gate_up", ("I", "2*M"), "T", "weight"),
     ),
-    states=(),
     outputs=(TensorSpec("output", ("B", "T", "I"), "T", "activation"),),
     attributes=(AttributeSpec("norm_epsilon", 1e-5),),
     traced=False,

@@ -18,7 +18,6 @@ SCALES = 16
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     bits = next((a.i for a in node.attribute), int(GATHER_NBITS.attribute("bits").default))
     words, numbers = WORDS.get(bits, 0), NUMBERS.get(bits, 0)
     supers = dims["IS"] // max(numbers, 1)

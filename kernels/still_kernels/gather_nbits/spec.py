@@ -13,7 +13,6 @@ GATHER_NBITS = OpSpec(
         TensorSpec("blocks", ("O", "IW"), "int32", "weight"),
         TensorSpec("scales", ("O", "IS"), "T", "weight", narrow=True),
     ),
-    states=(),
     outputs=(TensorSpec("output", ("B", "T", "I"), "T", "activation"),),
     attributes=(AttributeSpec("bits", 6),),
     traced=False,

@@ -10,7 +10,6 @@ GREEDY_TOKEN = OpSpec(
     name="GreedyToken",
     torch_name="greedy_token",
     inputs=(TensorSpec("logits", ("B", "T", "V"), "T", "activation"),),
-    states=(),
     outputs=(TensorSpec("token", ("B", "T"), "int32", "activation"),),
     traced=False,
 )

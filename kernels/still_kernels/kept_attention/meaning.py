@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from still_graphs.errors import CapacityError, ShapeError
 from still_kernels.attention.meaning import Inputs as AttentionInputs
 from still_kernels.kept_attention.spec import KEPT_ATTENTION
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import counts_of, sizes_of_call
+from still_kernels.torch_ops import traced_op
 
 
 class KeptState(NamedTuple):
@@ -25,44 +26,33 @@ class KeptState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs(AttentionInputs):
-    """As of attention, and
-
-    keep: Whether the chunk stays in the cache, read at chunks' last tokens, int [B, T, R].
-    past_length: Tokens that each sequence has seen, int [B].
-    chunk_size: Tokens of a chunk.
-    """
+    """As of attention, and what else the op's spec has."""
 
     keep: Tensor | None = None
     past_length: Tensor | None = None
     chunk_size: int = 64
 
-    def checked(self, state: KeptState) -> int:
-        """Key/value heads of a route.
-
-        Raises:
-            ShapeError: A tensor does not fit.
-            CapacityError: A sequence outgrows the state.
-        """
-        past = {f"past_{name}": x.shape for name, x in state._asdict().items()}
-        sizes = sizes_of(KEPT_ATTENTION, {n: x.shape for n, x in tensors_of(self).items()} | past)
+    def checked(self, state: KeptState) -> tuple[int, list[tuple[int, int]]]:
+        """Key/value heads of a route; past and new tokens of each sequence."""
+        sizes = sizes_of_call(KEPT_ATTENTION, self, **state._asdict())
         _, tokens = self.check()
         if sizes["HK"] % sizes["R"]:
             raise ShapeError(f"keep has {sizes['R']} routes, which do not divide the {sizes['HK']} heads of key.")
         if self.chunk_size < 1:
             raise ShapeError(f"chunk_size={self.chunk_size} must be at least 1.")
-        new, lengths = _list(self.new_tokens), _list(self.past_length)
-        for row, (count, length) in enumerate(zip(new, lengths, strict=True)):
-            if length < 0 or not 0 <= count <= tokens:
-                raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {tokens}.")
+        assert self.new_tokens is not None and self.past_length is not None
+        counts = counts_of(self.past_length, self.new_tokens, tokens)
+        for row, (length, count) in enumerate(counts):
             held = self.chunk_size * int(state.kept_chunks[row].max()) + length % self.chunk_size
             if held + count > state.key.shape[2]:
                 raise CapacityError(
                     f"sequence {row} keeps {held} tokens and brings {count}; the state has room for {state.key.shape[2]}. "
                     "Give a larger state."
                 )
-        return sizes["HK"] // sizes["R"]
+        return sizes["HK"] // sizes["R"], counts
 
 
+@traced_op(KEPT_ATTENTION, Inputs, KeptState, writes=True)
 def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> tuple[Tensor, KeptState]:
     """Causal softmax attention of new tokens to kept chunks and to their own; any split of a sequence gives the same.
 
@@ -71,18 +61,14 @@ def kept_attention(inputs: Inputs, state: KeptState, in_place: bool = False) -> 
 
     Returns:
         output [B, T, H, D], dtype of query, 0 at padding; and the state after the call.
-
-    Raises:
-        ShapeError: A tensor does not fit.
-        CapacityError: A sequence outgrows the state.
     """
-    group, size = inputs.checked(state), inputs.chunk_size
+    (group, counts), size = inputs.checked(state), inputs.chunk_size
     assert inputs.keep is not None
     query, keep = inputs.query, inputs.keep > 0
     write = Tensor.scatter if inputs.wants_gradients() else Tensor.scatter_
     key, value = (x if in_place else x.clone() for x in (state.key, state.value))
     kept, outputs, rows = state.kept_chunks.clone(), [], []
-    for row, (at, count) in enumerate(zip(_list(inputs.past_length), _list(inputs.new_tokens), strict=True)):
+    for row, (at, count) in enumerate(counts):
         done, parts, held = 0, [], [key[row], value[row]]
         while done < count:
             part = slice(done, done + min(size - at % size, count - done))
@@ -112,9 +98,3 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, last: Tensor) -> Tensor:
     mask = (torch.arange(end, device=query.device) <= last).repeat_interleave(group, 0)
     key, value = (x[:, :end].to(query.dtype).repeat_interleave(group, 0) for x in (key, value))
     return scaled_dot_product_attention(query.transpose(0, 1), key, value, attn_mask=mask).transpose(0, 1)
-
-
-def _list(counts: Tensor | None) -> list[int]:
-    assert counts is not None
-    found: list[int] = counts.tolist()
-    return found

@@ -15,7 +15,6 @@ from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`."""
     given = {a.name: a.default for a in LANDMARK_ATTENTION.attributes}
     given |= {a.name: helper.get_attribute_value(a) for a in node.attribute}
     size, top = int(given["block_tokens"]), int(given["top_blocks"])

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from still_graphs.errors import ShapeError
-from still_kernels.attention.meaning import BLOCK, AttentionState, blocked_attention
+from still_kernels.attention.meaning import BLOCK, AttentionState, blocked_attention, op_of_keys
 from still_kernels.attention.meaning import Inputs as AttentionInputs
+from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 
 RETRIEVED = 32
 """Tokens whose blocks are gathered at once."""
@@ -111,11 +112,7 @@ class Inputs(AttentionInputs):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+@op_of_keys(LANDMARK_ATTENTION, Inputs)
 def landmark_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
-    """As of `blocked_attention`, by way of landmarks.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
-        CapacityError: A sequence outgrows the state.
-    """
+    """As of `blocked_attention`, by way of landmarks."""
     return blocked_attention(inputs, state, in_place, attend=inputs.attend)

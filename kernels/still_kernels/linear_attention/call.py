@@ -11,9 +11,12 @@ from still_kernels.linear_attention.chunked import chunked_linear_attention, who
 from still_kernels.linear_attention.meaning import Inputs, empty_state
 from still_kernels.linear_attention.pages import Pages
 from still_kernels.linear_attention.plan import KERNELS
+from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 from still_kernels.packing import Packing, size_of_call
 from still_kernels.recompute import fused, recompute
+from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
+from still_kernels.torch_ops import traced_op
 
 _prepared = launcher.kept(KERNELS)
 
@@ -32,11 +35,7 @@ def launch_linear_attention(
         inputs: Contiguous; without a packing `new_tokens` are given. Packed tokens are [tokens, ...].
         output: [B, T, H, G, V] or [tokens, H, G, V], dtype of query.
         state: With pages in the packing their `view`.
-        table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
         past_length: With pages: tokens that each of the call's sequences has seen, [B].
-
-    Raises:
-        UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     query = inputs.query
     batch, tokens, packed = size_of_call(query, packing, state.shape[0])
@@ -52,7 +51,7 @@ def launch_linear_attention(
         own = (("RAGGED", 1), ("PAGE", packing.pages.size_bytes // 4))  # `triton_common.state_of_head`
     prepared = _prepared(query.device, table, query.dtype, tuple(sizes.items()), attributes, present, packed, own)
     tensors = {
-        **{name: x for name, x in vars(inputs).items() if x is None or isinstance(x, Tensor)},
+        **tensors_of(inputs),
         "recurrent_state": state,
         "output": output,
         "past_length": past_length,
@@ -61,8 +60,17 @@ def launch_linear_attention(
     launcher.Launcher().run(prepared, tensors, query)
 
 
-def triton_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """`dispatch.linear_attention` by the Triton kernels, on CUDA; the state must be contiguous where it is written in place."""
+def _fastest(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """Linear attention by the fastest form that covers the call; results and errors as of `chunked_linear_attention`.
+
+    On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
+    form. Where a program is traced, one node.
+
+    Raises:
+        UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
+    """
+    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
+        return chunked_linear_attention(inputs, state, in_place)
     sizes = inputs.check(state)
     query = inputs.query
     launcher.check_device(query)
@@ -70,7 +78,7 @@ def triton_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = Fals
     new_tokens = inputs.new_tokens
     if new_tokens is None:
         new_tokens = torch.full((sizes.B,), sizes.T, dtype=torch.int64, device=query.device)
-    given = {name: x.contiguous() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+    given = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
     given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
     output = torch.empty(sizes.B, sizes.T, sizes.H, sizes.G, sizes.V, dtype=query.dtype, device=query.device)
     whole = {**given, "new_tokens": new_tokens.contiguous()}
@@ -82,18 +90,7 @@ def triton_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = Fals
     return output, present
 
 
-def linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """Linear attention by the fastest form that covers the call; results and errors as of `chunked_linear_attention`.
-
-    On CUDA the Triton kernels, without reading anything back to the host. Where gradients are asked for, and on the CPU, the PyTorch
-    form.
-
-    Raises:
-        UnsupportedError: No kernel covers the call on its device; the message lists what is covered.
-    """
-    if not has_kernels(inputs.query.device) or inputs.wants_gradients():
-        return chunked_linear_attention(inputs, state, in_place)
-    return triton_linear_attention(inputs, state, in_place)
+linear_attention = traced_op(LINEAR_ATTENTION, Inputs)(_fastest)
 
 
 def linear_attention_whole(inputs: Inputs) -> Tensor:
@@ -137,4 +134,4 @@ class _RecomputeWhole(torch.autograd.Function):
 def _from_empty(inputs: Inputs) -> Tensor:
     query, (heads, size) = inputs.query, inputs.value.shape[2:]
     state = empty_state(len(query), heads, query.shape[-1], size, query.dtype, query.device)
-    return linear_attention(inputs, state, in_place=True)[0]
+    return _fastest(inputs, state, in_place=True)[0]

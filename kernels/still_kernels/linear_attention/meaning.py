@@ -10,6 +10,7 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError
 from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
+from still_kernels.sizes import tensors_of
 
 
 class Sizes(NamedTuple):
@@ -59,8 +60,7 @@ class Inputs:
         return torch.promote_types(self.query.dtype, torch.float32)
 
     def wants_gradients(self) -> bool:
-        """Whether one of the tensors asks for gradients here."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in vars(self).values() if isinstance(x, Tensor))
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(self).values())
 
     def real(self) -> Tensor:
         """Which tokens are no padding, [B, T]."""

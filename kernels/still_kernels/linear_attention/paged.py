@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.pages import Pages
 from still_kernels.packing import Packing, PagedStates
+from still_kernels.sizes import tensors_of
 
 
 def linear_attention_paged(inputs: Inputs, paged: PagedStates, output: Tensor) -> None:
@@ -36,14 +37,9 @@ def linear_attention_paged(inputs: Inputs, paged: PagedStates, output: Tensor) -
         return
     from still_kernels.linear_attention.call import launch_linear_attention
 
-    given = {name: x.contiguous() for name, x in _tensors(inputs).items()}
+    given = {name: x.contiguous() for name, x in tensors_of(inputs).items()}
     given |= {name: x.float() for name, x in given.items() if name in ("decay", "beta")}
     launch_linear_attention(replace(inputs, **given), states, output, paged.packing, past_length=paged.length)  # type: ignore[arg-type]
-
-
-def _tensors(inputs: Inputs) -> dict[str, Tensor]:
-    found = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
 
 def _in_chunks(inputs: Inputs, states: Tensor, length: Tensor, packing: Packing, output: Tensor) -> None:
@@ -56,7 +52,7 @@ def _in_chunks(inputs: Inputs, states: Tensor, length: Tensor, packing: Packing,
     column = torch.arange(int(counts.max()))
     real = column < counts[:, None]
     place = torch.where(real, start[:, None] + column, 0)  # [B, T]
-    padded = replace(inputs, **{name: x[place] for name, x in _tensors(inputs).items()}, new_tokens=counts)  # type: ignore[arg-type]
+    padded = replace(inputs, **{name: x[place] for name, x in tensors_of(inputs).items()}, new_tokens=counts)  # type: ignore[arg-type]
     held = torch.where((length > 0)[:, None, None, None], states[page], 0)
     result, present = chunked_linear_attention(padded, held)
     output[place[real]] = result.flatten(2, 3)[real].view(-1, *output.shape[1:])

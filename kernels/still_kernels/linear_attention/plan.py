@@ -8,11 +8,10 @@ from typing import Any
 
 from still_graphs.errors import ConfigError
 from still_kernels.linear_attention.spec import DELTA, GATED, LINEAR_ATTENTION
-from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
+from still_kernels.op_kernels import HEAD_DIM, TYPES, check_known, combinations, constants_of_heads, op_with_state
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
-MAX_HEAD_DIM = 256
 MAX_SHARED = 16
 SEGMENT_TOKENS = 8192
 """That a prompt's steps take at a time, which bounds the workspace: 304 MB for 32 heads of 128 with a decay per head, in 16 bits."""
@@ -22,15 +21,7 @@ SEGMENT_TOKENS = 8192
 def tile_table(
     arch: int, head_dim: int, value_dim: int, shared: int, delta: bool, per_key: bool, dtype: str
 ) -> TileTable:
-    """The table of one variant.
-
-    Args:
-        arch: Compute capability, 90 for sm_90.
-        head_dim, value_dim: D, V.
-        shared: G, query heads of one state.
-        delta, per_key: The rule corrects; its decay is one per key.
-        dtype: Of activations.
-    """
+    """The table of one variant on an architecture (90 for sm_90); delta, per_key: the rule corrects, its decay is one per key."""
     wide = dtype == "float32"
     room = SHARED_BYTES.get(arch, 99 << 10)
     dim, size = pow2(head_dim), 4 if wide else 2
@@ -164,14 +155,8 @@ class Variant:
 
 
 def constants_of(variant: Variant) -> dict[str, Any]:
-    """Compile-time constants by name; each kernel takes those that it declares."""
-    import triton
-
-    interpreted = bool(triton.knobs.runtime.interpret)
-    wide = variant.dtype == "float32"
     return {
-        "D": variant.head_dim,
-        "DP": pow2(variant.head_dim),
+        **constants_of_heads(variant),
         "V": variant.value_dim,
         "G": variant.shared,
         "DELTA": int(variant.update_rule in DELTA),
@@ -179,54 +164,39 @@ def constants_of(variant: Variant) -> dict[str, Any]:
         "RAGGED": 0,
         "PAGE": 0,
         "NARROW": int(variant.dtype == "float16"),
-        "SETTLE": int(not interpreted),
-        "WIDE": int(wide),
-        "DOT": "tf32x3" if wide else "tf32",
+        "WIDE": int(variant.dtype == "float32"),
     }
 
 
-def plan_constants(table: TileTable) -> dict[str, int]:
-    """Values of the plan's constants for kernels with these block sizes."""
-    scan, output, decode = (table.tiles[name].constants for name in ("scan", "output", "decode"))
-    blocks = {
-        "value_block": scan["BV"],
-        "key_block": scan["BD"],
-        "output_block": output["BV"],
-        "decode_block": decode["BV"],
-    }
-    return {"chunk": scan["C"], **blocks, **table.host}
-
-
-def absent(variant: Variant) -> frozenset[str]:
-    """Pointers that calls of a variant do not have."""
+def absent(variant: Variant) -> set[str]:
     names: set[str] = set()
     if variant.update_rule not in DELTA:
         names |= {"beta", "inverse", "taken", "new"}
     if variant.dtype != "float16":
         names |= {"unit"}
     per_key = {"scores", "asked", "taken", "added"}
-    names |= ({"decay", "left", "rest", *per_key}, per_key, {"rest"})[variant.decay]
-    return frozenset(names)
+    return names | ({"decay", "left", "rest", *per_key}, per_key, {"rest"})[variant.decay]
 
 
-def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
-    """What a variant is on an architecture, or with other block sizes."""
-    table = variant.table(arch) if table is None else table
-    return Build(table.kernels(), constants_of(variant), plan_constants(table), absent(variant))
-
-
-KERNELS = OpKernels(
-    plan=PLAN,
-    variant=Variant,
-    default_variants=combinations(Variant),
-    build=build,
-    functions=imported("still_kernels.linear_attention.kernels", "FUNCTIONS"),
+OP = op_with_state(
+    PLAN,
+    Variant,
+    combinations(Variant),
+    Variant.table,
+    constants_of,
+    module="still_kernels.linear_attention.kernels",
+    blocks={
+        "chunk": "scan.C",
+        "value_block": "scan.BV",
+        "key_block": "scan.BD",
+        "output_block": "output.BV",
+        "decode_block": "decode.BV",
+    },
+    absent=absent,
     covered=(
-        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
-        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+        TYPES,
+        HEAD_DIM,
         Check(f"G <= {MAX_SHARED}", f"{{G}} query heads share a state; the kernels have at most {MAX_SHARED}."),
     ),
 )
-
-
-OP = Op(KERNELS)
+KERNELS = OP.kernels

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from still_kernels.common.triton_shared import ROWS, rounded, row_of
+from still_kernels.common.triton_shared import ROWS, rounded, row_of, wait_for_ahead
 from still_kernels.linear_attention.triton_common import LEAST, state_of_head
 
 
@@ -19,10 +19,7 @@ def decode_kernel(
     DECAY: tl.constexpr, RAGGED: tl.constexpr, PAGE: tl.constexpr, SETTLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Token after token on BV columns of one head's state, in float32. Grid (ceil(V / BV), H, B)."""
-    if PDL and SETTLE:  # not in the interpreter
-        # The kernel ahead may still run: wait for it before touching memory. The next kernel may be launched meanwhile.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_ahead(PDL, SETTLE)
     i_head = tl.program_id(1)
     i_batch = tl.program_id(2)
     row, start, _length, count = row_of(i_batch, p_new_tokens, None, p_query_start, p_state_row, T, RAGGED)

@@ -16,7 +16,6 @@ LEAST = 2.2250738585072014e-308
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     given = {name for name, held in zip(LOCAL_LINEAR_ATTENTION.input_names(), node.input, strict=False) if held}
     if fault := fault_of(given):
         raise UnsupportedError(f"{node.name or node.op_type}: {fault}.")

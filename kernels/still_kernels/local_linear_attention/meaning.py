@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
-from still_kernels.attention.meaning import BLOCK, AttentionState, blocked_attention
+from still_kernels.attention.meaning import BLOCK, AttentionState, blocked_attention, op_of_keys
 from still_kernels.attention.meaning import Inputs as AttentionInputs
-from still_kernels.local_linear_attention.spec import LARGEST, MOST, NEAR, fault_of
+from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTENTION, MOST, NEAR, fault_of
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,9 @@ def solved(weights: Tensor, keys: Tensor, mean: Tensor, right: Tensor, ridge: Te
     return torch.where(size <= enough, x, torch.nan)
 
 
+@op_of_keys(LOCAL_LINEAR_ATTENTION, Inputs)
 def local_linear_attention(
     inputs: Inputs, state: AttentionState, in_place: bool = False
 ) -> tuple[Tensor, AttentionState]:
-    """As of `blocked_attention`, with corrected values.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
-        CapacityError: A sequence outgrows the state.
-    """
+    """As of `blocked_attention`, with corrected values."""
     return blocked_attention(inputs, state, in_place, attend=inputs.attend)

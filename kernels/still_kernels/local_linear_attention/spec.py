@@ -26,7 +26,6 @@ LOCAL_LINEAR_ATTENTION = OpSpec(
     # In place, as of still::Attention.
     states=KEY_AND_VALUE,
     outputs=(OUTPUT,),
-    attributes=(),
 )
 
 LARGEST = 60.0

@@ -11,7 +11,6 @@ from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b = Scope()
     low = b("MatMul", "input", "inner")
     if any(node.input[3:]):

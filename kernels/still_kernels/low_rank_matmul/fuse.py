@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from still_graphs.conditions import no_functions
 from still_graphs.edits import in_half, is_weight, rank
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.patterns import Fusion, Match, Op, Val, fusing
-from still_graphs.pipelines import CPU, CUDA, Step
+from still_graphs.pipelines import CPU, CUDA
 from still_kernels.low_rank_matmul.spec import LOW_RANK_MATMUL
 
 RANK = 256
@@ -62,25 +61,16 @@ def _fusions(typed: Callable[..., bool]) -> tuple[Fusion, Fusion]:
     return Fusion((TOTAL,), _replace, partial(_with_base, typed)), Fusion((SECOND,), _replace, partial(_thin, typed))
 
 
-HALVES, FLOATS = _fusions(in_half), _fusions(_floats)
-fuse_low_rank, low_rank_fused = fusing("fuse_low_rank", *HALVES)
-fuse_low_rank_floats, low_rank_floats_fused = fusing("fuse_low_rank_floats", *FLOATS)
+OF_HALVES = fusing(
+    "fuse_low_rank",
+    "its CUDA provider launches what lies between two products node by node",
+    *_fusions(in_half),
+)
+OF_FLOATS = fusing(
+    "fuse_low_rank_floats",
+    "a kernel of ours takes what is one node for one token, and gives the same for several",
+    *_fusions(_floats),
+)
+fuse_low_rank, fuse_low_rank_floats = OF_HALVES.run, OF_FLOATS.run
 
-STEPS = {
-    CPU: (
-        Step(
-            fuse_low_rank_floats,
-            "a kernel of ours takes what is one node for one token, and gives the same for several",
-            requires=no_functions,
-            ensures=low_rank_floats_fused,
-        ),
-    ),
-    CUDA: (
-        Step(
-            fuse_low_rank,
-            "its CUDA provider launches what lies between two products node by node",
-            requires=no_functions,
-            ensures=low_rank_fused,
-        ),
-    ),
-}
+STEPS = {CPU: (OF_FLOATS,), CUDA: (OF_HALVES,)}

@@ -40,12 +40,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tokens of one call and weights, of one type.
-
-    input: [B, T, I].
-    inner, outer: [I, R], [R, O].
-    base: [B, T, O], added to the result; None: 0.
-    """
+    """Tensors and attributes of one call, of one type, as of the op's spec."""
 
     input: Tensor
     inner: Tensor

@@ -14,7 +14,6 @@ LOW_RANK_MATMUL = OpSpec(
         TensorSpec("outer", ("R", "O"), "T", "weight"),
         TensorSpec("base", ("B", "T", "O"), "T", "activation", optional=True),
     ),
-    states=(),
     outputs=(TensorSpec("output", ("B", "T", "O"), "T", "activation"),),
     traced=False,
 )

@@ -96,18 +96,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Tokens and weight of one call.
-
-    input: [B, T, I].
-    blocks: Codes of [O, I], WORD_BITS / bits in a word, the first one lowest, int32 [O, I * bits / WORD_BITS].
-    scales: One for each block, of the type of input, [O, I / block_size].
-    zero_points: The codes of 0, those of an output in whole words, int32 [O, ceil(I / block_size * bits / WORD_BITS)]; None: `zero_code`.
-    offsets: Added to the numbers of each block, of the type and shape of the scales; None: 0.
-    bits: 4 or 8.
-    block_size: Inputs that share a scale.
-    zero_code: The code of 0 where there are no zero points; -1: the middle.
-    super_block: Inputs whose scales share a number; 0: none do, which kernels for CPUs alone go beyond.
-    """
+    """Tensors and attributes of one call, as of the op's spec. offsets: Added to the numbers of each block; None: 0."""
 
     input: Tensor
     blocks: Tensor

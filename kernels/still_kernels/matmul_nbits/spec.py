@@ -32,7 +32,6 @@ MATMUL_NBITS = OpSpec(
         TensorSpec("zero_points", ("O", "IZ"), "int32", "weight", optional=True),
         TensorSpec("offsets", ("O", "IS"), "T", "weight", optional=True, narrow=True),
     ),
-    states=(),
     outputs=(TensorSpec("output", ("B", "T", "O"), "T", "activation"),),
     attributes=(
         AttributeSpec("bits", 4),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import ConfigError
-from still_kernels.plan.expressions import Environment, Expression, Scope, compile_expression, symbols
-from still_kernels.plan.parts import (
+from still_kernels.plan import (
     ELEMENTS,
     MAX_STEPS,
     NESTING,
@@ -21,13 +20,11 @@ from still_kernels.plan.parts import (
     Launches,
     Let,
     Loop,
+    Plan,
     Region,
     Step,
 )
-
-if TYPE_CHECKING:
-    from still_kernels.plan import Plan
-
+from still_kernels.plan.expressions import Environment, Expression, Scope, compile_expression, symbols
 
 Rule = tuple[Expression, list[str | Expression]]
 """A condition and the parts of its message."""
@@ -79,6 +76,13 @@ class Compiled:
         """Conditions and messages of checks."""
         scope = Scope(self.plan.spec)
         return [(compile_expression(check.condition, scope), self._message(check.message, scope)) for check in checks]
+
+    @staticmethod
+    def failures(rules: Sequence[Rule], env: Environment) -> Iterator[str]:
+        """Messages of the checks that fail, in order."""
+        for condition, message in rules:
+            if not condition(env):
+                yield "".join(part if isinstance(part, str) else str(part(env)) for part in message)
 
     def _message(self, text: str, scope: Scope) -> list[str | Expression]:
         parts: list[str | Expression] = []
@@ -146,7 +150,6 @@ class Compiled:
         }
 
     def evaluate(self, env: Environment) -> Launches:
-        """What one call launches."""
         if env["size B"] == 0 or env["size T"] == 0 or env["call tokens"] == 0:
             return Launches()
         for name, value in self.define.items():
@@ -196,15 +199,7 @@ class Compiled:
                     self._run(what[1] if what[0](env) else what[2], env, made)
 
 
-def failures(rules: Sequence[Rule], env: Environment) -> Iterator[str]:
-    """Messages of the checks that fail, in order."""
-    for condition, message in rules:
-        if not condition(env):
-            yield "".join(part if isinstance(part, str) else str(part(env)) for part in message)
-
-
 def _data(steps: Sequence[Any]) -> list[dict[str, Any]]:
-    """Steps for the index."""
     result: list[dict[str, Any]] = []
     for kind, *what in steps:
         match kind:

@@ -15,7 +15,7 @@ its operator: ["+", ["size", "B"], 1]. Integers have 64 bits; overflow and divis
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,23 +108,8 @@ class Expression:
     run: Callable[[Environment], Any] = field(compare=False)
 
     def __call__(self, environment: Environment) -> Any:
-        """The value, of an environment made by `environment`."""
+        """The value, of what `Call.environment` gives."""
         return self.run(environment)
-
-
-def environment(
-    sizes: Mapping[str, int],
-    attributes: Mapping[str, Any],
-    constants: Mapping[str, int],
-    call: Mapping[str, Any],
-    present: frozenset[str],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Environment:
-    """Values by the names that compiled expressions use."""
-    env: Environment = {"present": present, "shapes": shapes}
-    for kind, values in (("size", sizes), ("attribute", attributes), ("constant", constants), ("call", call)):
-        env |= {f"{kind} {name}": value for name, value in values.items()}
-    return env
 
 
 def compile_expression(text: str | int, scope: Scope, kind: str = "integer") -> Expression:

@@ -10,19 +10,17 @@ from torch import Tensor
 from still_graphs.errors import ShapeError
 from still_kernels.linear_attention.chunked import ChunkTerms, blocks, over_chunks, within_chunks
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import sizes_of_call, tensors_of
+from still_kernels.torch_ops import traced_op
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
 
-    query, key: [B, T, H, D].
-    value: [B, T, H, V].
     decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H, D].
     read_key: What reads the state before a token is written, [B, T, H, D].
     write_key: Where that is added, [B, T, H, D].
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
     """
 
     query: Tensor
@@ -34,16 +32,11 @@ class Inputs:
     new_tokens: Tensor
 
     def spread(self, state: Tensor) -> dict[str, Tensor]:
-        """The tensors by name in the state's type, 0 at padding, which leaves the state as it is to the bit.
-
-        Raises:
-            ShapeError: A tensor or the state does not fit.
-        """
-        tensors = tensors_of(self)
-        sizes = sizes_of(RANK_ONE_ATTENTION, {name: x.shape for name, x in tensors.items()})
-        wide, shape = torch.promote_types(self.query.dtype, torch.float32), [sizes[n] for n in "BHDV"]
-        if list(state.shape) != shape or state.dtype != wide:
-            raise ShapeError(f"state: expected {shape} of {wide}, got {list(state.shape)} of {state.dtype}.")
+        """The tensors by name in the state's type, 0 at padding, which leaves the state as it is to the bit."""
+        sizes, tensors = sizes_of_call(RANK_ONE_ATTENTION, self, recurrent_state=state), tensors_of(self)
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        if state.dtype != wide:
+            raise ShapeError(f"state: expected {wide}, got {state.dtype}.")
         counts = tensors.pop("new_tokens")
         padding = torch.arange(sizes["T"], device=state.device) >= counts[:, None]
         return {name: x.to(wide).masked_fill(padding[..., None, None], 0) for name, x in tensors.items()}
@@ -59,9 +52,6 @@ def naive_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Ten
 
     Returns:
         output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.
-
-    Raises:
-        ShapeError: A tensor does not fit.
     """
     x = inputs.spread(state)
     outputs = [x["value"][:, :0]]
@@ -93,3 +83,7 @@ def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, T
     )
     output, present = over_chunks(terms, state, inputs.query.shape[1], 1)
     return output.squeeze(3).to(inputs.query.dtype).contiguous(), present
+
+
+rank_one_attention = traced_op(RANK_ONE_ATTENTION, Inputs)(chunked_rank_one_attention)
+"""The same, one node where a program is traced."""

@@ -12,7 +12,6 @@ from still_kernels.rotary_qkv.spec import ROTARY_QKV
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b, wide, half = Scope(), TensorProto.FLOAT, dims["D"] // 2
     widths = _widths(node)
     parts = _parts(b, node, widths)

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from still_graphs.conditions import no_functions
 from still_graphs.edits import in_half, is_weight, known_sizes, on_last, rank, width
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.patterns import Either, Fusion, Match, Op, Result, Val, fusing
-from still_graphs.pipelines import CUDA, PLUGINS, Step
-from still_kernels.rotary_qkv.fuse_embeddings import fuse_rotary_embeddings, rotary_embeddings_fused
+from still_graphs.pipelines import CUDA, PLUGINS
+from still_kernels.rotary_qkv.fuse_embeddings import OF_EMBEDDINGS
 from still_kernels.rotary_qkv.spec import ROTARY_QKV
 
 
@@ -102,19 +101,8 @@ def _heads(match: Match, rotation: _Rotation, flat: ir.Value) -> ir.Value:
 
 
 FUSIONS = [_fusion(gated, (query, key)) for gated, query, key in product((True, False), repeat=3)]
-fuse_rotary, rotary_fused = fusing("fuse_rotary", *FUSIONS)
+STEP = fusing("fuse_rotary", "the same between a product and its attention", *FUSIONS)
+fuse_rotary = STEP.run
 
 AFTER = ("low_rank_matmul", "swi_glu")
-STEPS = {
-    PLUGINS: (
-        Step(fuse_rotary, "the same between a product and its attention", requires=no_functions, ensures=rotary_fused),
-    ),
-    CUDA: (
-        Step(
-            fuse_rotary_embeddings,
-            "the same between a product and its attention",
-            requires=no_functions,
-            ensures=rotary_embeddings_fused,
-        ),
-    ),
-}
+STEPS = {PLUGINS: (STEP,), CUDA: (OF_EMBEDDINGS,)}

@@ -66,4 +66,5 @@ def _replace(match: Match) -> Sequence[ir.Value]:
 
 
 FUSIONS = Fusion((*PARTS, GATE), _replace, _gated), Fusion(PARTS, _replace, _fits)
-fuse_rotary_embeddings, rotary_embeddings_fused = fusing("fuse_rotary_embeddings", *FUSIONS)
+OF_EMBEDDINGS = fusing("fuse_rotary_embeddings", "the same between a product and its attention", *FUSIONS)
+fuse_rotary_embeddings = OF_EMBEDDINGS.run

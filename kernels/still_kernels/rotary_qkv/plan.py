@@ -47,12 +47,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Numbers of tokens and angles of one call, of one type.
-
-    input: [B, T, F], those of query, key, value and gate side by side; cos, sin: [B, T, D], both halves of D alike or not.
-    query_width, key_width: Multiples of D; value_width and gate_width are what is left of F. Without a gate gate_width is 0.
-    gate_bias: [gate_width]; None: 0. gate_input: [B, T, gate_width], which are not among the F then; None: they are.
-    """
+    """Tensors and attributes of one call, of one type, as of the op's spec."""
 
     input: Tensor
     cos: Tensor
@@ -68,14 +63,20 @@ class Inputs(StatelessInputs, plan=PLAN):
 @defined
 def naive_rotary_qkv(inputs: Inputs, wide: dtype) -> tuple[Tensor, ...]:
     """Query, key, value and, where there is one, gate, [B, T, width] each."""
-    from still_kernels.common.naive import naive_rotation
+    import torch
 
+    def rotated(x: Tensor) -> Tensor:
+        """Heads side by side, each rotated by the angles of its token."""
+        heads = x.unflatten(2, (-1, inputs.cos.shape[2]))
+        first, second = heads.chunk(2, -1)
+        return (heads * cos + torch.cat((-second, first), -1) * sin).flatten(2)
+
+    cos, sin = (angles.to(wide)[:, :, None] for angles in (inputs.cos, inputs.sin))
     apart = [] if inputs.gate_input is None else [inputs.gate_input]
     widths = [getattr(inputs, f"{name}_width") for name in ("query", "key", "value", "gate")[: 4 - len(apart)]]
     query, key, value, gate = (x.to(wide) for x in (*inputs.input.split(widths, -1), *apart))
-    query, key = (naive_rotation(x, inputs.cos.to(wide), inputs.sin.to(wide)) for x in (query, key))
     gate = gate if inputs.gate_bias is None else gate + inputs.gate_bias.to(wide)
-    return query, key, value, *([gate.sigmoid()] if inputs.gate_width else [])
+    return rotated(query), rotated(key), value, *([gate.sigmoid()] if inputs.gate_width else [])
 
 
 @dataclass(frozen=True)

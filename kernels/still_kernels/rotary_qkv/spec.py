@@ -17,7 +17,6 @@ ROTARY_QKV = OpSpec(
         TensorSpec("gate_bias", ("gate_width",), "T", "weight", optional=True),
         TensorSpec("gate_input", ("B", "T", "gate_width"), "T", "activation", optional=True),
     ),
-    states=(),
     outputs=(
         TensorSpec("query", ("B", "T", "query_width"), "T", "activation"),
         TensorSpec("key", ("B", "T", "key_width"), "T", "activation"),

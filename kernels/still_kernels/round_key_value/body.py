@@ -12,7 +12,6 @@ from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b = Scope()
     for given, made in zip(ROUND_KEY_VALUE.input_names(), ROUND_KEY_VALUE.output_names(), strict=True):
         codes, scales = codes_of(b, b.cast(given, FLOAT))

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from still_graphs.conditions import no_functions
 from still_graphs.edits import in_half, rank, width
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.patterns import Either, Fusion, Match, Op, Val, fusing
-from still_graphs.pipelines import PLUGINS, Step
+from still_graphs.pipelines import PLUGINS
 from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
 
 NAMES = ROUND_KEY_VALUE.input_names()
@@ -64,7 +63,8 @@ def _replace(match: Match) -> Sequence[ir.Value]:
 
 
 PAIR = Fusion((ROUNDED[0], ROUNDED[1]), _replace, _is_pair, alone=False)
-fuse_rounding, rounding_fused = fusing("fuse_rounding", PAIR)
+STEP = fusing("fuse_rounding", "the same of caches in 8 bits", PAIR)
+fuse_rounding = STEP.run
 
 AFTER = ("rotary_qkv",)
-STEPS = {PLUGINS: (Step(fuse_rounding, "the same of caches in 8 bits", requires=no_functions, ensures=rounding_fused),)}
+STEPS = {PLUGINS: (STEP,)}

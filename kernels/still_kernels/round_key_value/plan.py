@@ -7,8 +7,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from still_kernels.common.stateless import StatelessInputs, StatelessVariant, keyed, stateless_op
-from still_kernels.op_kernels import HALVES
-from still_kernels.plan import Check, Launch, Plan
+from still_kernels.op_kernels import HALVES, HEAD_DIM
+from still_kernels.plan import Launch, Plan
 from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
 from still_kernels.tile import KernelTile, TileTable, pow2
 
@@ -49,7 +49,6 @@ class Variant(StatelessVariant):
     head_dim: int = 128
 
 
-MAX_HEAD_DIM = 256
 TILES = TileTable({"round": KernelTile({"BR": 4}, 2)})
 """Heads of tokens of one program; one for every variant and architecture, as time is that of a launch, or of reading memory."""
 
@@ -62,7 +61,7 @@ OP = stateless_op(
     naive_round_key_value,
     module="still_kernels.round_key_value.kernels",
     covers="roundings of keys and values have",
-    also=(Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),),
+    also=(HEAD_DIM,),
     compiled=lambda variant: {"D": variant.head_dim, "DP": pow2(variant.head_dim)},
     blocks={"row_block": "round.BR"},
 )

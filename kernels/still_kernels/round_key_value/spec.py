@@ -12,11 +12,9 @@ ROUND_KEY_VALUE = OpSpec(
         TensorSpec("key", ("B", "T", "HK", "D"), "T", "activation"),
         TensorSpec("value", ("B", "T", "HK", "D"), "T", "activation"),
     ),
-    states=(),
     outputs=(
         TensorSpec("rounded_key", ("B", "T", "HK", "D"), "T", "activation"),
         TensorSpec("rounded_value", ("B", "T", "HK", "D"), "T", "activation"),
     ),
-    attributes=(),
     traced=False,
 )

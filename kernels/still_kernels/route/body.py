@@ -18,7 +18,6 @@ NEVER = -3.4e38
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b = Scope()
     set_ = {a.name: a.default for a in ROUTE.attributes} | {
         a.name: helper.get_attribute_value(a) for a in node.attribute

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from still_graphs.errors import ShapeError
 from still_kernels.route.spec import ROUTE
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import sizes_of_call
+from still_kernels.torch_ops import traced_op
 
 BEST = 2
 """Experts of a group whose scores are its own."""
@@ -17,13 +18,7 @@ BEST = 2
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens of one call; fp16, bf16, fp32 or fp64.
-
-    input: [B, T, I].
-    router: [E, I].
-    bias: [E], added to scores where experts are chosen, not to weights; None: 0.
-    k, score, normalize, epsilon, scaling, groups, top_groups: As of the op's spec.
-    """
+    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64."""
 
     input: Tensor
     router: Tensor
@@ -38,10 +33,7 @@ class Inputs:
 
     def check(self) -> None:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
-        experts = sizes_of(ROUTE, {name: x.shape for name, x in tensors_of(self).items()})["E"]
-        known = ROUTE.attribute("score").choices
-        if self.score not in known:
-            raise ShapeError(f"score={self.score!r} is unknown; known: {', '.join(known)}.")
+        experts = sizes_of_call(ROUTE, self)["E"]
         if self.groups < 1 or experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ShapeError(
                 f"{experts} experts: the best {self.top_groups} of {self.groups} groups; groups must divide them."
@@ -56,9 +48,6 @@ def naive_route(inputs: Inputs, told: Tensor | None = None) -> tuple[Tensor, Ten
     """Experts int32 [B, T, K], the best first, and their weights [B, T, K] in at least float32.
 
     told: The experts of tokens in the place of those with the best scores, [B, T, K]; -1: not told.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
     """
     inputs.check()
     scores, (*_, rank) = _ranked(inputs)
@@ -69,6 +58,10 @@ def naive_route(inputs: Inputs, told: Tensor | None = None) -> tuple[Tensor, Ten
     if inputs.normalize:
         weight = weight / (weight.sum(-1, keepdim=True) + inputs.epsilon)
     return expert.to(torch.int32), weight * inputs.scaling
+
+
+route = traced_op(ROUTE, Inputs)(naive_route)
+"""The same, one node where a program is traced."""
 
 
 def margins(inputs: Inputs) -> Tensor:

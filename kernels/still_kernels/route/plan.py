@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from still_kernels.common.gemm_plan import FEW, block_launch
 from still_kernels.common.stateless import StatelessVariant, keyed, stateless_op
-from still_kernels.op_kernels import DTYPES, imported
+from still_kernels.op_kernels import DTYPES, later
 from still_kernels.plan import Branch, Check, Launch, Plan, Region
 from still_kernels.route.spec import ROUTE
 from still_kernels.tile import KernelTile, TileTable
-
-if TYPE_CHECKING:
-    from still_kernels.route.meaning import Inputs
-
 
 CANDIDATES = "E // max(groups, 1) * top_groups"
 PLAN = Plan(
@@ -81,16 +76,12 @@ def tile_table(variant: Variant, arch: int) -> TileTable:
     )
 
 
-def _definition(inputs: Inputs) -> Any:
-    return imported("still_kernels.route.meaning", "naive_route")()(inputs)
-
-
 OP = stateless_op(
     PLAN,
     Variant,
     [Variant(dtype) for dtype in DTYPES],
     tile_table,
-    _definition,
+    later("still_kernels.route.meaning", "naive_route"),
     module="still_kernels.route.kernels",
     compiled=lambda variant: {
         "SIGMOID": int(variant.score == "sigmoid"),

@@ -16,7 +16,6 @@ ROUTE = OpSpec(
         TensorSpec("router", ("E", "I"), "T", "weight"),
         TensorSpec("bias", ("E",), "float32", "weight", optional=True),
     ),
-    states=(),
     outputs=(
         TensorSpec("expert", ("B", "T", "k"), "int32", "activation"),
         TensorSpec("weight", ("B", "T", "k"), "float32", "activation"),

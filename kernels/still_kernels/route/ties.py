@@ -85,7 +85,6 @@ class RoutingTies:
         return found
 
     def open_tokens(self, leads: Leads) -> dict[int, np.ndarray]:
-        """As of Ties."""
         tied = {~key: np.abs(lead) <= 1 for key, lead in leads.items() if key < 0}
         return {layer: np.asarray(x.reshape(len(x), -1, self.heads).any(-1)) for layer, x in tied.items()}
 

@@ -10,8 +10,7 @@ from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Body, Scope
 from still_graphs.functions.counts import checked_counts
 from still_kernels.linear_attention.body.chunks import CHUNK, Held, write_chunks
-from still_kernels.linear_attention.body.layer import Layer, Tensors
-from still_kernels.linear_attention.body.step import write_step
+from still_kernels.linear_attention.body.layer import Layer, Tensors, write_step
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
 
 assert CHUNK == ROUTED_CHUNK

@@ -12,7 +12,8 @@ from still_graphs.errors import ShapeError
 from still_kernels.linear_attention.chunked import chunked_linear_attention
 from still_kernels.linear_attention.meaning import Inputs as LinearInputs
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import counts_of, sizes_of_call
+from still_kernels.torch_ops import traced_op
 
 
 class RoutedState(NamedTuple):
@@ -24,15 +25,11 @@ class RoutedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
+    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64. Keys are of unit length.
 
-    query, key: [B, T, H, D]; keys of unit length.
-    value: [B, T, H, V].
     decay: Logarithm of what stays of the state at each token, at most 0, [B, T, H].
     beta: Step size, [B, T, H].
     softmax: Whether the chunk goes to softmax, read at chunks' last tokens, int [B, T, R].
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
-    past_length: Tokens that each has seen, int [B].
     keep_decay: A chunk that is taken back leaves its decay.
     """
 
@@ -46,39 +43,24 @@ class Inputs:
     past_length: Tensor
     keep_decay: int = 1
 
-    def check(self, state: RoutedState) -> tuple[int, int]:
-        """Heads of a route, and T.
-
-        Raises:
-            ShapeError: A tensor does not fit.
-        """
-        past = {f"past_{name}": x.shape for name, x in state._asdict().items()}
-        sizes = sizes_of(ROUTED_ATTENTION, {n: x.shape for n, x in tensors_of(self).items()} | past)
+    def check(self, state: RoutedState) -> tuple[int, list[tuple[int, int]]]:
+        """Heads of a route; past and new tokens of each sequence."""
+        sizes = sizes_of_call(ROUTED_ATTENTION, self, **state._asdict())
         if sizes["H"] % sizes["R"]:
             raise ShapeError(f"softmax has {sizes['R']} routes, which do not divide the {sizes['H']} heads.")
-        for name in ("routed_state", "chunk_state"):
-            expected = [sizes[n] for n in "BHDV"]
-            if list(past[f"past_{name}"]) != expected:
-                raise ShapeError(f"{name}: expected {expected}, got {list(past[f'past_{name}'])}.")
-        new, lengths = self.new_tokens.tolist(), self.past_length.tolist()
-        for row, (count, length) in enumerate(zip(new, lengths, strict=True)):
-            if length < 0 or not 0 <= count <= sizes["T"]:
-                raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {sizes['T']}.")
-        return sizes["H"] // sizes["R"], sizes["T"]
+        return sizes["H"] // sizes["R"], counts_of(self.past_length, self.new_tokens, sizes["T"])
 
 
+@traced_op(ROUTED_ATTENTION, Inputs, RoutedState)
 def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, RoutedState]:
     """The rule of `naive_linear_attention`, whose chunks are taken back where they go to softmax; any split gives the same.
 
     Returns:
         output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.
-
-    Raises:
-        ShapeError: A tensor does not fit.
     """
-    group, tokens = inputs.check(state)
+    group, counts = inputs.check(state)
     runs, starts, outputs = [], [], []
-    for row, (at, count) in enumerate(zip(inputs.past_length.tolist(), inputs.new_tokens.tolist(), strict=True)):
+    for row, (at, count) in enumerate(counts):
         run, start, done = state.routed_state[row : row + 1], state.chunk_state[row : row + 1], 0
         parts = []
         while done < count:
@@ -100,7 +82,7 @@ def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, Routed
             if at % ROUTED_CHUNK == 0:
                 taken = inputs.softmax[row, done - 1] > 0  # [R]
                 run = start = torch.where(taken.repeat_interleave(group)[:, None, None], start, run)
-        padding = inputs.value.new_zeros(tokens - count, *inputs.value.shape[2:])
+        padding = inputs.value.new_zeros(inputs.value.shape[1] - count, *inputs.value.shape[2:])
         outputs.append(torch.cat((*parts, padding)))
         runs.append(run)
         starts.append(start)

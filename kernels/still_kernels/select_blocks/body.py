@@ -18,7 +18,6 @@ MOST, ALWAYS = 1e37, 3e38
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     a = {each.name: each.default for each in SELECT_BLOCKS.attributes}
     a |= {each.name: helper.get_attribute_value(each) for each in node.attribute}
     if fault := fault_of(a):

@@ -13,7 +13,9 @@ from still_kernels.forms import has_kernels
 from still_kernels.select_blocks.meaning import Inputs, naive_select_blocks
 from still_kernels.select_blocks.plan import KERNELS
 from still_kernels.select_blocks.spec import SELECT_BLOCKS
+from still_kernels.sizes import tensors_of
 from still_kernels.tile import TileTable
+from still_kernels.torch_ops import traced_op
 
 _prepared = launcher.kept(KERNELS)
 
@@ -23,21 +25,18 @@ def launch_select_blocks(inputs: Inputs, sums: Tensor, blocks: Tensor, table: Ti
 
     Args:
         inputs: Contiguous.
-
-    Raises:
-        UnsupportedError: No kernel covers the call; the message lists what is covered.
     """
     query = inputs.query
     shape = zip("BTHD", query.shape, strict=True)
     sizes = (*shape, ("HK", inputs.key.shape[2]), ("N", sums.shape[2]), ("block_slots", inputs.block_slots))
     attributes = tuple((a.name, getattr(inputs, a.name)) for a in SELECT_BLOCKS.attributes)
     prepared = _prepared(query.device, table, query.dtype, sizes, attributes)
-    tensors = {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor)}
-    launcher.Launcher().run(prepared, {**tensors, "key_sum": sums, "blocks": blocks}, query)
+    launcher.Launcher().run(prepared, {**tensors_of(inputs), "key_sum": sums, "blocks": blocks}, query)
 
 
+@traced_op(SELECT_BLOCKS, Inputs)
 def select_blocks(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As of `naive_select_blocks`; on CUDA by the Triton kernels, where they cover the call."""
+    """As of `naive_select_blocks`; on CUDA by the Triton kernels, where they cover the call; one node where a program is traced."""
     if not has_kernels(inputs.query.device):
         return naive_select_blocks(inputs, state)
     inputs.check(state)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
-from still_kernels.select_blocks.spec import SELECT_BLOCKS, fault_of
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.select_blocks.spec import SELECT_BLOCKS, Choice, fault_of
+from still_kernels.sizes import sizes_of_call
 
 TOKENS = 256
 """Queries whose scores are held at once."""
@@ -21,36 +21,17 @@ LEAST, MOST = 1e-37, 1e37
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
-
-    query: As attention reads it, [B, T, H, D].
-    key: [B, T, HK, D].
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
-    past_length: Tokens that each has seen, int [B].
-    block_size and the rest: As of the op's spec.
-    """
+class Inputs(Choice):
+    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64."""
 
     query: Tensor
     key: Tensor
     new_tokens: Tensor
     past_length: Tensor
-    block_size: int = 64
-    mean_stride: int = 16
-    mean_length: int = 32
-    lse_stride: int = 64
-    lse_length: int = 128
-    top_blocks: int = 96
-    init_blocks: int = 1
-    local_blocks: int = 32
-    dense_length: int = 8192
-    block_slots: int = 128
-    switch_by_call: int = 0
 
     def check(self, state: Tensor) -> None:
         """Raise ShapeError naming the tensor or attribute that does not fit."""
-        tensors = {name: x.shape for name, x in tensors_of(self).items()}
-        sizes = sizes_of(SELECT_BLOCKS, {**tensors, "past_key_sum": state.shape})
+        sizes = sizes_of_call(SELECT_BLOCKS, self, key_sum=state)
         if sizes["H"] % sizes["HK"]:
             raise ShapeError(f"query has {sizes['H']} heads, which is no multiple of the {sizes['HK']} of key.")
         if fault := fault_of({a.name: getattr(self, a.name) for a in SELECT_BLOCKS.attributes}):
@@ -77,9 +58,6 @@ def naive_select_blocks(inputs: Inputs, state: Tensor, watch: Watch | None = Non
     Args:
         watch: Told of the choices, which it may replace.
         state: Sums of the keys so far, [B, HK, N, D], float32, float64 for float64 activations; a row for each `stride` tokens.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
     """
     inputs.check(state)
     batch, tokens, _, _ = inputs.query.shape

@@ -6,12 +6,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, check_known, combinations, imported
+from still_kernels.op_kernels import (
+    HEAD_DIM,
+    TYPES,
+    Build,
+    Op,
+    OpKernels,
+    check_known,
+    combinations,
+    constants_of_heads,
+    imported,
+)
 from still_kernels.plan import Branch, Check, Launch, Let, Loop, Plan, Region
-from still_kernels.select_blocks.spec import SELECT_BLOCKS
+from still_kernels.select_blocks.spec import SELECT_BLOCKS, Choice
 from still_kernels.tile import SHARED_BYTES, KernelTile, TileTable, pow2
 
-MAX_HEAD_DIM = 256
 FEW_PROGRAMS = 264
 """That fill the chip: two on each multiprocessor of an H200."""
 SPAN_TOKENS = 2048
@@ -20,14 +29,7 @@ SPAN_TOKENS = 2048
 
 @lru_cache
 def tile_table(arch: int, head_dim: int, group: int, wide: bool) -> TileTable:
-    """The table of one variant.
-
-    Args:
-        arch: Compute capability, 90 for sm_90.
-        head_dim: D.
-        group: Query heads of a key/value head, filled up to a power of two.
-        wide: float32 activations.
-    """
+    """The table of one variant on an architecture (90 for sm_90); group: query heads of a key/value head, wide: float32 activations."""
     dependent = arch >= 90
     pdl = {"PDL": int(dependent)}
     means = 32 if pow2(head_dim) * (2 if wide else 1) > 128 else 64
@@ -146,27 +148,15 @@ PARTS = {"float32": 1, "float16": 2, "bfloat16": 3}
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Choice):
     """What a set of kernels is compiled for; everything else is a run-time argument.
 
     group: Query heads of a key/value head, filled up to a power of two.
-    block_size and the rest: As of the op's spec.
     """
 
     dtype: str = "bfloat16"
     head_dim: int = 128
     group: int = 16
-    block_size: int = 64
-    mean_stride: int = 16
-    mean_length: int = 32
-    lse_stride: int = 64
-    lse_length: int = 128
-    top_blocks: int = 96
-    init_blocks: int = 1
-    local_blocks: int = 32
-    dense_length: int = 8192
-    block_slots: int = 128
-    switch_by_call: int = 0
     count_dtype: str = "int64"
 
     def __post_init__(self) -> None:
@@ -175,18 +165,15 @@ class Variant:
 
 def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
     """What a variant is on an architecture, or with other block sizes."""
-    import triton
-
-    v, wide = variant, variant.dtype == "float32"
-    table = tile_table(arch, v.head_dim, v.group, wide) if table is None else table
+    v = variant
+    table = tile_table(arch, v.head_dim, v.group, v.dtype == "float32") if table is None else table
     few, many = (table.tiles[name].constants for name in ("score_few", "score"))
     # Coarse means that lie in the sums of one tile.
     means = (table.tiles["multiply"].constants["BJ"] - v.lse_length // v.mean_stride) // (
         v.lse_stride // v.mean_stride
     ) + 1
     constants: dict[str, Any] = {
-        "D": v.head_dim,
-        "DP": pow2(v.head_dim),
+        **constants_of_heads(v),
         "GP": v.group,
         "BLOCK": v.block_size,
         "STRIDE": v.mean_stride,
@@ -201,10 +188,8 @@ def build(variant: Variant, arch: int, table: TileTable | None = None) -> Build:
         "DENSE": v.dense_length,
         "BY_CALL": v.switch_by_call,
         "PARTS": PARTS[v.dtype],
-        "DOT": "tf32x3" if wide else "tf32",
         "MEANS": means,
         "MP": pow2(means),
-        "SETTLE": int(not triton.knobs.runtime.interpret),
     }
     sizes = {"mean_parts": PARTS[v.dtype], "mean_rows": table.tiles["mean"].constants["BJ"]}
     for name, of in (("few", few), ("many", many)):
@@ -219,8 +204,8 @@ KERNELS = OpKernels(
     build=build,
     functions=imported("still_kernels.select_blocks.kernels", "FUNCTIONS"),
     covered=(
-        Check(f"dtype in {DTYPES}", f"dtype={{dtype}}; the kernels have {', '.join(DTYPES)}."),
-        Check(f"D <= {MAX_HEAD_DIM}", f"head_dim={{D}}; the kernels have at most {MAX_HEAD_DIM}."),
+        TYPES,
+        HEAD_DIM,
         Check("H // HK <= 64", "{H // HK} query heads of a key/value head; the kernels have at most 64."),
         Check(
             " or ".join(f"block_size == {n} * mean_stride" for n in (1, 2, 4, 8, 16, 32)),

@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from still_graphs.spec import AttributeSpec, AttributeValue, Growth, OpSpec, StateSpec, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The op's attributes; `block_slots` as of `slots_of`."""
+
+    block_size: int = 64
+    mean_stride: int = 16
+    mean_length: int = 32
+    lse_stride: int = 64
+    lse_length: int = 128
+    top_blocks: int = 96
+    init_blocks: int = 1
+    local_blocks: int = 32
+    dense_length: int = 8192
+    block_slots: int = 128
+    switch_by_call: int = 0
+
 
 SELECT_BLOCKS = OpSpec(
     # All in float32, for the token at position p and each key/value head, whose G = H / HK query heads decide together:
@@ -28,19 +47,7 @@ SELECT_BLOCKS = OpSpec(
     states=(StateSpec("key_sum", ("B", "HK", "N", "D"), "float32", Growth("key_sums", 2, per="mean_stride")),),
     # Ascending; -1 behind them, and at padding.
     outputs=(TensorSpec("blocks", ("B", "T", "HK", "block_slots"), "int32", "activation"),),
-    attributes=(
-        AttributeSpec("block_size", 64),
-        AttributeSpec("mean_stride", 16),
-        AttributeSpec("mean_length", 32),
-        AttributeSpec("lse_stride", 64),
-        AttributeSpec("lse_length", 128),
-        AttributeSpec("top_blocks", 96),
-        AttributeSpec("init_blocks", 1),
-        AttributeSpec("local_blocks", 32),
-        AttributeSpec("dense_length", 8192),
-        AttributeSpec("block_slots", 128),  # as of `slots_of`
-        AttributeSpec("switch_by_call", 0),
-    ),
+    attributes=tuple(AttributeSpec(name, value) for name, value in vars(Choice()).items()),
 )
 
 
@@ -52,17 +59,10 @@ def slots_of(top: int, dense_length: int, block: int) -> int:
 def fault_of(given: Mapping[str, AttributeValue]) -> str | None:
     """What is wrong with the attributes of a node, by their names; None where nothing is."""
     a = {name: int(value) for name, value in given.items()}
-    least = {
-        "mean_stride": 1,
-        "block_size": 1,
-        "mean_length": 1,
-        "lse_stride": 1,
-        "lse_length": 1,
-        "init_blocks": 0,
-        "local_blocks": 0,
-        "switch_by_call": 0,
-    }
-    for name, low in least.items():
+    sizes = ("mean_stride", "block_size", "mean_length", "lse_stride", "lse_length")
+    for name, low in (
+        dict.fromkeys(sizes, 1) | dict.fromkeys(("init_blocks", "local_blocks", "switch_by_call"), 0)
+    ).items():
         if a[name] < low:
             return f"{name}={a[name]} must be at least {low}"
     for name in ("block_size", "mean_length", "lse_stride"):

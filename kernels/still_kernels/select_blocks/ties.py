@@ -35,7 +35,6 @@ class BlockTies(RoutingTies):
         )
 
     def leads(self, scores: Scores, own: Scores, counts: np.ndarray) -> Leads:
-        """As of RoutingTies."""
         apart = _finite(self._apart(scores))
         found = super().leads(apart, self._apart(own), counts * self.heads)
         for key, x in apart.items():

@@ -14,7 +14,6 @@ from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     size = {a.name: int(a.i) for a in node.attribute}.get("row_tokens", 16)
     if size < 1:
         raise UnsupportedError(f"{node.name or node.op_type}: row_tokens={size} must be at least 1.")

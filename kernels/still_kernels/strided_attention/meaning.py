@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from still_graphs.errors import CapacityError, ShapeError
-from still_kernels.attention.meaning import BLOCK, AttentionState
+from still_graphs.errors import ShapeError
+from still_kernels.attention.meaning import BLOCK, AttentionState, op_of_keys
 from still_kernels.attention.meaning import Inputs as AttentionInputs
+from still_kernels.sizes import counts_of
+from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,13 @@ class Inputs(AttentionInputs):
         return super().check()
 
 
+@op_of_keys(STRIDED_ATTENTION, Inputs)
 def strided_attention(inputs: Inputs, state: AttentionState, in_place: bool = False) -> tuple[Tensor, AttentionState]:
     """Output [B, T, H, D], dtype of query, 0 at padding; and the state after the call. Any split of a sequence gives the same.
 
     Args:
         state: What the sequences have seen, a row for each chunk.
         in_place: Write into `state`'s keys and values, and return them.
-
-    Raises:
-        ShapeError: A tensor or attribute does not fit.
-        CapacityError: A sequence outgrows the state.
     """
     _, tokens = inputs.check()
     state.check(inputs)
@@ -45,13 +44,7 @@ def strided_attention(inputs: Inputs, state: AttentionState, in_place: bool = Fa
     counts = torch.full_like(state.length, tokens) if inputs.new_tokens is None else inputs.new_tokens
     present = {name: x if in_place else x.clone() for name, x in (("key", state.key), ("value", state.value))}
     outputs = torch.zeros_like(query)
-    for row, (past, new) in enumerate(zip(state.length.tolist(), counts.tolist(), strict=True)):
-        if past < 0 or not 0 <= new <= tokens:
-            raise ShapeError(f"sequence {row} has length {past} and {new} new tokens; expected at most {tokens} new.")
-        if past + new > state.rows * size:
-            raise CapacityError(
-                f"sequence {row} grows to {past + new} tokens; the state has {state.rows} rows of {size}. Give a larger state."
-            )
+    for row, (past, new) in enumerate(counts_of(state.length, counts, tokens, state.rows, size)):
         if not new:
             continue
         end = past + new

@@ -12,7 +12,6 @@ from still_kernels.swi_glu.spec import SWI_GLU
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     b, width = Scope(), int(helper.get_node_attr_value(node, SWI_GLU.attributes[0].name))
     gate, up = b.multi("Split", b.cast("input", TensorProto.FLOAT), [width, width], out=2, axis=-1)
     b.cast(b("Mul", b("Mul", gate, b("Sigmoid", gate)), up), dtype, out="output")

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from still_graphs.conditions import no_functions
 from still_graphs.edits import in_half, on_last, rank, width
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.patterns import Fusion, Match, Op, Pattern, Val, fusing
-from still_graphs.pipelines import CUDA, PLUGINS, Step
+from still_graphs.pipelines import CUDA, PLUGINS
 from still_kernels.dense_matmul.spec import DENSE_MATMUL
 from still_kernels.matmul_nbits.spec import MATMUL_NBITS
 from still_kernels.swi_glu.spec import SWI_GLU
@@ -69,26 +68,13 @@ def _replace(match: Match) -> Sequence[ir.Value]:
 
 
 GATES = Fusion((GATED,), _replace, _fits)
-OF_LOW_BITS = replace(GATES, where=lambda match: _fits(match) and is_low_bit(match.value(WHOLE)))
-fuse_gates, low_bit_gates_fused = fusing("fuse_gates", OF_LOW_BITS)
-fuse_all_gates, all_gates_fused = fusing("fuse_all_gates", GATES)
+OF_LOW_BITS = fusing(
+    "fuse_gates",
+    "the same between the products of a low-bit feed-forward layer",
+    replace(GATES, where=lambda match: _fits(match) and is_low_bit(match.value(WHOLE))),
+)
+OF_ALL = fusing("fuse_all_gates", "its CUDA provider launches a feed-forward layer's gate node by node", GATES)
+fuse_gates, fuse_all_gates = OF_LOW_BITS.run, OF_ALL.run
 
 AFTER = ("add_rms_norm",)
-STEPS = {
-    PLUGINS: (
-        Step(
-            fuse_gates,
-            "the same between the products of a low-bit feed-forward layer",
-            requires=no_functions,
-            ensures=low_bit_gates_fused,
-        ),
-    ),
-    CUDA: (
-        Step(
-            fuse_all_gates,
-            "its CUDA provider launches a feed-forward layer's gate node by node",
-            requires=no_functions,
-            ensures=all_gates_fused,
-        ),
-    ),
-}
+STEPS = {PLUGINS: (OF_LOW_BITS,), CUDA: (OF_ALL,)}

@@ -27,11 +27,7 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Inputs(StatelessInputs, plan=PLAN):
-    """Numbers of tokens of one call.
-
-    input: [B, T, 2 * width], gate and up side by side.
-    width: Numbers of each.
-    """
+    """Tensor and attribute of one call, as of the op's spec."""
 
     input: Tensor
     width: int

@@ -9,7 +9,6 @@ SWI_GLU = OpSpec(
     name="SwiGlu",
     torch_name="swi_glu",
     inputs=(TensorSpec("input", ("B", "T", "2*width"), "T", "activation"),),
-    states=(),
     outputs=(TensorSpec("output", ("B", "T", "width"), "T", "activation"),),
     attributes=(AttributeSpec("width", 0),),
     traced=False,

@@ -16,7 +16,6 @@ WEIGHTS = (("gate", 0), ("up", 1), ("down", 2))
 
 
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
-    """The function of `node`; arguments as of `still_graphs.functions.function_body`."""
     heads, queries, dim, hidden = (dims[name] for name in "HGDM")
     given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     chunk, step = int(given.get("chunk_size", 64)), given.get("memory_update", b"muon").decode()

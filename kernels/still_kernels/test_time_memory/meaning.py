@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from still_graphs.errors import ShapeError
-from still_kernels.sizes import sizes_of, tensors_of
+from still_kernels.sizes import counts_of, sizes_of_call
 from still_kernels.test_time_memory.spec import MATRIX_EPSILON, ORTHOGONALIZE, ROW_EPSILON, TEST_TIME_MEMORY
+from still_kernels.torch_ops import traced_op
 
 
 class MemoryState(NamedTuple):
@@ -26,16 +27,7 @@ class MemoryState(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens and counts of one call; fp16, bf16, fp32 or fp64.
-
-    query: [B, T, H, G, D].
-    key, value: [B, T, H, D].
-    rate: Learning rates of gate, up and down, [B, T, H, 3].
-    momentum: What a token wants left of the momentum, [B, T, H].
-    initial: Weights before the first chunk, [H, 3, M, D].
-    new_tokens: Tokens that each sequence brings, the rest of its T is padding, int [B].
-    past_length: Tokens that each has seen, int [B].
-    """
+    """Tensors and attributes of one call, as of the op's spec; fp16, bf16, fp32 or fp64."""
 
     query: Tensor
     key: Tensor
@@ -50,26 +42,15 @@ class Inputs:
 
     def check(self, state: MemoryState) -> None:
         """Raise ShapeError where a tensor or an attribute does not fit."""
-        sizes = sizes_of(TEST_TIME_MEMORY, {n: x.shape for n, x in tensors_of(self).items()})
-        for name, x in state._asdict().items():
-            expected = TEST_TIME_MEMORY.state(name).sizes(sizes)
-            if tuple(x.shape) != expected:
-                raise ShapeError(f"{name}: expected {list(expected)}, got {list(x.shape)}.")
+        sizes = sizes_of_call(TEST_TIME_MEMORY, self, **state._asdict())
         if self.chunk_size < 1:
             raise ShapeError(f"chunk_size={self.chunk_size}; it must be at least 1.")
-        if self.memory_update not in (known := TEST_TIME_MEMORY.attribute("memory_update").choices):
-            raise ShapeError(f"memory_update={self.memory_update!r} is unknown; known: {', '.join(known)}.")
-        for row, (count, length) in enumerate(zip(self.new_tokens.tolist(), self.past_length.tolist(), strict=True)):
-            if length < 0 or not 0 <= count <= sizes["T"]:
-                raise ShapeError(f"sequence {row} has length {length} and {count} new tokens of {sizes['T']}.")
+        counts_of(self.past_length, self.new_tokens, sizes["T"])
 
 
+@traced_op(TEST_TIME_MEMORY, Inputs, MemoryState)
 def read_and_learn(inputs: Inputs, state: MemoryState) -> tuple[Tensor, MemoryState]:
-    """Output [B, T, H, G, D], dtype of query, 0 at padding; and the state after the call. Any split gives the same; it can be derived.
-
-    Raises:
-        ShapeError: A tensor or an attribute does not fit.
-    """
+    """Output [B, T, H, G, D], dtype of query, 0 at padding; and the state after the call. Any split gives the same; it can be derived."""
     inputs.check(state)
     wide = torch.promote_types(inputs.query.dtype, torch.float32)
     tokens, chunk = inputs.query.shape[1], inputs.chunk_size

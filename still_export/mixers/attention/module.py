@@ -12,9 +12,8 @@ from still_export.mixers.attention.cache import AttentionLayer
 from still_export.mixers.cache_layer import layer_of
 from still_export.mixers.kept import rounded
 from still_export.mixers.projections import ProjectedAttention, wants_gradients
-from still_kernels.attention.call import attention as kernel
+from still_kernels.attention.call import attention, attention_, fastest_attention
 from still_kernels.attention.meaning import AttentionState, Inputs
-from still_kernels.attention.traced import attention, attention_
 
 
 class SoftmaxAttention(ProjectedAttention):
@@ -53,5 +52,5 @@ class SoftmaxAttention(ProjectedAttention):
         # The op is one node for export and has no derivative; training differentiates through the kernel itself.
         training = wants_gradients(inputs.query) and not torch.compiler.is_exporting()
         if training or (in_place and not torch.compiler.is_compiling()):
-            return kernel(inputs, state, in_place=in_place and not training)
+            return fastest_attention(inputs, state, in_place=in_place and not training)
         return attention(inputs, state)

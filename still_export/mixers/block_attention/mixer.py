@@ -23,13 +23,13 @@ from still_export.mixers.layers import SELECTED, head_size
 from still_export.mixers.roles import GATE, PROJECTION
 from still_export.mixers.trainable import Trainable, TrainableModule
 from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.call import block_attention
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
-from still_kernels.block_attention.traced import read_blocks
+from still_kernels.select_blocks.call import select_blocks
 from still_kernels.select_blocks.meaning import Inputs as SelectInputs
 from still_kernels.select_blocks.meaning import Watch, naive_select_blocks
 from still_kernels.select_blocks.spec import SELECT_BLOCKS
-from still_kernels.select_blocks.traced import select_blocks
 
 
 class BlockSelected(SoftmaxAttention):
@@ -62,7 +62,7 @@ class BlockSelected(SoftmaxAttention):
             blocks, sums = self._choose(query, key, new_tokens, state)
         inputs = Inputs(query, key, value, new_tokens, blocks, self.choice["block_size"])
         held = AttentionState(state.key, state.value, state.length)
-        output, kept = read_blocks(inputs, held, layer is not None and layer.owned)
+        output, kept = block_attention(inputs, held, layer is not None and layer.owned)
         if layer is not None:
             layer.store(kept if sums is None else BlockState(**{**vars(kept), "key_sum": sums}))
         return output

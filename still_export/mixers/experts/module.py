@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from still_export.errors import ConfigError, UnsupportedModelError
 from still_export.mixers.roles import FEED_FORWARD, GATE, ROUTER
-from still_kernels.experts.meaning import Inputs
+from still_kernels.experts.meaning import Inputs, experts
 from still_kernels.experts.spec import EXPERTS
-from still_kernels.experts.traced import experts
 from still_kernels.route.meaning import Inputs as RouteInputs
-from still_kernels.route.meaning import margins, naive_route
+from still_kernels.route.meaning import margins, naive_route, route
 from still_kernels.route.spec import ROUTE
-from still_kernels.route.traced import route
 
 BIAS = "e_score_correction_bias"
 """Added to scores where experts are chosen; float32 in a model of any type."""

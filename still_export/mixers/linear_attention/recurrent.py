@@ -10,9 +10,8 @@ from torch import Tensor
 
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import states_of
-from still_kernels.linear_attention.call import linear_attention_whole
+from still_kernels.linear_attention.call import linear_attention, linear_attention_whole
 from still_kernels.linear_attention.meaning import Inputs
-from still_kernels.linear_attention.traced import linear_attention
 
 
 def recurrent(inputs: Inputs, cache: Any, index: int, ops: Sequence[LayerOp]) -> Tensor:

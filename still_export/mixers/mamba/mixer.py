@@ -13,12 +13,12 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer, demand_silu, sizes_of
 from still_export.mixers.projections import repeated
 from still_export.mixers.roles import GATE, NORM, PROJECTION
+from still_kernels.causal_conv.call import causal_conv
 from still_kernels.causal_conv.meaning import Inputs as ConvInputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.causal_conv.traced import causal_conv
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba(FixedStateModule):

@@ -17,14 +17,14 @@ from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
 from still_export.mixers.roles import NORM, PROJECTION
 from still_kernels.angle_sum.meaning import Inputs as AngleInputs
+from still_kernels.angle_sum.meaning import angle_sum
 from still_kernels.angle_sum.spec import ANGLE_SUM
-from still_kernels.angle_sum.traced import angle_sum
+from still_kernels.causal_conv.call import causal_conv
 from still_kernels.causal_conv.meaning import Inputs as ConvInputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.causal_conv.traced import causal_conv
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.linear_attention.traced import linear_attention
 
 
 class Mamba3(FixedStateModule):

@@ -16,11 +16,11 @@ from still_export.mixers.projections import rotated
 from still_export.mixers.roles import GATE, NORM, PROJECTION
 from still_export.mixers.rwkv7.mixer import LEAST_DECAY, ShiftedModule, rank_one_inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.linear_attention.traced import linear_attention
+from still_kernels.rank_one_attention.meaning import rank_one_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
-from still_kernels.rank_one_attention.traced import rank_one_attention
 
 Turn = tuple[Tensor, Tensor] | None
 LEAST_LOG = -5.0

@@ -13,12 +13,12 @@ from torch.nn.functional import layer_norm, relu
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
 from still_export.mixers.roles import FEED_FORWARD, GATE, NORM, PROJECTION
+from still_kernels.causal_conv.call import causal_conv
 from still_kernels.causal_conv.meaning import Inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.causal_conv.traced import causal_conv
 from still_kernels.rank_one_attention.meaning import Inputs as RankOneInputs
+from still_kernels.rank_one_attention.meaning import rank_one_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
-from still_kernels.rank_one_attention.traced import rank_one_attention
 
 LEAST_DECAY = -math.exp(-0.5)
 """What the logarithm of a decay of RWKV-7 is more than."""

@@ -11,9 +11,9 @@ from still_export.errors import UnsupportedModelError
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import FixedStateModule, FixedStatesMixer
 from still_export.mixers.roles import NORM, PROJECTION
+from still_kernels.causal_conv.call import causal_conv
 from still_kernels.causal_conv.meaning import Inputs
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.causal_conv.traced import causal_conv
 
 COVERED = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 

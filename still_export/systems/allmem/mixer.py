@@ -26,9 +26,8 @@ from still_export.mixers.trainable import TrainableModule
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
-from still_kernels.test_time_memory.meaning import Inputs, MemoryState
+from still_kernels.test_time_memory.meaning import Inputs, MemoryState, read_and_learn
 from still_kernels.test_time_memory.spec import ROW_EPSILON, TEST_TIME_MEMORY
-from still_kernels.test_time_memory.traced import read_and_learn
 
 WIDER = 2
 """Hidden channels of a memory, times those of a head."""

@@ -19,12 +19,12 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.parallel_mamba2.mixer import AttentionAndFixedStates
 from still_export.mixers.roles import ROUTER
 from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.call import block_attention
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
-from still_kernels.block_attention.traced import read_blocks
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.meaning import Inputs as RuleInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.linear_attention.traced import linear_attention
 
 BLOCK = 128
 """Tokens of a block: sinks and windows are whole blocks."""
@@ -104,7 +104,7 @@ class ChosenWidth(KeyedAttention):
         narrow = self.narrow(query, past_key_values)
 
         def attend(inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
-            return read_blocks(replace(inputs, blocks=self.blocks(narrow, inputs, state)), state, in_place)
+            return block_attention(replace(inputs, blocks=self.blocks(narrow, inputs, state)), state, in_place)
 
         heads = (*self.turned(query, key, position_embeddings), value)
         output = self.attended(attend, Inputs, heads, past_key_values, block_size=BLOCK)

@@ -6,15 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
+from still_export.mixers.attention.keyed import KeyedAttention
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp
 from still_export.mixers.layers import head_size
-from still_kernels.landmark_attention.meaning import Inputs
-from still_kernels.landmark_attention.meaning import landmark_attention as kernel
+from still_kernels.landmark_attention.meaning import Inputs, landmark_attention
 from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
-
-landmark_attention = op_of_keys(LANDMARK_ATTENTION, Inputs, kernel)
 
 
 class Landmark(KeyedAttention):

@@ -7,18 +7,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
+from still_export.mixers.attention.keyed import KeyedAttention
 from still_export.mixers.attention.mixer import KeysMixer, sizes
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import class_for
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import rotate
 from still_export.mixers.roles import PROJECTION
-from still_kernels.local_linear_attention.meaning import Inputs
-from still_kernels.local_linear_attention.meaning import local_linear_attention as kernel
+from still_kernels.local_linear_attention.meaning import Inputs, local_linear_attention
 from still_kernels.local_linear_attention.spec import LOCAL_LINEAR_ATTENTION
-
-local_linear_attention = op_of_keys(LOCAL_LINEAR_ATTENTION, Inputs, kernel)
 
 
 class LocalLinearAttention(KeyedAttention):

@@ -14,9 +14,8 @@ from still_export.mixers.attention.module import SoftmaxAttention
 from still_export.mixers.base import Mixer
 from still_export.mixers.layers import head_size
 from still_export.mixers.trainable import TrainableModule
-from still_kernels.route.meaning import Inputs, margins, naive_route
+from still_kernels.route.meaning import Inputs, margins, naive_route, route
 from still_kernels.route.spec import ROUTE
-from still_kernels.route.traced import route
 
 
 class ChosenHeads(SoftmaxAttention):

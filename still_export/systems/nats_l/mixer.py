@@ -22,20 +22,17 @@ from still_export.mixers.projections import unit_length, wants_gradients
 from still_export.mixers.roles import GATE, ROUTER
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.causal_conv.spec import CAUSAL_CONV
-from still_kernels.kept_attention.meaning import Inputs, KeptState
+from still_kernels.kept_attention.meaning import Inputs, KeptState, kept_attention
 from still_kernels.kept_attention.spec import KEPT_ATTENTION
-from still_kernels.kept_attention.traced import kept_attention
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.meaning import Inputs as RuleInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.linear_attention.traced import linear_attention
 from still_kernels.route.meaning import Inputs as RouteInputs
-from still_kernels.route.meaning import margins, naive_route
+from still_kernels.route.meaning import margins, naive_route, route
 from still_kernels.route.spec import ROUTE
-from still_kernels.route.traced import route
 from still_kernels.routed_attention.meaning import Inputs as RoutedInputs
-from still_kernels.routed_attention.meaning import RoutedState
+from still_kernels.routed_attention.meaning import RoutedState, routed_attention
 from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
-from still_kernels.routed_attention.traced import routed_attention
 
 
 class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
@@ -131,7 +128,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
             self.keep_decay,
         )
 
-        linear, after = routed_attention(rule, RoutedState(states["routed_state"], states["chunk_state"]), False)
+        linear, after = routed_attention(rule, RoutedState(states["routed_state"], states["chunk_state"]))
 
         def attend(inputs: Inputs, state: AttentionState, in_place: bool) -> tuple[Tensor, AttentionState]:
             before = KeptState(state.key, state.value, states["kept_chunks"])

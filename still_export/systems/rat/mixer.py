@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from still_export.mixers.attention.cache import AttentionLayer
-from still_export.mixers.attention.keyed import KeyedAttention, op_of_keys
+from still_export.mixers.attention.keyed import KeyedAttention
 from still_export.mixers.attention.mixer import KeysMixer
 from still_export.mixers.base import LayerOp
 from still_export.mixers.fixed import BesideFixedStates, class_for, states_of
@@ -22,14 +22,11 @@ from still_export.mixers.roles import PROJECTION
 from still_export.mixers.windowed_attention.mixer import WindowedAttentionMixer
 from still_kernels.attention.meaning import AttentionState
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
+from still_kernels.linear_attention.call import linear_attention
 from still_kernels.linear_attention.meaning import Inputs as ScanInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
-from still_kernels.linear_attention.traced import linear_attention
-from still_kernels.strided_attention.meaning import Inputs
-from still_kernels.strided_attention.meaning import strided_attention as kernel
+from still_kernels.strided_attention.meaning import Inputs, strided_attention
 from still_kernels.strided_attention.spec import STRIDED_ATTENTION
-
-strided_attention = op_of_keys(STRIDED_ATTENTION, Inputs, kernel)
 
 
 class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):

@@ -18,20 +18,16 @@ from still_export.mixers.layers import head_size
 from still_export.mixers.projections import rotate, unit_length
 from still_export.mixers.roles import PROJECTION, ROUTER
 from still_kernels.attention.meaning import AttentionState
+from still_kernels.block_attention.call import block_attention
 from still_kernels.block_attention.meaning import Inputs
 from still_kernels.block_attention.spec import BLOCK_ATTENTION
-from still_kernels.block_attention.traced import read_blocks
 from still_kernels.cluster_tokens.meaning import Inputs as ClusterInputs
-from still_kernels.cluster_tokens.meaning import cluster_tokens as kernel
+from still_kernels.cluster_tokens.meaning import cluster_tokens
 from still_kernels.cluster_tokens.spec import CLUSTER_TOKENS
 from still_kernels.route.meaning import Inputs as RouteInputs
-from still_kernels.route.meaning import margins, naive_route
+from still_kernels.route.meaning import margins, naive_route, route
 from still_kernels.route.spec import ROUTE
-from still_kernels.route.traced import route
-from still_kernels.torch_ops import op_of_one_state
 
-cluster_tokens = op_of_one_state(CLUSTER_TOKENS, ClusterInputs, kernel)
-"""Of inputs and the clusters so far: blocks int32 [B, T, HK, cluster_window], and the clusters after the call."""
 MARK = 1e3
 """Added to the logit of the cluster that was chosen: unit vectors' are far below."""
 
@@ -98,7 +94,7 @@ class ClusterAttention(Keyed):
             asked = ClusterInputs(cluster, inputs.new_tokens, state.length, self.window)
             blocks, clusters = cluster_tokens(asked, state.clusters)
             held = AttentionState(state.key, state.value, state.length)
-            output, present = read_blocks(replace(inputs, blocks=blocks), held, in_place)
+            output, present = block_attention(replace(inputs, blocks=blocks), held, in_place)
             return output, ClusterKeys(**{**vars(present), "clusters": clusters})
 
         output = self.attended(attend, Inputs, (query, unit, value), past_key_values, block_size=1)

@@ -32,7 +32,7 @@ SMALL: dict[str, Setting] = {
     "few_gate_up": {"BN": 16, "BK": 32},
     "few_down": {"BN": 16, "BK": 32},
     "few_codes_gate_up": {"SPLITS": 2, "UNITS": 1},
-    "few_codes_down": {"SPLITS": 2, "UNITS": 1, "AHEAD": 1},
+    "few_codes_down": {"SPLITS": 2, "UNITS": 1},
     "count": {"BP": 64},
     "sort": {"BP": 64},
     **{f"some_{name}": {"BM": 16, "BN": 32, "BK": 32} for name in ("gate_up", "down")},

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from still_kernels import launcher
 from still_kernels.attention.call import attention
 from still_kernels.attention.meaning import AttentionState, Inputs, blocked_attention
+from still_kernels.attention.plan import tile_table
 from still_kernels.tile import Setting, TileTable
 from tools.kernels.settings import one, stages
 from tools.kernels.work import Kind, OpWork, Work, filled
@@ -104,9 +106,7 @@ def work(layer: Layer, kind: Kind, dtype: torch.dtype, device: str) -> Work:
 
 
 def _table(layer: Layer, device: torch.device, wide: bool) -> TileTable:
-    from still_kernels.attention.call import device_table
-
-    return device_table(layer.head_dim, device, wide)
+    return tile_table(launcher.arch_of(device), layer.head_dim, wide)
 
 
 WORK = OpWork(

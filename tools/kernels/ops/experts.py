@@ -23,7 +23,6 @@ _FEW_MOVES = [*one("BN", 4, 8, 16, 32), *one("BK", 128, 256, 512, 1024), *stages
 _CODES_MOVES: list[Setting] = [
     *one("BN", 16, 32),
     *one("UNITS", 1, 2, 4),
-    *one("AHEAD", 0, 1),
     {"SPLITS": 4, "num_warps": 4},
     {"SPLITS": 8, "num_warps": 8},
     {"SPLITS": 16, "num_warps": 16},
