@@ -246,17 +246,6 @@ def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype,
 
 
 @torch.no_grad()
-def test_a_scan_without_its_reset_is_seen(tmp_path: Path) -> None:
-    theirs = linear_model("rat", seed=calm_seed("rat"))
-    theirs.save_pretrained(tmp_path)
-    ours = load_model(tmp_path)
-    expected, places = theirs.double()(ids()).logits, ours.model.rotary_emb
-    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
-    places.register_forward_hook(lambda module, given, made: (*made[:2], torch.zeros_like(made[2])))
-    assert far(ours(ids(), use_cache=False).logits, expected) > 1e3 * LOGITS
-
-
-@torch.no_grad()
 def test_a_width_is_what_the_first_call_decides(tmp_path: Path) -> None:
     """Routers that hang on the queries decide otherwise by 2 tokens than by 300; padding enters nothing. One block of sinks."""
     theirs = linear_model("flux_qwen3", seed=calm_seed("flux_qwen3"), sink_size=1, local_window_size=128)
