@@ -16,6 +16,14 @@ from tests.still_graphs.steps import applied
 Shape = Sequence[int | str]
 
 
+def parsed(graph: str, opset: int = 23) -> onnx.ModelProto:
+    """A model of a graph in ONNX's text."""
+    model: onnx.ModelProto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}, "{DOMAIN}" : 1]> {graph}'
+    )
+    return model
+
+
 def model_of(
     nodes: Sequence[onnx.NodeProto],
     given: Sequence[str],
