@@ -48,7 +48,7 @@ def compute_shapes(model: onnx.ModelProto) -> None:
 def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     model = small_graph()
     compute_shapes(model)
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(fix_shapes, model) == 5
     values = {n.output[0]: attribute(n, "value") for n in model.graph.node if n.op_type == "Constant"}
     shapes = {
@@ -59,7 +59,7 @@ def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     assert shapes["query"] == [0, 0, 6, 4] and shapes["key"] == [0, 0, 3, 4] and shapes["mixed_flat"] == [0, 0, 24]
     assert not {n.op_type for n in model.graph.node} & {"Shape", "Concat"}, "nothing computes a shape any more"
     onnx.checker.check_model(model, full_check=True)
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(fix_shapes, model) == 0
 
 
@@ -87,7 +87,7 @@ def test_heads_lie_side_by_side_at_the_plugin(expected: list[dict[str, np.ndarra
         behind = [split_heads(each, rewriter, SIZES["D"])] if each is node else []
         rewriter.nodes += [each, *behind]
     rewriter.finish()
-    assert_same(model, turned, "float32", 0)
+    assert_same(model, turned, 0)
 
 
 def test_views_are_made_where_they_are_used() -> None:

@@ -23,47 +23,28 @@ from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.spec import CACHE
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.protos import attribute, dimensions, opset_version, walk_nodes
-from tests.still_graphs.small_graph import HYBRID, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.small_graph import HYBRID, VOCABULARY, small_graph
 from tests.still_graphs.steps import applied
-from tests.still_graphs.written import outputs_of, parsed
+from tests.still_graphs.written import outputs_of, outputs_of_calls, parsed
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
 """Prefill, steps, a piece that ends a chunk, a step that promotes, and a piece over several chunks."""
 
 
-def session(model: onnx.ModelProto) -> object:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def rollout(model: onnx.ModelProto, dtype: str = "float32", batch: int = 2) -> list[dict[str, np.ndarray]]:
-    """Outputs of each call of SPLITS, the state handed on; row 1 brings one token fewer where it can."""
-    run = session(model)
-    inputs = {i.name: i.type for i in run.get_inputs()}  # type: ignore[attr-defined]
-    count = "int64" if "int64" in inputs["input_ids"] else "int32"
-    random, state = np.random.default_rng(1), empty_state(dtype, batch, SLOTS)
-    length = np.zeros(batch, dtype=count)
-    results = []
-    for tokens in SPLITS:
-        new = np.array([tokens, max(1, tokens - 1)], dtype=count)
-        ids = random.integers(0, VOCABULARY, (batch, tokens)).astype(count)
-        names = [o.name for o in run.get_outputs()]  # type: ignore[attr-defined]
-        feeds = {"input_ids": ids, "new_tokens": new, "past_length": length, **state}
-        outputs = dict(zip(names, run.run(None, feeds), strict=True))  # type: ignore[attr-defined]
-        outputs["logits"] = np.where(np.arange(tokens)[None, :, None] < new[:, None, None], outputs["logits"], 0)
-        results.append(outputs)
-        state = {n.replace("present_", "past_"): v for n, v in outputs.items() if n.startswith("present_") and "." in n}
-        length = outputs["present_length"]
-    return results
+def rollout(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
+    """Outputs of each call of SPLITS for two rows; row 1 brings one token fewer where it can."""
+    random = np.random.default_rng(1)
+    calls = [(random.integers(0, VOCABULARY, (2, n)), np.array([n, max(1, n - 1)])) for n in SPLITS]
+    found = outputs_of_calls(model, calls, SLOTS)
+    for outputs, (ids, new) in zip(found, calls, strict=True):
+        some = np.arange(ids.shape[1])[None, :, None] < new[:, None, None]
+        outputs["logits"] = np.where(some, outputs["logits"], 0)
+    return found
 
 
-def assert_same(model: onnx.ModelProto, expected: list[dict[str, np.ndarray]], dtype: str, tolerance: float) -> None:
-    for step, (got, wanted) in enumerate(zip(rollout(model, dtype), expected, strict=True)):
+def assert_same(model: onnx.ModelProto, expected: list[dict[str, np.ndarray]], tolerance: float) -> None:
+    for step, (got, wanted) in enumerate(zip(rollout(model), expected, strict=True)):
         for name, value in wanted.items():
             np.testing.assert_allclose(got[name], value, atol=tolerance, rtol=tolerance, err_msg=f"call {step}, {name}")
 
@@ -79,7 +60,7 @@ def test_replace_nonzero_keeps_every_output(expected: list[dict[str, np.ndarray]
     assert applied(replace_nonzero, model) == 1
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "NonZero" or n.domain == DOMAIN]
     assert not model.functions and [o.domain for o in model.opset_import] == [""]
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(replace_nonzero, model) == 0
 
 
@@ -89,7 +70,7 @@ def test_general_branches_hold_for_every_call(expected: list[dict[str, np.ndarra
     assert applied(take_general_branches, model) == 1
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "If"]
     onnx.checker.check_model(model)
-    assert_same(model, expected, "float32", 1e-5)
+    assert_same(model, expected, 1e-5)
     assert applied(take_general_branches, model) == 0
 
 
@@ -102,13 +83,13 @@ def test_replace_nonzero_refuses_other_uses() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 4e-3)])
 def test_lower_opset_keeps_every_output(dtype: str, tolerance: float) -> None:
     model = small_graph(dtype)
-    expected = rollout(model, dtype)
+    expected = rollout(model)
     applied(inline_functions, model)
     assert applied(lower_opset, model) > 5
     assert opset_version(model) == 17 and model.ir_version == 8
     onnx.checker.check_model(model, full_check=True)
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "RMSNormalization"]
-    assert_same(model, expected, dtype, tolerance)
+    assert_same(model, expected, tolerance)
     assert applied(lower_opset, model) == 0
 
 
@@ -131,7 +112,7 @@ def test_lower_opset_single_operators(node: str) -> None:
 def test_opset_21_has_no_workaround_of_a_host(dtype: str) -> None:
     """Norms are written out plainly, and what 21 has is left as it is."""
     model = small_graph(dtype)
-    expected = rollout(model, dtype)
+    expected = rollout(model)
     applied(inline_functions, model)
     kinds = [n.op_type for n in walk_nodes(model.graph)]
     lower, lowered = lowering(21)
@@ -141,7 +122,7 @@ def test_opset_21_has_no_workaround_of_a_host(dtype: str) -> None:
     left = [n.op_type for n in walk_nodes(model.graph)]
     for kind in ("Where", "Greater", "Shape", "Split", "ReduceMax"):
         assert left.count(kind) == kinds.count(kind), kind
-    assert_same(model, expected, dtype, 1e-6 if dtype == "float32" else 4e-3)
+    assert_same(model, expected, 1e-6 if dtype == "float32" else 4e-3)
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
@@ -249,7 +230,7 @@ def test_lower_integers_keeps_every_output(expected: list[dict[str, np.ndarray]]
         "past_length",
         "present_length",
     }
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(lower_integers, model) == 0
 
 
