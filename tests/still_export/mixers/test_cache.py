@@ -215,15 +215,6 @@ def test_contradictions_are_refused() -> None:
         cache.crop(2)
 
 
-def test_logits_to_keep_counts_each_rows_own_tokens() -> None:
-    model = still_model("llama")
-    ids, mask = padded([random_ids(1, 9)[0], random_ids(1, 4)[0]])
-    with torch.no_grad():
-        every = model(ids, attention_mask=mask).logits
-        kept = model(ids, attention_mask=mask, logits_to_keep=3).logits
-    torch.testing.assert_close(kept, torch.stack([every[0, 6:9], every[1, 1:4]]), rtol=0, atol=REFERENCE[torch.float64])
-
-
 def test_reset_and_row_operations() -> None:
     model = still_model("llama", layer_types=MIXED)
     ids = random_ids(2, 20)
