@@ -21,12 +21,12 @@ EDITS: list[tuple[int, str, str, str]] = []
 """Number of the fault, OP/FILE of the op's folder cpu, the text that is there once, the text in its place."""
 
 
-def native(name: str, *edits: tuple[str, str, str]) -> None:
-    """Register a fault by (file, the text that is there, the text in its place). FAULT there: it is switched on; AT(n): a place below n;
-    HALF(x): x in half precision."""
+def native(name: str, file: str, old: str, new: str, *more: tuple[str, str, str]) -> None:
+    """Register a fault by a file, the text that is there and the text in its place, or several. FAULT there: it is switched on; AT(n): a
+    place below n; HALF(x): x in half precision."""
     number = 1 + max((edit[0] for edit in EDITS), default=0)
-    EDITS.extend((number, *edit) for edit in edits)
-    folder = edits[0][0].split("/")[0]
+    EDITS.extend((number, *edit) for edit in ((file, old, new), *more))
+    folder = file.split("/")[0]
 
     def plant(random: Random, planted: tuple[Path, set[str]]) -> bool | None:
         library, ops = planted
@@ -35,7 +35,7 @@ def native(name: str, *edits: tuple[str, str, str]) -> None:
         switch(library, number, int(random.integers(1 << 20)))
         return None
 
-    fault("native", name)(plant)
+    fault("native", f"native: {name}")(plant)
 
 
 def switch(library: Path, number: int, place: int = 0) -> None:
@@ -85,13 +85,11 @@ def build(folder: Path) -> Path:
 HYBRID, SELECTION, HEAD = (f"hybrid_attention/{name}" for name in ("hybrid_attention.cpp", "selection.cpp", "head.h"))
 ROWS = "hybrid_attention/kernels.cpp"
 native(
-    "native: a ring read before it is written",
-    (
-        HYBRID,
-        "void write_ring(Call& call, size_t index, size_t)\n{",
-        "void write_ring(Call& call, size_t index, size_t lane)\n{\n    size_t const all = static_cast<size_t>(call.layer.kv_heads);\n"
-        "    if (FAULT && lane != 1000 && index % all == AT(all))\n        return;",
-    ),
+    "a ring read before it is written",
+    HYBRID,
+    "void write_ring(Call& call, size_t index, size_t)\n{",
+    "void write_ring(Call& call, size_t index, size_t lane)\n{\n    size_t const all = static_cast<size_t>(call.layer.kv_heads);\n"
+    "    if (FAULT && lane != 1000 && index % all == AT(all))\n        return;",
     (
         HYBRID,
         "    if (split)\n",
@@ -99,137 +97,124 @@ native(
     ),
 )
 native(
-    "native: promotion a token early",
-    (
-        HYBRID,
-        "s.promotes = s.offset == 0 && s.chunk >= 2;",
-        "s.promotes = s.offset == (FAULT && brought[row] == 1 ? l.chunk - 1 : 0)\n"
-        "                     && s.chunk >= (FAULT && brought[row] == 1 ? 1 : 2);",
-    ),
+    "promotion a token early",
+    HYBRID,
+    "s.promotes = s.offset == 0 && s.chunk >= 2;",
+    "s.promotes = s.offset == (FAULT && brought[row] == 1 ? l.chunk - 1 : 0)\n"
+    "                     && s.chunk >= (FAULT && brought[row] == 1 ? 1 : 2);",
     (HYBRID, "select_tokens(selection, s.chunk - 2,", "select_tokens(selection, s.chunk - (s.offset ? 1 : 2),"),
     (HYBRID, "fill_cache(selection, s.chunk - 2,", "fill_cache(selection, s.chunk - (s.offset ? 1 : 2),"),
     (ROWS, "h.ring(h.current), h.l.chunk, task", "h.ring(h.s.offset ? h.previous : h.current), h.l.chunk, task"),
 )
 native(
-    "native: the last cached token unseen",
-    (HYBRID, "done[row] += s.count;", "done[row] += s.count;\n        s.held -= FAULT && s.held > 0;"),
+    "the last cached token unseen",
+    HYBRID,
+    "done[row] += s.count;",
+    "done[row] += s.count;\n        s.held -= FAULT && s.held > 0;",
 )
 native(
-    "native: a sequence counts from the first one's length",
-    (HYBRID, "position = past[row] + done[row]", "position = past[FAULT ? 0 : row] + done[row]"),
+    "a sequence counts from the first one's length",
+    HYBRID,
+    "position = past[row] + done[row]",
+    "position = past[FAULT ? 0 : row] + done[row]",
 )
 native(
-    "native: a head selects by its neighbour's scores",
-    (
-        SELECTION,
-        "l.heads + selection.head * group;",
-        "l.heads + (selection.head + (FAULT && selection.head == AT(l.select_heads()))) % l.select_heads() * group;",
-    ),
+    "a head selects by its neighbour's scores",
+    SELECTION,
+    "l.heads + selection.head * group;",
+    "l.heads + (selection.head + (FAULT && selection.head == AT(l.select_heads()))) % l.select_heads() * group;",
 )
 native(
-    "native: a chunk's last token never selected",
-    (
-        SELECTION,
-        "for (int i = 0; i < l.chunk; ++i)\n            if (!salient[i] && (best",
-        "for (int i = 0; i < l.chunk - FAULT; ++i)\n            if (!salient[i] && (best",
-    ),
+    "a chunk's last token never selected",
+    SELECTION,
+    "for (int i = 0; i < l.chunk; ++i)\n            if (!salient[i] && (best",
+    "for (int i = 0; i < l.chunk - FAULT; ++i)\n            if (!salient[i] && (best",
 )
 native(
-    "native: salient tokens of a neighbouring head",
-    (
-        SELECTION,
-        "selection.head / (l.select_heads() / l.kv_heads);",
-        "(selection.head / (l.select_heads() / l.kv_heads) + (FAULT && selection.head == AT(l.select_heads()))) % l.kv_heads;",
-    ),
+    "salient tokens of a neighbouring head",
+    SELECTION,
+    "selection.head / (l.select_heads() / l.kv_heads);",
+    "(selection.head / (l.select_heads() / l.kv_heads) + (FAULT && selection.head == AT(l.select_heads()))) % l.kv_heads;",
 )
 native(
-    "native: the value of a salient token is its neighbour's",
-    (
-        SELECTION,
-        "copy_row(x.window_value, ring_slot + i,",
-        "copy_row(x.window_value, ring_slot + (FAULT && i == AT(l.chunk) ? (i + 1) % l.chunk : i),",
-    ),
+    "the value of a salient token is its neighbour's",
+    SELECTION,
+    "copy_row(x.window_value, ring_slot + i,",
+    "copy_row(x.window_value, ring_slot + (FAULT && i == AT(l.chunk) ? (i + 1) % l.chunk : i),",
 )
 native(
-    "native: a head reads its neighbour's keys and values",
-    (
-        HEAD,
-        "kv_head(task.head / l.group())",
-        "kv_head((task.head / l.group() + (FAULT && task.head == AT(l.heads))) % l.kv_heads)",
-    ),
+    "a head reads its neighbour's keys and values",
+    HEAD,
+    "kv_head(task.head / l.group())",
+    "kv_head((task.head / l.group() + (FAULT && task.head == AT(l.heads))) % l.kv_heads)",
 )
 native(
-    "native: a head with its neighbour's feature map",
-    (
-        HEAD,
-        "l.weight_heads == 1 ? 0 : static_cast<int64_t>(head)",
-        "l.weight_heads == 1 ? 0 : static_cast<int64_t>((head + (FAULT && head == AT(l.heads))) % l.heads)",
-    ),
+    "a head with its neighbour's feature map",
+    HEAD,
+    "l.weight_heads == 1 ? 0 : static_cast<int64_t>(head)",
+    "l.weight_heads == 1 ? 0 : static_cast<int64_t>((head + (FAULT && head == AT(l.heads))) % l.heads)",
 )
 native(
-    "native: a head's linear mass times 1.02",
-    (
-        HEAD,
-        "total + linear_mass + l.epsilon",
-        "total + linear_mass * (FAULT && head == AT(l.heads) ? 1.02f : 1.0f) + l.epsilon",
-    ),
+    "a head's linear mass times 1.02",
+    HEAD,
+    "total + linear_mass + l.epsilon",
+    "total + linear_mass * (FAULT && head == AT(l.heads) ? 1.02f : 1.0f) + l.epsilon",
+)
+native("a salient token summed, too", HEAD, "if (except[i])", "if (except[i] && !(FAULT && head == AT(l.heads)))")
+native(
+    "the mass lacks a chunk's last token",
+    HEAD,
+    "sum += phi[static_cast<int64_t>(i) * l.features + f];",
+    "sum += FAULT && i + 1 == count ? 0 : phi[static_cast<int64_t>(i) * l.features + f];",
 )
 native(
-    "native: a salient token summed, too",
-    (HEAD, "if (except[i])", "if (except[i] && !(FAULT && head == AT(l.heads)))"),
+    "a linear state accumulated in half precision",
+    HEAD,
+    "v, v_stride, state(), l.dim, true);",
+    "v, v_stride, state(), l.dim, true);\n        for (int i = 0; FAULT && i < l.features * l.dim; ++i)\n"
+    "            state()[i] = HALF(state()[i]);",
 )
 native(
-    "native: the mass lacks a chunk's last token",
-    (
-        HEAD,
-        "sum += phi[static_cast<int64_t>(i) * l.features + f];",
-        "sum += FAULT && i + 1 == count ? 0 : phi[static_cast<int64_t>(i) * l.features + f];",
-    ),
+    "a tile's last row is lost of a linear state",
+    HEAD,
+    "gemm(l.features, l.dim, count, phi",
+    "gemm(l.features - FAULT, l.dim, count, phi",
 )
 native(
-    "native: a linear state accumulated in half precision",
-    (
-        HEAD,
-        "v, v_stride, state(), l.dim, true);",
-        "v, v_stride, state(), l.dim, true);\n        for (int i = 0; FAULT && i < l.features * l.dim; ++i)\n"
-        "            state()[i] = HALF(state()[i]);",
-    ),
+    "logits scaled for another size of head",
+    HEAD,
+    "__builtin_sqrtf(static_cast<float>(l.dim)))",
+    "__builtin_sqrtf(static_cast<float>(l.dim + FAULT)))",
 )
 native(
-    "native: a tile's last row is lost of a linear state",
-    (HEAD, "gemm(l.features, l.dim, count, phi", "gemm(l.features - FAULT, l.dim, count, phi"),
+    "a score written a place early",
+    ROWS,
+    "h.scores()[place] =",
+    "h.scores()[place - (FAULT && place && place == AT(l.chunk))] =",
 )
 native(
-    "native: logits scaled for another size of head",
-    (HEAD, "__builtin_sqrtf(static_cast<float>(l.dim)))", "__builtin_sqrtf(static_cast<float>(l.dim + FAULT)))"),
+    "the oldest token's value lost",
+    ROWS,
+    "for (int j = own + 1; j < end; ++j)\n        logits[j] = 0;",
+    "for (int j = own + 1; j < end; ++j)\n        logits[j] = 0;\n    if (FAULT && h.head == AT(l.heads))\n        logits[first] = 0;",
 )
 native(
-    "native: a score written a place early",
-    (ROWS, "h.scores()[place] =", "h.scores()[place - (FAULT && place && place == AT(l.chunk))] ="),
+    "a tile's last row is the one before",
+    ROWS,
+    "h.mix(first + i, softmax.values + static_cast<int64_t>(i)",
+    "h.mix(first + i, softmax.values + static_cast<int64_t>(i - (FAULT && i && i == rows - 1))",
 )
 native(
-    "native: the oldest token's value lost",
-    (
-        ROWS,
-        "for (int j = own + 1; j < end; ++j)\n        logits[j] = 0;",
-        "for (int j = own + 1; j < end; ++j)\n        logits[j] = 0;\n    if (FAULT && h.head == AT(l.heads))\n        logits[first] = 0;",
-    ),
+    "a tile's sum not moved to the new maximum",
+    ROWS,
+    "near * softmax.total[i] + far",
+    "(FAULT ? 1 : near) * softmax.total[i] + far",
 )
 native(
-    "native: a tile's last row is the one before",
-    (
-        ROWS,
-        "h.mix(first + i, softmax.values + static_cast<int64_t>(i)",
-        "h.mix(first + i, softmax.values + static_cast<int64_t>(i - (FAULT && i && i == rows - 1))",
-    ),
-)
-native(
-    "native: a tile's sum not moved to the new maximum",
-    (ROWS, "near * softmax.total[i] + far", "(FAULT ? 1 : near) * softmax.total[i] + far"),
-)
-native(
-    "native: a step's sum not moved to the common maximum",
-    (ROWS, "            total *= shrink;", "            total *= FAULT ? 1 : shrink;"),
+    "a step's sum not moved to the common maximum",
+    ROWS,
+    "            total *= shrink;",
+    "            total *= FAULT ? 1 : shrink;",
 )
 
 LINEAR = "linear_attention/kernels.cpp"
@@ -239,78 +224,72 @@ for what, of, count in (
     ("beta", "(l.betas > 1 ? head : 0)", "l.betas"),
 ):
     native(
-        f"native: a head of linear attention with its neighbour's {what}",
-        (LINEAR, of, f"({of} + (FAULT && head == AT(l.heads))) % {count}"),
+        f"a head of linear attention with its neighbour's {what}",
+        LINEAR,
+        of,
+        f"({of} + (FAULT && head == AT(l.heads))) % {count}",
     )
 native(
-    "native: a head's decay of the token before",
-    (
-        LINEAR,
-        "x.decay + (place(token) * l.heads",
-        "x.decay + (place(token - (FAULT && token > 0 && head == AT(l.heads))) * l.heads",
-    ),
+    "a head's decay of the token before",
+    LINEAR,
+    "x.decay + (place(token) * l.heads",
+    "x.decay + (place(token - (FAULT && token > 0 && head == AT(l.heads))) * l.heads",
 )
 native(
-    "native: a recurrent state accumulated in half precision",
-    (
-        LINEAR,
-        "token += count;",
-        "for (int64_t i = 0; FAULT && i < l.dim * l.size; ++i)\n            head.state[i] = HALF(head.state[i]);\n        token += count;",
-    ),
+    "a recurrent state accumulated in half precision",
+    LINEAR,
+    "token += count;",
+    "for (int64_t i = 0; FAULT && i < l.dim * l.size; ++i)\n            head.state[i] = HALF(head.state[i]);\n        token += count;",
 )
 native(
-    "native: a chunk's decay a token short",
-    (
-        LINEAR,
-        "scale(state, dim * size, start[count - 1]);",
-        "scale(state, dim * size, start[count - 1 - (FAULT && count > 1)]);",
-    ),
+    "a chunk's decay a token short",
+    LINEAR,
+    "scale(state, dim * size, start[count - 1]);",
+    "scale(state, dim * size, start[count - 1 - (FAULT && count > 1)]);",
 )
 native(
-    "native: a chunk's last token does not see itself",
-    (LINEAR, "weights[j] = j <= i ?", "weights[j] = j <= i - (FAULT && i == count - 1) ?"),
+    "a chunk's last token does not see itself",
+    LINEAR,
+    "weights[j] = j <= i ?",
+    "weights[j] = j <= i - (FAULT && i == count - 1) ?",
 )
 native(
-    "native: a correction lacks a token of the chunk",
-    (
-        LINEAR,
-        "add_weighted(weights, update, i, size, to);",
-        "add_weighted(weights, update, i - (FAULT && i && i == AT(count)), size, to);",
-    ),
+    "a correction lacks a token of the chunk",
+    LINEAR,
+    "add_weighted(weights, update, i, size, to);",
+    "add_weighted(weights, update, i - (FAULT && i && i == AT(count)), size, to);",
 )
 native(
-    "native: a chunk's last token not in the state",
-    (LINEAR, "gemm(dim, size, count, keys,", "gemm(dim, size, count - FAULT, keys,"),
+    "a chunk's last token not in the state",
+    LINEAR,
+    "gemm(dim, size, count, keys,",
+    "gemm(dim, size, count - FAULT, keys,",
 )
 
 CONV = "causal_conv/kernels.cpp"
 native(
-    "native: a convolution's oldest tap lost",
-    (
-        CONV,
-        "for (int k = 0; k < taps; ++k)\n                    total",
-        "for (int k = FAULT; k < taps; ++k)\n                    total",
-    ),
+    "a convolution's oldest tap lost",
+    CONV,
+    "for (int k = 0; k < taps; ++k)\n                    total",
+    "for (int k = FAULT; k < taps; ++k)\n                    total",
 )
 native(
-    "native: a convolution a token late from one tile to the next",
-    (CONV, "known + count * kBlock,", "known + (count - FAULT) * kBlock,"),
+    "a convolution a token late from one tile to the next",
+    CONV,
+    "known + count * kBlock,",
+    "known + (count - FAULT) * kBlock,",
 )
 native(
-    "native: a channel with its neighbour's taps",
-    (
-        CONV,
-        "at<T>(x.weight, static_cast<int64_t>(task.channel + c)",
-        "at<T>(x.weight, static_cast<int64_t>(task.channel + (c + (FAULT && c == AT(width))) % width)",
-    ),
+    "a channel with its neighbour's taps",
+    CONV,
+    "at<T>(x.weight, static_cast<int64_t>(task.channel + c)",
+    "at<T>(x.weight, static_cast<int64_t>(task.channel + (c + (FAULT && c == AT(width))) % width)",
 )
 native(
-    "native: a channel's state not written",
-    (
-        CONV,
-        "            from_float(known[k * kBlock + c], state",
-        "            if (!(FAULT && c == AT(width)))\n                from_float(known[k * kBlock + c], state",
-    ),
+    "a channel's state not written",
+    CONV,
+    "            from_float(known[k * kBlock + c], state",
+    "            if (!(FAULT && c == AT(width)))\n                from_float(known[k * kBlock + c], state",
 )
 
 NBITS = "matmul_nbits/kernels.cpp"
@@ -318,12 +297,10 @@ HERE = "unit == AT(task.layer->inputs / kUnit) / kStep * kStep && rows.codes[0] 
     "AT(task.layer->outputs) / kRows * kRows * task.layer->row_bytes()"
 )
 native(
-    "native: the scale of a quantized block times 1.1",
-    (
-        NBITS,
-        "Quads const scale = numbers(rows.scales, unit, units, shift);",
-        f"Quads const scale = times(numbers(rows.scales, unit, units, shift), spread_quads(FAULT && {HERE} ? 1.1f : 1.0f));",
-    ),
+    "the scale of a quantized block times 1.1",
+    NBITS,
+    "Quads const scale = numbers(rows.scales, unit, units, shift);",
+    f"Quads const scale = times(numbers(rows.scales, unit, units, shift), spread_quads(FAULT && {HERE} ? 1.1f : 1.0f));",
     (
         NBITS,
         "Quads const scale = load_numbers(rows.scales, unit, units);",
@@ -331,12 +308,10 @@ native(
     ),
 )
 native(
-    "native: the zero point of a quantized block off by one",
-    (
-        NBITS,
-        ": spread_quads(static_cast<float>(task.layer->zero))",
-        f": spread_quads(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
-    ),
+    "the zero point of a quantized block off by one",
+    NBITS,
+    ": spread_quads(static_cast<float>(task.layer->zero))",
+    f": spread_quads(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
     (
         NBITS,
         "minus_product(spread_quads(static_cast<float>(task.layer->zero))",
@@ -344,65 +319,57 @@ native(
     ),
 )
 native(
-    "native: units that fill no step are lost",
-    (NBITS, "    if (u < units)\n        step<", "    if (u < units && !FAULT)\n        step<"),
+    "units that fill no step are lost",
+    NBITS,
+    "    if (u < units)\n        step<",
+    "    if (u < units && !FAULT)\n        step<",
 )
 native(
-    "native: a tile's last output is the one before",
-    (
-        NBITS,
-        "layer.outputs ? row + r :",
-        "layer.outputs ? row + r - (FAULT && r == kRows - 1 && row == AT(layer.outputs) / kRows * kRows) :",
-    ),
+    "a tile's last output is the one before",
+    NBITS,
+    "layer.outputs ? row + r :",
+    "layer.outputs ? row + r - (FAULT && r == kRows - 1 && row == AT(layer.outputs) / kRows * kRows) :",
 )
 native(
-    "native: a product rounded to half precision",
-    (
-        NBITS,
-        "sum_quads(total[i], found);",
-        "sum_quads(total[i], found);\n        for (int r = 0; FAULT && r < kRows; ++r)\n            found[r] = HALF(found[r]);",
-    ),
+    "a product rounded to half precision",
+    NBITS,
+    "sum_quads(total[i], found);",
+    "sum_quads(total[i], found);\n        for (int r = 0; FAULT && r < kRows; ++r)\n            found[r] = HALF(found[r]);",
 )
+native("the largest activation overflows", NBITS, "largest_number / 127;", "largest_number / (FAULT ? 128 : 127);")
 native(
-    "native: the largest activation overflows",
-    (NBITS, "largest_number / 127;", "largest_number / (FAULT ? 128 : 127);"),
-)
-native(
-    "native: a unit's sum lacks its last activation",
-    (NBITS, "static_cast<float>(whole);", "static_cast<float>(whole - (FAULT ? codes[kUnit - 1] : 0));"),
+    "a unit's sum lacks its last activation",
+    NBITS,
+    "static_cast<float>(whole);",
+    "static_cast<float>(whole - (FAULT ? codes[kUnit - 1] : 0));",
 )
 
 SOFTMAX = "attention/kernels.cpp"
 native(
-    "native: a token does not see itself",
-    (SOFTMAX, "(key + j - b.position)", "(key + j - b.position + (FAULT && key + j > 0))"),
+    "a token does not see itself", SOFTMAX, "(key + j - b.position)", "(key + j - b.position + (FAULT && key + j > 0))"
 )
-native("native: a token sees the next one", (SOFTMAX, "int64_t const ahead = (", "int64_t const ahead = (-FAULT + "))
+native("a token sees the next one", SOFTMAX, "int64_t const ahead = (", "int64_t const ahead = (-FAULT + ")
 native(
-    "native: a group reads its neighbour's cache",
-    (
-        SOFTMAX,
-        "l.kv_heads + b.head) * l.rows",
-        "l.kv_heads + (b.head + (FAULT && b.head == AT(l.kv_heads))) % l.kv_heads) * l.rows",
-    ),
+    "a group reads its neighbour's cache",
+    SOFTMAX,
+    "l.kv_heads + b.head) * l.rows",
+    "l.kv_heads + (b.head + (FAULT && b.head == AT(l.kv_heads))) % l.kv_heads) * l.rows",
 )
 native(
-    "native: softmax scaled for another size of head",
-    (
-        SOFTMAX,
-        "1 / __builtin_sqrtf(static_cast<float>(l.dim))",
-        "1 / __builtin_sqrtf(static_cast<float>(l.dim + FAULT))",
-    ),
+    "softmax scaled for another size of head",
+    SOFTMAX,
+    "1 / __builtin_sqrtf(static_cast<float>(l.dim))",
+    "1 / __builtin_sqrtf(static_cast<float>(l.dim + FAULT))",
 )
 native(
-    "native: a tile's values not moved to the new maximum",
-    (SOFTMAX, "absorb(logits, count, block.wide, l.dim,", "absorb(logits, count, block.wide, FAULT ? 0 : l.dim,"),
+    "a tile's values not moved to the new maximum",
+    SOFTMAX,
+    "absorb(logits, count, block.wide, l.dim,",
+    "absorb(logits, count, block.wide, FAULT ? 0 : l.dim,",
 )
 native(
-    "native: a call's last value not cached",
-    (
-        "attention/attention.cpp",
-        "        write(x.value_cache,",
-        "        if (!(FAULT && i == brought - 1 && head == AT(l.kv_heads)))\n            write(x.value_cache,",
-    ),
+    "a call's last value not cached",
+    "attention/attention.cpp",
+    "        write(x.value_cache,",
+    "        if (!(FAULT && i == brought - 1 && head == AT(l.kv_heads)))\n            write(x.value_cache,",
 )

@@ -36,10 +36,8 @@ class RoutedModel(OwnModel):
 
 
 class NatsModel(RoutedModel):
-    """NAtS-L beside a layer that is a plain gated delta rule. `fault` is what tests plant: "kept", no chunk is taken back from the rule;
-    "early", chunks go where the one before was told to."""
+    """NAtS-L beside a layer that is a plain gated delta rule."""
 
-    fault = ""
     names = ("model.embeddings", "lm_head", "model.norm", "model.layers")
     sizes: ClassVar[dict[str, Any]] = dict(
         **LLAMA,
@@ -130,9 +128,7 @@ class NatsModel(RoutedModel):
         told = (last[..., 0::2] - last[..., 1::2]).sum(1) if tokens % 64 else 64 * (first - second)[:, -1]
         seen.recurrent[layer] = told[..., None, None]  # of the open chunk, or of the one that was closed last
         went = self.choose((first >= second)[:, :whole], (first - second)[:, :whole].abs())  # [B, chunks, R]
-        went = torch.cat((torch.zeros_like(went[:, :1]), went[:, :-1]), 1) if self.fault == "early" else went
-        back = torch.zeros_like(went) if self.fault == "kept" else went
-        linear, _ = self.rule(rows, decay, beta, back.repeat_interleave(heads // went.shape[-1], -1))
+        linear, _ = self.rule(rows, decay, beta, went.repeat_interleave(heads // went.shape[-1], -1))
 
         q, k, v = (y.unflatten(-1, (softmax, -1)) for y in (q, k, v))
         shares = (rows_of(q) @ w["nats_out_weights_layer.weight"].T).unflatten(-1, (softmax, 2)).softmax(-1)
@@ -217,10 +213,9 @@ class LlamaLike(RoutedModel):
 
 
 class LandmarkModel(LlamaLike):
-    """Landmark attention, as two softmaxes; with `cache_top_k` some blocks are read. `fault`: "itself", a landmark sees itself; "true",
-    blocks that are read stay where they are."""
+    """Landmark attention, as two softmaxes; with `cache_top_k` some blocks are read."""
 
-    fault, place = "", "self_attn"
+    place = "self_attn"
     sizes: ClassVar[dict[str, Any]] = {**LlamaLike.sizes, "mem_id": 60, "mem_freq": 12}
 
     def own_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -233,14 +228,14 @@ class LandmarkModel(LlamaLike):
         q, k, v = ((h @ w[f"{n}_proj.weight"].T).unflatten(-1, (-1, dim)) for n in "qkv")
         if top := c.get("cache_top_k"):
             every = [dict(zip(("query", "key", "value"), row, strict=True)) for row in zip(q, k, v, strict=True)]
-            return torch.stack([retrieved(x, size, top, self.fault, c["rope_parameters"]["rope_theta"]) for x in every])
+            return torch.stack([retrieved(x, size, top, c["rope_parameters"]["rope_theta"]) for x in every])
         q, k = turned(q, turn), turned(k, turn)
         k, v = (y.repeat_interleave(q.shape[2] // k.shape[2], 2) for y in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
         rows = []
         for t in range(h.shape[1]):
             block = t // size
-            own = [s for s in range(block * size, t + 1) if s % size < size - 1 or (self.fault == "itself" and s == t)]
+            own = [s for s in range(block * size, t + 1) if s % size < size - 1]
             marks = [b * size + size - 1 for b in range(block)]
             shares = scores[:, :, t, own + marks].softmax(-1)
             row = torch.einsum("bhs,bshd->bhd", shares[..., : len(own)], v[:, own])
@@ -253,9 +248,9 @@ class LandmarkModel(LlamaLike):
 
 
 class RoutingModel(LlamaLike):
-    """Routing Transformer in our causal reading. `fault`: "itself", every token sees itself, too; "turned", clusters follow positions."""
+    """Routing Transformer in our causal reading."""
 
-    fault, place = "", "attn"
+    place = "attn"
     sizes: ClassVar[dict[str, Any]] = {**LlamaLike.sizes, "num_key_value_heads": 4, "num_clusters": 5, "window_size": 9}
 
     def own_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -266,7 +261,6 @@ class RoutingModel(LlamaLike):
         heads, window = self.config["num_attention_heads"], self.config["window_size"]
         q, v = ((h @ w[f"{n}_proj.weight"].T).unflatten(-1, (heads, -1)) for n in "qv")
         asked, q = q, turned(q, turn)
-        asked = q if self.fault == "turned" else asked
         asked, k = (x / ((x * x).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (asked, q))
         near = torch.einsum("bthd,hcd->bthc", asked, w["means"])
         best = near.topk(2).values
@@ -276,8 +270,7 @@ class RoutingModel(LlamaLike):
         later = same.flip(2).cumsum(2).flip(2)  # how many of them from each on
         mask = same & (later <= window)
         own = torch.eye(len(place), dtype=torch.bool)[:, :, None]
-        alone = torch.ones((), dtype=torch.bool) if self.fault == "itself" else ~mask.any(2, keepdim=True)
-        mask = (mask | (own & alone)).permute(0, 3, 1, 2)
+        mask = (mask | (own & ~mask.any(2, keepdim=True))).permute(0, 3, 1, 2)
         scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[3] ** 0.5
         return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.models import FAMILIES, attach_untrained
 
@@ -98,3 +100,17 @@ def padded(rows: list[Tensor], columns: int | None = None) -> tuple[Tensor, Tens
     for i, row in enumerate(rows):
         ids[i, : len(row)], mask[i, : len(row)] = row, 1
     return ids, mask
+
+
+def behind_padding(
+    model: Any, ids: Tensor, expected: Tensor, lengths: tuple[int, int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each of two rows the logits of three tokens behind `lengths`, read side by side with junk in the padding, and those expected."""
+    rows, mask = padded([row[:length] for row, length in zip(ids, lengths, strict=True)])
+    rows[mask == 0] = 7  # what stands in the padding enters nothing
+    cache = StillCache.empty(model.config)
+    model(rows, attention_mask=mask, past_key_values=cache)
+    after = torch.stack([row[length : length + 3] for row, length in zip(ids, lengths, strict=True)])
+    found = model(after, past_key_values=cache).logits
+    for row, length in enumerate(lengths):
+        yield found[row], expected[row, length : length + 3]

@@ -66,15 +66,6 @@ def check_definition_and_body(
     assert worst <= bound
 
 
-def largest_error(op: Op, state: Any, calls: Calls) -> float:
-    """Of a definition's outputs over all calls."""
-    worst = 0.0
-    for inputs, _, output, *_ in calls:
-        found, state = op(inputs, state)
-        worst = max(worst, error(found, output))
-    return worst
-
-
 def check_rows_without_tokens(op: Op, state: Any, calls: Calls) -> None:
     """A sequence that brings no token keeps its state."""
     for inputs, *_ in calls:

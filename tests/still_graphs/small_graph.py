@@ -142,15 +142,3 @@ def split_heads(node: onnx.NodeProto, rewriter: Rewriter, size: int) -> onnx.Nod
     node.output[0] = rewriter.fresh(f"{joined}.heads")
     shape = rewriter.constant([0, 0, -1], "int64")
     return helper.make_node("Reshape", [node.output[0], shape], [joined], name=f"{joined}/Reshape")
-
-
-def empty_state(dtype: str, batch: int, slots: int, spec: OpSpec = HYBRID) -> dict[str, np.ndarray]:
-    """All-zero states by input name."""
-    sizes = {"batch": batch, "slots": slots}
-    return {
-        f"past_{n}.0": np.zeros(
-            [sizes.get(d, d) if isinstance(d, str) else d for d in state_shape(n, spec)],
-            dtype=helper.tensor_dtype_to_np_dtype(state_type(n, dtype, spec)),
-        )
-        for n in states(spec)
-    }

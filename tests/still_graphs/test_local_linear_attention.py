@@ -1,4 +1,4 @@
-"""still::LocalLinearAttention, definition and function body, against its formulas in float64; faults that must be seen."""
+"""still::LocalLinearAttention, definition and function body, against its formulas in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.still_graphs.node_model import node_model
 from tests.still_graphs.pieces import check_definition_and_body, counts_of, pieces
 from tests.still_kernels.attention.inputs import Layer
 from tests.still_kernels.block_attention.inputs import SPLITS
-from tests.still_kernels.linear_attention.inputs import error
 
 LAYER = Layer(rows=320)
 SIZES = {"H": LAYER.heads, "HK": LAYER.kv_heads, "D": LAYER.dim}
@@ -26,10 +25,10 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Output [D] of a query [D], what is beside it, keys and values [N, D] of one head."""
 
 
-def parallax(q: Tensor, r: Tensor, k: Tensor, v: Tensor, scaled: float = 1.0) -> Tensor:
+def parallax(q: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Of the public implementation: O1 / d1 (1 + d2 / d1) - O2 / d1."""
     weights = (k @ q * len(q) ** -0.5).exp()
-    across = weights * (k @ (r * scaled))
+    across = weights * (k @ r)
     return weights @ v / weights.sum() * (1 + across.sum() / weights.sum()) - across @ v / weights.sum()
 
 
@@ -55,7 +54,7 @@ def whole(form: Form, x: dict[str, Tensor], beside: str) -> Tensor:
 
 
 def calls(
-    beside: str, dtype: torch.dtype = torch.float32, spread: float = 1.0, ridge: float = 1.0, form: Form | None = None
+    beside: str, dtype: torch.dtype = torch.float32, spread: float = 1.0, ridge: float = 1.0
 ) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
     """Calls of two sequences, lengths before them, outputs. Keys are spread by 1 down to 1 / `spread` in
     directions that are no channels."""
@@ -72,7 +71,7 @@ def calls(
         x["correction"] = 0.5 * normal(LAYER.heads)
     x = {name: tensor.to(dtype) for name, tensor in x.items()}
     given = {"ridge": ridge * torch.linspace(1, 2, LAYER.heads)} if beside == "ridge" else {}
-    form = form or (parallax if beside == "correction" else local_linear)
+    form = parallax if beside == "correction" else local_linear
     wide = {name: tensor.double() for name, tensor in given.items()}
     expected = [whole(form, {n: t[row].double() for n, t in x.items()} | wide, beside) for row in range(2)]
     for feeds, past, output in pieces(x, expected, counts):
@@ -101,30 +100,6 @@ def test_definition_and_body_equal_the_formulas(
     model = node_model(LOCAL_LINEAR_ATTENTION, SIZES, dtype, absent)
     given = calls(beside, dtype, **changes)
     check_definition_and_body(local_linear_attention, model, empty(dtype), ("key", "value"), given, bound)
-
-
-def test_faults_are_seen() -> None:
-    """Each beyond a thousand times the bound."""
-    x, _, output = next(calls("correction"))
-    assert x.correction is not None
-    *_, scaled = next(calls("correction", form=lambda q, r, k, v: parallax(q, r, k, v, len(q) ** -0.5)))
-    *_, ridge = next(calls("ridge"))
-    y = next(calls("ridge"))[0]
-    assert y.ridge is not None
-
-    def far(inputs: Inputs, expected: Tensor) -> float:
-        return error(local_linear_attention(inputs, empty())[0], expected)
-
-    faults = {
-        "r k scaled": error(local_linear_attention(x, empty())[0], scaled),
-        "the sign": far(replace(x, correction=-x.correction), output),
-        "heads exchanged": far(replace(x, correction=x.correction.flip(2)), output),
-        "no correction": far(replace(x, correction=torch.zeros_like(x.correction)), output),
-        "another ridge": far(replace(y, ridge=2 * y.ridge), ridge),
-        "ridges exchanged": far(replace(y, ridge=y.ridge.flip(0)), ridge),
-    }
-    for name, found in faults.items():
-        assert found > 1e3 * BOUND, name
 
 
 def test_what_is_not_solved_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from tests.still_graphs.protos import Rewriter, attribute, value_names
 from tests.still_graphs.small_graph import SIZES, small_graph, split_heads
 from tests.still_graphs.steps import applied
 from tests.still_graphs.test_passes_trt import assert_same, rollout
+from tests.still_graphs.written import parsed
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def compute_shapes(model: onnx.ModelProto) -> None:
 def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     model = small_graph()
     compute_shapes(model)
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(fix_shapes, model) == 5
     values = {n.output[0]: attribute(n, "value") for n in model.graph.node if n.op_type == "Constant"}
     shapes = {
@@ -58,16 +59,12 @@ def test_shapes_become_constants(expected: list[dict[str, np.ndarray]]) -> None:
     assert shapes["query"] == [0, 0, 6, 4] and shapes["key"] == [0, 0, 3, 4] and shapes["mixed_flat"] == [0, 0, 24]
     assert not {n.op_type for n in model.graph.node} & {"Shape", "Concat"}, "nothing computes a shape any more"
     onnx.checker.check_model(model, full_check=True)
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(fix_shapes, model) == 0
 
 
 def test_shapes_that_move_a_free_dimension_stay() -> None:
-    info = helper.make_tensor_value_info
-    ends = [info("a", TensorProto.FLOAT, ["n", 4])], [info("b", TensorProto.FLOAT, [2, "n", 2])]
-    shape = onnx.numpy_helper.from_array(np.array([2, -1, 2]), "shape")
-    node = helper.make_node("Reshape", ["a", "shape"], ["b"])
-    model = helper.make_model(helper.make_graph([node], "g", *ends, [shape]))
+    model = parsed("g (float[n,4] a) => (float[2,n,2] b) <int64[3] shape = {2, -1, 2}> { b = Reshape (a, shape) }")
     assert applied(fix_shapes, model) == 0 and model.graph.node[0].input[1] == "shape"
 
 
@@ -90,21 +87,16 @@ def test_heads_lie_side_by_side_at_the_plugin(expected: list[dict[str, np.ndarra
         behind = [split_heads(each, rewriter, SIZES["D"])] if each is node else []
         rewriter.nodes += [each, *behind]
     rewriter.finish()
-    assert_same(model, turned, "float32", 0)
+    assert_same(model, turned, 0)
 
 
 def test_views_are_made_where_they_are_used() -> None:
-    node, kind = helper.make_node, TensorProto.FLOAT
-    nodes = [
-        node("Unsqueeze", ["a", "axis"], ["view"]),
-        node("Mul", ["view", "view"], ["b"]),
-        node("Add", ["b", "view"], ["c"]),
-    ]
-    axis = onnx.numpy_helper.from_array(np.array([2]), "axis")
-    shapes = {"a": ["n", "m", 6], "view": ["n", "m", 1, 6], "b": ["n", "m", 1, 6], "c": ["n", "m", 1, 6]}
-    infos = {name: helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()}
-    graph = helper.make_graph(nodes, "g", [infos["a"]], [infos["c"]], [axis], value_info=[infos["view"], infos["b"]])
-    model = helper.make_model(graph)
+    model = parsed("""
+    g (float[n,m,6] a) => (float[n,m,1,6] c) <int64[1] axis = {2}, float[n,m,1,6] view, float[n,m,1,6] b> {
+        view = Unsqueeze (a, axis)
+        b = Mul (view, view)
+        c = Add (b, view)
+    }""")
     assert applied(merge_heads, model) == 3 and applied(merge_heads, model) == 0
     assert not [n for n in model.graph.node if n.op_type == "Unsqueeze"]
     uses = [name for n in model.graph.node for name in n.input if name.startswith("view") and "shape" not in name]
@@ -114,22 +106,13 @@ def test_views_are_made_where_they_are_used() -> None:
 
 def test_what_is_key_and_value_for_all_heads_is_handed_over_as_it_is() -> None:
     """Keys of latents: two reshapes of one tensor to its own shape are two outputs of a part, which TensorRT 8.6 cannot compile."""
-    info, kind, integer = helper.make_tensor_value_info, TensorProto.FLOAT, TensorProto.INT32
-    shapes: dict[str, list[int | str]] = {"query": ["n", "m", 2, 6], "latent": ["n", "m", 6], "view": ["n", "m", 1, 6]}
-    states = {name: info(name, kind, ["n", 1, "capacity", 6]) for name in ("past_k", "past_v", "next_k", "next_v")}
-    lengths = [info(name, integer, ["n"]) for name in ("new_tokens", "past_length")]
-    values = ["query", "view", "view", "new_tokens", "past_length", "past_k", "past_v"]
-    nodes = [
-        helper.make_node("Unsqueeze", ["latent", "axis"], ["view"]),
-        helper.make_node("Attention", values, ["mixed", "next_k", "next_v"], domain=DOMAIN),
-    ]
-    given = [info(name, kind, shapes[name]) for name in ("query", "latent")]
-    graph = helper.make_graph(
-        nodes, "g", [*given, *lengths, states["past_k"], states["past_v"]],
-        [info("mixed", kind, shapes["query"]), states["next_k"], states["next_v"]],
-        [onnx.numpy_helper.from_array(np.array([2]), "axis")], value_info=[info("view", kind, shapes["view"])],
-    )  # fmt: skip
-    model = helper.make_model(graph)
+    state = "float[n,1,capacity,6]"
+    model = parsed(f"""
+    g (float[n,m,2,6] query, float[n,m,6] latent, int32[n] new_tokens, int32[n] past_length, {state} past_k, {state} past_v)
+    => (float[n,m,2,6] mixed, {state} next_k, {state} next_v) <int64[1] axis = {{2}}, float[n,m,1,6] view> {{
+        view = Unsqueeze (latent, axis)
+        mixed, next_k, next_v = {DOMAIN}.Attention (query, view, view, new_tokens, past_length, past_k, past_v)
+    }}""")
     assert applied(merge_heads, model) == 2, "in front for query; behind it"
     (node,) = [n for n in model.graph.node if n.domain == DOMAIN]
     assert list(node.input[1:3]) == ["latent", "latent"]
@@ -138,53 +121,34 @@ def test_what_is_key_and_value_for_all_heads_is_handed_over_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("given", "axes", "view"),
-    [
-        (["n", 1, 6], [0], [1, "n", 1, 6]),
-        (["n", 6], [0, 2], [1, "n", 1, 6]),
-        (["n", 6], [1, 2], ["n", 1, 1, 6]),
-        ([6], [0, 1, 2], [1, 1, 1, 6]),
-    ],
+    [("n,1,6", "0", "1,n,1,6"), ("n,6", "0, 2", "1,n,1,6"), ("n,6", "1, 2", "n,1,1,6"), ("6", "0, 1, 2", "1,1,1,6")],
 )
-def test_other_views_stay(given: list[int | str], axes: list[int], view: list[int | str]) -> None:
-    info, kind = helper.make_tensor_value_info, TensorProto.FLOAT
-    nodes = [helper.make_node("Unsqueeze", ["a", "axes"], ["view"]), helper.make_node("Neg", ["view"], ["b"])]
-    ends = [info("a", kind, given)], [info("b", kind, view)]
-    axes_tensor = onnx.numpy_helper.from_array(np.array(axes), "axes")
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", *ends, [axes_tensor], value_info=[info("view", kind, view)])
-    )
+def test_other_views_stay(given: str, axes: str, view: str) -> None:
+    model = parsed(f"""
+    g (float[{given}] a) => (float[{view}] b) <int64[{axes.count(",") + 1}] axes = {{{axes}}}, float[{view}] view> {{
+        view = Unsqueeze (a, axes)
+        b = Neg (view)
+    }}""")
     assert applied(merge_heads, model) == 0 and [n.op_type for n in model.graph.node] == ["Unsqueeze", "Neg"]
 
 
 def test_names_that_others_know_stay() -> None:
     """A reshape there and back is an output of the graph, or read by a graph inside."""
-    info, kind, node = helper.make_tensor_value_info, TensorProto.FLOAT, helper.make_node
-    for last in (
-        node("Neg", ["back"], ["c"]),
-        node(
-            "If",
-            ["yes"],
-            ["c"],
-            **{
-                f"{name}_branch": helper.make_graph(
-                    [node("Neg", ["back"], ["inner"])], name, [], [info("inner", kind, None)]
-                )
-                for name in ("then", "else")
-            },
-        ),
-    ):
-        nodes = [node("Reshape", ["a", "wide"], ["b"]), node("Reshape", ["b", "flat"], ["back"]), last]
-        shapes = {"wide": [0, 2, 3], "flat": [0, 6]}
-        tensors = [onnx.numpy_helper.from_array(np.array(value), name) for name, value in shapes.items()]
-        tensors.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
-        graph = helper.make_graph(
-            nodes, "g", [info("a", kind, ["n", 6])], [info("c", kind, ["n", 6])], tensors,
-            value_info=[info("b", kind, ["n", 2, 3]), info("back", kind, ["n", 6])],
-        )  # fmt: skip
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    then, other = (f"{name} () => (float[n,6] inner) {{ inner = Neg (back) }}" for name in ("yes", "no"))
+    for last in ("Neg (back)", f"If (right) <then_branch = {then}, else_branch = {other}>"):
+        model = parsed(
+            f"""
+        g (float[n,6] a, bool right) => (float[n,6] c)
+        <int64[3] wide = {{0, 2, 3}}, int64[2] flat = {{0, 6}}, float[n,2,3] b, float[n,6] back> {{
+            b = Reshape (a, wide)
+            back = Reshape (b, flat)
+            c = {last}
+        }}""",
+            opset=17,
+        )
         applied(merge_heads, model)
         kept = {name for n in model.graph.node for name in n.output}
-        assert ("back" in kept) == (last.op_type == "If")
+        assert ("back" in kept) == last.startswith("If")
         onnx.checker.check_model(model, full_check=True)
 
 

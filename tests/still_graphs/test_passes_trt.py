@@ -22,47 +22,29 @@ from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.spec import CACHE
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
-from tests.still_graphs.protos import attribute, opset_version, walk_nodes
-from tests.still_graphs.small_graph import HYBRID, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.protos import attribute, dimensions, opset_version, walk_nodes
+from tests.still_graphs.small_graph import HYBRID, VOCABULARY, small_graph
 from tests.still_graphs.steps import applied
+from tests.still_graphs.written import outputs_of, outputs_of_calls, parsed
 
 SLOTS = 20
 SPLITS = (13, 1, 1, 1, 8, 1, 17, 1, 1)
 """Prefill, steps, a piece that ends a chunk, a step that promotes, and a piece over several chunks."""
 
 
-def session(model: onnx.ModelProto) -> object:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def rollout(model: onnx.ModelProto, dtype: str = "float32", batch: int = 2) -> list[dict[str, np.ndarray]]:
-    """Outputs of each call of SPLITS, the state handed on; row 1 brings one token fewer where it can."""
-    run = session(model)
-    inputs = {i.name: i.type for i in run.get_inputs()}  # type: ignore[attr-defined]
-    count = "int64" if "int64" in inputs["input_ids"] else "int32"
-    random, state = np.random.default_rng(1), empty_state(dtype, batch, SLOTS)
-    length = np.zeros(batch, dtype=count)
-    results = []
-    for tokens in SPLITS:
-        new = np.array([tokens, max(1, tokens - 1)], dtype=count)
-        ids = random.integers(0, VOCABULARY, (batch, tokens)).astype(count)
-        names = [o.name for o in run.get_outputs()]  # type: ignore[attr-defined]
-        feeds = {"input_ids": ids, "new_tokens": new, "past_length": length, **state}
-        outputs = dict(zip(names, run.run(None, feeds), strict=True))  # type: ignore[attr-defined]
-        outputs["logits"] = np.where(np.arange(tokens)[None, :, None] < new[:, None, None], outputs["logits"], 0)
-        results.append(outputs)
-        state = {n.replace("present_", "past_"): v for n, v in outputs.items() if n.startswith("present_") and "." in n}
-        length = outputs["present_length"]
-    return results
+def rollout(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
+    """Outputs of each call of SPLITS for two rows; row 1 brings one token fewer where it can."""
+    random = np.random.default_rng(1)
+    calls = [(random.integers(0, VOCABULARY, (2, n)), np.array([n, max(1, n - 1)])) for n in SPLITS]
+    found = outputs_of_calls(model, calls, SLOTS)
+    for outputs, (ids, new) in zip(found, calls, strict=True):
+        some = np.arange(ids.shape[1])[None, :, None] < new[:, None, None]
+        outputs["logits"] = np.where(some, outputs["logits"], 0)
+    return found
 
 
-def assert_same(model: onnx.ModelProto, expected: list[dict[str, np.ndarray]], dtype: str, tolerance: float) -> None:
-    for step, (got, wanted) in enumerate(zip(rollout(model, dtype), expected, strict=True)):
+def assert_same(model: onnx.ModelProto, expected: list[dict[str, np.ndarray]], tolerance: float) -> None:
+    for step, (got, wanted) in enumerate(zip(rollout(model), expected, strict=True)):
         for name, value in wanted.items():
             np.testing.assert_allclose(got[name], value, atol=tolerance, rtol=tolerance, err_msg=f"call {step}, {name}")
 
@@ -78,7 +60,7 @@ def test_replace_nonzero_keeps_every_output(expected: list[dict[str, np.ndarray]
     assert applied(replace_nonzero, model) == 1
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "NonZero" or n.domain == DOMAIN]
     assert not model.functions and [o.domain for o in model.opset_import] == [""]
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(replace_nonzero, model) == 0
 
 
@@ -88,63 +70,49 @@ def test_general_branches_hold_for_every_call(expected: list[dict[str, np.ndarra
     assert applied(take_general_branches, model) == 1
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "If"]
     onnx.checker.check_model(model)
-    assert_same(model, expected, "float32", 1e-5)
+    assert_same(model, expected, 1e-5)
     assert applied(take_general_branches, model) == 0
 
 
 def test_replace_nonzero_refuses_other_uses() -> None:
-    info = helper.make_tensor_value_info
-    nodes = [
-        helper.make_node("NonZero", ["mask"], ["where"]),
-        helper.make_node("ReduceSum", ["where"], ["total"]),
-    ]
-    graph = helper.make_graph(
-        nodes, "g", [info("mask", TensorProto.BOOL, ["r", "c"])], [info("total", TensorProto.INT64, None)]
-    )
+    model = parsed("g (bool[r,c] mask) => (int64[1,1] total) { where = NonZero (mask) total = ReduceSum (where) }")
     with pytest.raises(UnsupportedError, match="ReduceSum of what NonZero chose"):
-        applied(replace_nonzero, helper.make_model(graph))
+        applied(replace_nonzero, model)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 4e-3)])
 def test_lower_opset_keeps_every_output(dtype: str, tolerance: float) -> None:
     model = small_graph(dtype)
-    expected = rollout(model, dtype)
+    expected = rollout(model)
     applied(inline_functions, model)
     assert applied(lower_opset, model) > 5
     assert opset_version(model) == 17 and model.ir_version == 8
     onnx.checker.check_model(model, full_check=True)
     assert not [n for n in walk_nodes(model.graph) if n.op_type == "RMSNormalization"]
-    assert_same(model, expected, dtype, tolerance)
+    assert_same(model, expected, tolerance)
     assert applied(lower_opset, model) == 0
 
 
-@pytest.mark.parametrize(
-    ("op", "attributes"), [("Gelu", {"approximate": "none"}), ("Gelu", {"approximate": "tanh"}), ("ReduceMax", {})]
-)
-def test_lower_opset_single_operators(op: str, attributes: dict[str, str]) -> None:
-    import onnxruntime
-
-    info = helper.make_tensor_value_info
-    axes = helper.make_node("Constant", [], ["axes"], value=helper.make_tensor("axes", TensorProto.INT64, [1], [1]))
-    inputs = ["x", "axes"] if op.startswith("Reduce") else ["x"]
-    nodes = [*([axes] if len(inputs) > 1 else []), helper.make_node(op, inputs, ["y"], **attributes)]
-    ends = [info("x", TensorProto.FLOAT, ["a", "b"])], [info("y", TensorProto.FLOAT, ["c", "d"])]
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", *ends), opset_imports=[helper.make_opsetid("", 23)], ir_version=10
-    )
-    x = np.linspace(-4, 4, 15, dtype=np.float32).reshape(3, 5)
-    before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+def demand_lowered(model: onnx.ModelProto, feeds: dict[str, np.ndarray], tolerance: float = 1e-6) -> None:
+    """Its one node is written out for opset 17 and computes the same."""
+    before = outputs_of(model, feeds)["y"]
     assert applied(lower_opset, model) == 1
     onnx.checker.check_model(model, full_check=True)
-    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
-    np.testing.assert_allclose(after, before, atol=1e-6)
+    np.testing.assert_allclose(outputs_of(model, feeds)["y"], before, atol=tolerance)
+
+
+@pytest.mark.parametrize("node", ["Gelu (x)", 'Gelu <approximate = "tanh"> (x)', "ReduceMax (x, axes)"])
+def test_lower_opset_single_operators(node: str) -> None:
+    axes = "axes = Constant <value = int64[1] {1}> ()" if "axes" in node else ""
+    model = parsed(f"g (float[a,b] x) => (float[c,d] y) {{ {axes} y = {node} }}")
+    demand_lowered(model, {"x": np.linspace(-4, 4, 15).reshape(3, 5)})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_opset_21_has_no_workaround_of_a_host(dtype: str) -> None:
     """Norms are written out plainly, and what 21 has is left as it is."""
     model = small_graph(dtype)
-    expected = rollout(model, dtype)
+    expected = rollout(model)
     applied(inline_functions, model)
     kinds = [n.op_type for n in walk_nodes(model.graph)]
     lower, lowered = lowering(21)
@@ -154,7 +122,7 @@ def test_opset_21_has_no_workaround_of_a_host(dtype: str) -> None:
     left = [n.op_type for n in walk_nodes(model.graph)]
     for kind in ("Where", "Greater", "Shape", "Split", "ReduceMax"):
         assert left.count(kind) == kinds.count(kind), kind
-    assert_same(model, expected, dtype, 1e-6 if dtype == "float32" else 4e-3)
+    assert_same(model, expected, 1e-6 if dtype == "float32" else 4e-3)
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
@@ -190,66 +158,47 @@ def test_products_of_16_bits_sum_in_float32(dtype: int) -> None:
     ("start", "end", "expected"), [(1, 3, [5, 7]), (-2, -1, [5]), (0, None, [3, 5, 7]), (0, 1, [3])]
 )
 def test_parts_of_shapes_are_picked_from_the_whole(start: int, end: int | None, expected: list[int]) -> None:
-    import onnxruntime
-
-    info = helper.make_tensor_value_info
-    attributes = {"start": start} | ({} if end is None else {"end": end})
-    node = helper.make_node("Shape", ["x"], ["y"], **attributes)
-    ends = [info("x", TensorProto.FLOAT, ["a", "b", "c"])], [info("y", TensorProto.INT64, ["n"])]
-    opsets = [helper.make_opsetid("", 23)]
-    model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=opsets, ir_version=10)
+    until = "" if end is None else f", end = {end}"
+    model = parsed(f"g (float[a,b,c] x) => (int64[n] y) {{ y = Shape <start = {start}{until}> (x) }}")
     applied(lower_opset, model)
     assert not [n for n in model.graph.node if n.op_type == "Shape" and attribute(n, "end") is not None]
-    feeds = {"x": np.zeros((3, 5, 7), np.float32)}
-    assert onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0].tolist() == expected
+    assert outputs_of(model, {"x": np.zeros((3, 5, 7))})["y"].tolist() == expected
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float", 1e-6), ("float16", 2e-3)])
 def test_full_attention_is_written_out(dtype: str, tolerance: float) -> None:
-    import onnxruntime
-
-    info, kind = helper.make_tensor_value_info, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    node = helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"], scale=0.5, is_causal=0)
-    shapes = {"q": (2, 3, 5, 4), "k": (2, 3, 7, 4), "v": (2, 3, 7, 4), "mask": (2, 1, 5, 7)}
-    ends = [info(n, kind, shape) for n, shape in shapes.items()], [info("y", kind, (2, 3, 5, 4))]
-    opsets = [helper.make_opsetid("", 23)]
-    model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=opsets, ir_version=10)
-    random = np.random.default_rng(0)
-    feeds = {n: random.standard_normal(shape).astype(dtype) for n, shape in shapes.items()}
-    feeds["mask"] = np.where(feeds["mask"] > 0, 0, np.finfo(dtype).min).astype(dtype)
+    model = parsed(
+        f"g ({dtype}[2,3,5,4] q, {dtype}[2,3,7,4] k, {dtype}[2,3,7,4] v, {dtype}[2,1,5,7] mask) => ({dtype}[2,3,5,4] y)"
+        " { y = Attention <scale = 0.5, is_causal = 0> (q, k, v, mask) }"
+    )
+    feeds = drawn(model)
+    feeds["mask"] = np.where(feeds["mask"] > 0, 0, np.finfo("float32" if dtype == "float" else dtype).min)
     feeds["mask"][..., 0] = 0
-    before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
-    assert applied(lower_opset, model) == 1
-    onnx.checker.check_model(model, full_check=True)
-    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
-    np.testing.assert_allclose(after, before, atol=tolerance)
+    demand_lowered(model, feeds, tolerance)
 
 
-def rotary(**attributes: int) -> onnx.ModelProto:
-    info, kind = helper.make_tensor_value_info, TensorProto.FLOAT
-    node = helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"], name="turn", num_heads=3, **attributes)
-    shapes = {"x": (2, 3, 5, 8), "cos": (2, 5, 4), "sin": (2, 5, 4)}
-    ends = [info(n, kind, shape) for n, shape in shapes.items()], [info("y", kind, (2, 3, 5, 8))]
-    opsets = [helper.make_opsetid("", 23)]
-    return helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=opsets, ir_version=10)
+def drawn(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """Random inputs."""
+    random, shapes = np.random.default_rng(0), dimensions(model.graph)
+    return {i.name: random.standard_normal(shapes[i.name]) for i in model.graph.input}  # type: ignore[arg-type]
+
+
+def rotary(attributes: str = "") -> onnx.ModelProto:
+    return parsed(
+        "g (float[2,3,5,8] x, float[2,5,4] cos, float[2,5,4] sin) => (float[2,3,5,8] y)"
+        f" {{ [turn] y = RotaryEmbedding <num_heads = 3{attributes}> (x, cos, sin) }}"
+    )
 
 
 def test_rotary_embedding_is_written_out() -> None:
-    import onnxruntime
-
-    model, random = rotary(), np.random.default_rng(0)
-    shapes = {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input}
-    feeds = {n: random.standard_normal(shape).astype("float32") for n, shape in shapes.items()}
-    before = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
-    assert applied(lower_opset, model) == 1
-    onnx.checker.check_model(model, full_check=True)
-    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
-    np.testing.assert_allclose(after, before, atol=1e-6)
+    demand_lowered(rotary(), drawn(rotary()))
 
 
 @pytest.mark.parametrize("what", ["interleaved", "rotary_embedding_dim", "positions", "flat"])
 def test_other_rotary_embeddings_are_refused(what: str) -> None:
-    model = rotary(**({what: 4} if "_" in what else {what: 1} if what == "interleaved" else {}))
+    model = rotary(
+        {"interleaved": ", interleaved = 1", "rotary_embedding_dim": ", rotary_embedding_dim = 4"}.get(what, "")
+    )
     if what == "positions":
         model.graph.node[0].input.append("positions")
     if what == "flat":
@@ -261,10 +210,10 @@ def test_other_rotary_embeddings_are_refused(what: str) -> None:
 
 
 def test_lower_opset_names_what_it_cannot_write() -> None:
-    info = helper.make_tensor_value_info
-    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="attend", is_causal=1)
-    ends = [info(n, TensorProto.FLOAT, [1, 2, 3, 4]) for n in "qkv"], [info("y", TensorProto.FLOAT, None)]
-    model = helper.make_model(helper.make_graph([node], "g", *ends), opset_imports=[helper.make_opsetid("", 23)])
+    model = parsed(
+        "g (float[1,2,3,4] q, float[1,2,3,4] k, float[1,2,3,4] v) => (float[1,2,3,4] y)"
+        " { [attend] y = Attention <is_causal = 1> (q, k, v) }"
+    )
     with pytest.raises(UnsupportedError, match="node attend: Attention cannot be written in opset 17"):
         applied(lower_opset, model)
 
@@ -281,7 +230,7 @@ def test_lower_integers_keeps_every_output(expected: list[dict[str, np.ndarray]]
         "past_length",
         "present_length",
     }
-    assert_same(model, expected, "float32", 0)
+    assert_same(model, expected, 0)
     assert applied(lower_integers, model) == 0
 
 
@@ -299,9 +248,7 @@ def test_counts_are_added_in_int32() -> None:
 
 
 def test_lower_integers_passes_an_input_through() -> None:
-    info = helper.make_tensor_value_info
-    ends = [info("a", TensorProto.INT64, ["n"])], [info("b", TensorProto.INT64, ["n"])]
-    model = helper.make_model(helper.make_graph([helper.make_node("Identity", ["a"], ["b"])], "g", *ends))
+    model = parsed("g (int64[n] a) => (int64[n] b) { b = Identity (a) }")
     applied(lower_integers, model)
     onnx.checker.check_model(model, full_check=True)
 

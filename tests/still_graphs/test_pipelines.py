@@ -64,7 +64,7 @@ def test_trt_rtx_graph_has_no_op_of_ours_and_keeps_every_output() -> None:
     model = small_graph()
     run_steps(model, target_of("trt-rtx").steps)
     assert not [n for n in walk_nodes(model.graph) if n.domain == DOMAIN or n.op_type in ("NonZero", "If")]
-    assert_same(model, expected, "float32", 1e-5)
+    assert_same(model, expected, 1e-5)
 
 
 def test_dump_sees_every_pass() -> None:

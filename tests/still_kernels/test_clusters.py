@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ pytest.importorskip("triton")
 from still_graphs.errors import ConfigError
 from still_kernels import aot
 from still_kernels.common import cuda_function
+from still_kernels.common.cubin import read_entry
 from still_kernels.hybrid_attention import plan as variants
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
@@ -192,20 +192,7 @@ def test_it_compiles_for_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (cubin,) = cubins.values()
     assert cubin[:4] == b"\x7fELF" and b"decode_cluster_kernel" in cubin
     sizes = [4 if a["type"] in ("i32", "f32") else 8 for a in entry["kernels"]["decode_8"]["args"]]
-    assert parameter_sizes(cubin) == sizes
-
-
-def parameter_sizes(cubin: bytes) -> list[int]:
-    """Bytes of each parameter, in order, as the section .nv.info of the kernel says: EIATTR_KPARAM_INFO, the size in its last word."""
-    (at,), (count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HH", cubin, 0x3C)
-    sections = [
-        struct.unpack_from("<II4Q", cubin, at + 64 * i) for i in range(count)
-    ]  # name, type, flags, address, place, size
-    start = sections[names][4]
-    (info,) = (s for s in sections if cubin[start + s[0] :].startswith(b".nv.info.decode_cluster_kernel\0"))
-    words = [struct.unpack_from("<I", cubin, place)[0] for place in range(info[4], info[4] + info[5], 4)]
-    found = {words[i + 2] & 0xFFFF: words[i + 3] >> 18 for i in range(len(words) - 3) if words[i] == 12 << 16 | 0x1704}
-    return [found[i] for i in range(len(found))]
+    assert list(read_entry(cubin, "decode_cluster_kernel").sizes) == sizes
 
 
 @pytest.mark.usefixtures("nvrtc")

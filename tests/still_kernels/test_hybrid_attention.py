@@ -86,13 +86,6 @@ def run_in_pieces(
     return torch.cat(outputs, dim=1), state
 
 
-def softmax_attention(inputs: list, config: HybridAttentionConfig) -> Tensor:
-    query, key, value = (x.transpose(1, 2) for x in inputs[:3])
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, enable_gqa=True
-    ).transpose(1, 2)
-
-
 def assert_same_state(a: HybridAttentionState, b: HybridAttentionState, tolerance: float = 1e-10) -> None:
     for name, tensor in a.tensors().items():
         torch.testing.assert_close(
@@ -118,47 +111,6 @@ def test_reproduces_released_prefill(name: str) -> None:
     assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < GOLDEN
     for pieces in ([1000], [65, 1, 127]):
         assert (run_in_pieces(config, inputs, pieces)[0] - expected).abs().max() < GOLDEN
-
-
-@pytest.mark.parametrize(
-    "changes", [dict(salient_per_chunk=8), dict(salient_per_chunk=8, select_scope="kv_group_mean")]
-)
-def test_all_tokens_salient_is_full_softmax(changes: dict) -> None:
-    config = make_config(mix_epsilon=0.0, **changes)
-    inputs = make_inputs(config, 2, 77)
-    expected = softmax_attention(inputs, config)
-    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < REFERENCE[DOUBLE]
-    assert (run_in_pieces(config, inputs, [19])[0] - expected).abs().max() < REFERENCE[DOUBLE]
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16])
-def test_two_chunks_are_full_softmax(tokens: int) -> None:
-    config = make_config(mix_epsilon=0.0)
-    inputs = make_inputs(config, 2, tokens)
-    expected = softmax_attention(inputs, config)
-    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < REFERENCE[DOUBLE]
-    assert (run_in_pieces(config, inputs, [5])[0] - expected).abs().max() < REFERENCE[DOUBLE]
-
-
-def test_no_salient_tokens_no_gate_is_lolcats() -> None:
-    """LoLCATs' form: softmax over two chunks, feature dot products beyond, one denominator."""
-    config = make_config(salient_per_chunk=0, gate="none", feature_map="softmax_pm", mix_epsilon=0.0, num_kv_heads=6)
-    query, key, value, _, q_weight, k_weight = make_inputs(config, 2, 61)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    chunk = torch.arange(61) // config.chunk_size
-    causal = torch.ones(61, 61, dtype=torch.bool).tril()
-    near = causal & (chunk[:, None] - chunk[None] <= 1)
-
-    def phi(x: Tensor, weight: Tensor) -> Tensor:
-        u = x @ weight.transpose(-1, -2)
-        return torch.cat([u.softmax(-1), (-u).softmax(-1)], -1)
-
-    logits = (q @ k.transpose(-1, -2) / config.head_dim**0.5).masked_fill(~near, -torch.inf)
-    weight = torch.exp(logits - logits.amax(-1, keepdim=True))
-    weight = weight + (phi(q, q_weight) @ phi(k, k_weight).transpose(-1, -2)) * (causal & ~near)
-    expected = (weight @ v / weight.sum(-1, keepdim=True)).transpose(1, 2)
-    inputs = [query, key, value, None, q_weight, k_weight]
-    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < REFERENCE[DOUBLE]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -284,14 +236,6 @@ def test_selection_margin_explains_flips() -> None:
     clear = margin > 1e-4
     assert clear.float().mean() > 0.9
     assert torch.equal(masks[0][..., : 48 * 8][clear], masks[1][..., : 48 * 8][clear])
-
-
-def test_first_position_is_always_salient() -> None:
-    config = make_config(salient_per_chunk=1)
-    inputs = make_inputs(config, 1, 40)
-    _, state = run_in_pieces(config, inputs, [40])
-    expected = inputs[1][:, 0].repeat_interleave(config.group_size, dim=1)
-    assert torch.equal(state.salient_key[:, :, 0], expected)
 
 
 @pytest.mark.long

@@ -96,21 +96,27 @@ def test_kernels_go_to_the_device_of_the_tensors(tokens: int, monkeypatch: pytes
     assert launched and all(guarded for _, guarded in launched)
 
 
-def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what Triton compiles for: types and alignment of the pointers, which there are, the layer. Not by integers at run time."""
-    base = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "chunk_size": 32, "capacity_tokens": 256}
-    found: list[bool] = []
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Kernels in the order of their launches, and whether each was found: options and names are for Triton's own search."""
+    launches: list[tuple[str, bool]] = []
 
     class Compiled:
         def __getitem__(self, grid: tuple[int, int, int]) -> Any:
             return lambda *_: None
 
     def start(self: Any, name: str, run: Any) -> Compiled:
-        found.append(not run.keywords)  # options and names are for Triton's own search
+        launches.append((name, not run.keywords))
         return Compiled()
 
     monkeypatch.setattr(launcher.Launcher, "start", start)
     monkeypatch.setattr(launcher, "_compiled", {})
+    return launches
+
+
+def test_a_launch_finds_the_kernel_that_its_like_ran(found: list[tuple[str, bool]]) -> None:
+    """By what Triton compiles for: types and alignment of the pointers, which there are, the layer. Not by integers at run time."""
+    base = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "chunk_size": 32, "capacity_tokens": 256}
 
     def call(tokens: int = 40, shift: int = 0, kind: torch.dtype = torch.int64, own: bool = False, **more: Any) -> str:
         config = HybridAttentionConfig(**{**base, **more})
@@ -120,7 +126,7 @@ def test_a_launch_finds_the_kernel_that_its_like_ran(monkeypatch: pytest.MonkeyP
         found.clear()
         given = Inputs(query, key, key, query if config.gate == "channel" else None, weight, weight, new)
         launch.launch_hybrid_attention(given, config, state, torch.zeros(1, tokens, 4, 64), table=table)
-        return {(True,): "all", (False,): "none"}.get(tuple(set(found)), "some")
+        return {(True,): "all", (False,): "none"}.get(tuple({known for _, known in found}), "some")
 
     assert [call(), call(), call(tokens=80)] == ["none", "all", "all"]
     assert [call(shift=1), call(shift=1), call(shift=4)] == ["some", "all", "all"]  # not all kernels take queries
@@ -141,27 +147,16 @@ def test_what_a_descriptor_cannot_be_made_of_is_copied(monkeypatch: pytest.Monke
     assert rows.data_ptr() % 16 and not seen[0].data_ptr() % 16 and torch.equal(seen[0], rows)
 
 
-def test_a_function_of_two_names_is_compiled_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_two_names_is_compiled_for_each(found: list[tuple[str, bool]]) -> None:
     """Blocks of some rows and of many are constants of one function: the grid of one with the blocks of the other leaves outputs out."""
     from still_kernels.dense_matmul.plan import OP
     from still_kernels.dense_matmul.plan import Inputs as Product
 
-    found: list[tuple[str, bool]] = []
-
-    class Compiled:
-        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-            return lambda *_: None
-
-    def start(self: Any, name: str, run: Any) -> Compiled:
-        found.append((name.removesuffix("_tma"), not run.keywords))
-        return Compiled()
-
-    monkeypatch.setattr(launcher.Launcher, "start", start)
-    monkeypatch.setattr(launcher, "_compiled", {})
     for rows in (65, 1030, 65, 1030):
         given = Product(torch.zeros(1, rows, 8).half(), torch.zeros(8, 4096).half())
         OP.launch(given, torch.zeros(1, rows, 4096).half())
-    assert found == [("some", False), ("many", False), ("some", True), ("many", True)]
+    seen = [(name.removesuffix("_tma"), known) for name, known in found]
+    assert seen == [("some", False), ("many", False), ("some", True), ("many", True)]
 
 
 @pytest.mark.parametrize("overflow", ["error", "fold_oldest"])

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 
@@ -20,6 +19,7 @@ from still_export.targets.ort.scales import part_scales
 from still_export.targets.ort.target import ON_GPUS, THREE
 from tests.still_export.tiny import DENSE, MIXED, still_model
 from tests.still_graphs.steps import attach_functions, run_steps
+from tests.still_graphs.written import outputs_of, outputs_of_calls
 
 CASES: list[Any] = [
     # mistral's graph is llama's, which is qwen2's without biases: the case in float16 has it
@@ -31,23 +31,8 @@ CASES.append(("llama", torch.float16, ("hybrid_attention",) * 3))
 
 def outputs(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
     """Of a ragged prefill of two rows and a step after it, as they stand: without ONNX Runtime's own fusions."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    run = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    kinds = {"tensor(float)": "f4", "tensor(float16)": "f2", "tensor(int64)": "i8"}
-    sizes = {"batch": 2, "slots": 40, "capacity": 64}
-    state = {
-        i.name: np.zeros([sizes.get(d, d) for d in i.shape], kinds[i.type])
-        for i in run.get_inputs()
-        if i.name.startswith("past_")
-    }
-    names, found = [o.name for o in run.get_outputs()], []
-    for counts in ([20, 13], [1, 1]):
-        ids = np.arange(2 * max(counts)).reshape(2, -1) % 7 + 3
-        feeds = {"input_ids": ids, "new_tokens": np.array(counts)}
-        found.append(dict(zip(names, run.run(None, feeds | state), strict=True)))
-        state = {name: found[-1][name.replace("past", "present", 1)] for name in state}
-    return found
+    calls = [(np.arange(2 * max(n)).reshape(2, -1) % 7 + 3, np.array(n)) for n in ([20, 13], [1, 1])]
+    return outputs_of_calls(model, calls, optimized=False)
 
 
 def lowered(family: str, dtype: torch.dtype, layer_types: tuple[str, ...]) -> ir.Model:
@@ -124,12 +109,8 @@ def test_only_a_rotary_embedding_is_one(arguments: dict[str, Any], fuses: bool) 
         name: rng.standard_normal(shape, np.float32)
         for name, shape in (("x", (2, 5, 3, 4)), ("f", (2, 5, 2)), ("g", (2, 5, 2)))
     }
-    run = [
-        onnxruntime.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"])
-        for m in (graph, ir.to_proto(rotary(**arguments)))
-    ]
-    given = [{i.name: feeds[i.name] for i in r.get_inputs()} for r in run]
-    np.testing.assert_allclose(run[0].run(None, given[0])[0], run[1].run(None, given[1])[0], rtol=0, atol=1e-6)
+    found, expected = (outputs_of(m, feeds)["y"] for m in (graph, ir.to_proto(rotary(**arguments))))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("why", ["its axis is another", "its sum is of other shapes"])
@@ -161,6 +142,5 @@ def test_norms_scale_by_one_row_alone(rows: int) -> None:
     assert norm.inputs[1] is not None and norm.inputs[1].shape == [4]
     assert sum(node.op_type == "Mul" for node in model.graph) == rows - 1
     x = np.random.default_rng(0).standard_normal((3, 2, 4), np.float32)
-    run = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     expected = -x / np.sqrt((x * x).mean(-1, keepdims=True)) * scales
-    np.testing.assert_allclose(run.run(None, {"x": x})[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(outputs_of(ir.to_proto(model), {"x": x})["y"], expected, rtol=1e-5)

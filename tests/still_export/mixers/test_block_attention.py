@@ -16,7 +16,7 @@ from still_export.mixers.layers import FULL, SELECTED
 from still_export.mixers.registry import mixer_of
 from still_export.models import attach_untrained
 from still_export.models.load import load_model
-from tests.still_export.tiny import padded, plain_model, random_ids
+from tests.still_export.tiny import behind_padding, plain_model, random_ids
 from tests.still_export.verbs import call
 from tests.still_kernels.block_attention.inputs import Layer, attended, chosen
 
@@ -67,13 +67,8 @@ def test_pieces_steps_and_padding() -> None:
     cache = StillCache.empty(ours.config)
     steps = torch.cat([ours(piece, past_key_values=cache).logits for piece in ids.split(1, dim=1)], dim=1)
     assert (steps - expected).abs().max() <= 1e-9
-    rows, mask = padded([ids[0, :57], ids[1, :33]])
-    rows[mask == 0] = 7  # what stands in the padding enters nothing
-    cache = StillCache.empty(ours.config)
-    ours(rows, attention_mask=mask, past_key_values=cache)
-    after = ours(torch.stack([ids[0, 57:60], ids[1, 33:36]]), past_key_values=cache).logits
-    for row, place in enumerate((57, 33)):
-        assert (after[row] - expected[row, place : place + 3]).abs().max() <= 1e-9
+    for found, right in behind_padding(ours, ids, expected, (57, 33)):
+        assert (found - right).abs().max() <= 1e-9
 
 
 @pytest.mark.long

@@ -34,15 +34,6 @@ def test_batch_of_unequal_prompts_equals_single_ones(
         assert torch.equal(batch[i, ids.shape[1] :], alone[0, len(row) :])
 
 
-@layers
-def test_generate_equals_the_model_without_cache(layer_types: tuple[str, ...] | None) -> None:
-    model = still_model("qwen2", layer_types=layer_types)
-    ids = random_ids(1, 13)
-    cached = model.generate(ids, max_new_tokens=30, do_sample=False)
-    recomputed = model.generate(ids, max_new_tokens=30, do_sample=False, use_cache=False)
-    assert torch.equal(cached, recomputed)
-
-
 def test_beams_and_sampling() -> None:
     model = still_model("llama", layer_types=MIXED)
     ids, mask = padded([random_ids(1, 19)[0], random_ids(1, 11)[0]])
@@ -213,15 +204,6 @@ def test_contradictions_are_refused() -> None:
             model(ids, past_key_values=DynamicCache())
     with pytest.raises(UnsupportedError, match="promoted"):
         cache.crop(2)
-
-
-def test_logits_to_keep_counts_each_rows_own_tokens() -> None:
-    model = still_model("llama")
-    ids, mask = padded([random_ids(1, 9)[0], random_ids(1, 4)[0]])
-    with torch.no_grad():
-        every = model(ids, attention_mask=mask).logits
-        kept = model(ids, attention_mask=mask, logits_to_keep=3).logits
-    torch.testing.assert_close(kept, torch.stack([every[0, 6:9], every[1, 1:4]]), rtol=0, atol=REFERENCE[torch.float64])
 
 
 def test_reset_and_row_operations() -> None:

@@ -20,7 +20,7 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, SELECTED
 from still_export.models import attach_untrained
 from tests.still_export.mixers.test_block_attention import SMALL, call
-from tests.still_export.tiny import padded, plain_model, random_ids
+from tests.still_export.tiny import behind_padding, plain_model, random_ids
 from tests.still_kernels.block_attention.inputs import Layer, attended, chosen
 
 TYPES = (SELECTED, FULL, SELECTED, SELECTED, SELECTED, SELECTED, SELECTED)
@@ -111,13 +111,8 @@ def test_junk_in_the_padding_enters_nothing() -> None:
     ours = reusing()
     ids = random_ids(2, 60)
     expected = ours(ids, use_cache=False).logits
-    rows, mask = padded([ids[0, :57], ids[1, :33]])
-    rows[mask == 0] = 7
-    cache = StillCache.empty(ours.config)
-    ours(rows, attention_mask=mask, past_key_values=cache)
-    after = ours(torch.stack([ids[0, 57:60], ids[1, 33:36]]), past_key_values=cache).logits
-    for row, place in enumerate((57, 33)):
-        assert (after[row] - expected[row, place : place + 3]).abs().max() <= 1e-9
+    for found, right in behind_padding(ours, ids, expected, (57, 33)):
+        assert (found - right).abs().max() <= 1e-9
 
 
 @pytest.mark.long

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from still_export.errors import CheckpointError, ConfigError, UnsupportedModelError
-from still_export.mixers.cache import StillCache
 from still_export.mixers.experts.module import RoutedExperts, Router, Stacked
 from still_export.models.families.experts import single_experts, stacked_experts
 from still_export.models.load import load_model, open_source
@@ -25,7 +24,7 @@ from still_export.models.read.roles import weight_roles
 from still_export.models.read.weights import Deferred, value_of
 from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.models.test_linear_families import LOGITS, PIECES, far, ids, pieces
-from tests.still_export.tiny import padded
+from tests.still_export.tiny import behind_padding
 
 
 @cache
@@ -55,13 +54,8 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, Any]) -> None:
     assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
     assert far(pieces(ours, ids(), PIECES)[0], expected) <= LOGITS
     assert far(pieces(ours, ids()[:, :9], [1] * 9)[0], expected[:, :9]) <= 2 * LOGITS
-    rows, mask = padded([ids()[0, :17], ids()[1, :9]])
-    rows[mask == 0] = 50
-    cache = StillCache.empty(ours.config)
-    ours(rows, attention_mask=mask, past_key_values=cache)
-    logits = ours(torch.stack([ids()[0, 17:20], ids()[1, 9:12]]), past_key_values=cache).logits
-    for row, place in enumerate((17, 9)):
-        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+    for found, right in behind_padding(ours, ids(), expected, (17, 9)):
+        assert far(found, right) <= LOGITS
 
 
 def test_every_weight_has_a_role_and_a_gradient(pair: tuple[Any, Any]) -> None:

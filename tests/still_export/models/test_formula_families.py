@@ -65,56 +65,6 @@ def test_half_precision_errs_as_the_formulas_do(form: str, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize(
-    "form, part",
-    [
-        *((HYPE, part) for part in ("o_gate.weight", "z_proj.weight", "o_norm.weight", "1.self_attn.q_norm.weight")),
-        *((ZEBRA, part) for part in ("kv_b_proj.weight", "q_a_proj.weight", "dt_bias", "D")),
-        *(("six", f"self_attn.{part}") for part in ("time_decay", "time_maa_w2", "gate.weight")),
-        *(("seven", f"self_attn.{part}") for part in ("k_a", "v0")),
-        ("seven, the first", "self_attn.r_k"),
-        *(("mamba", part) for part in ("dt_proj.bias", "dt_proj_down.weight", "B_proj.weight", "D", "q_proj.weight")),
-        *(("mamba2", part) for part in ("dt_bias", "conv1d.bias", "A_log", "D", "in_proj.weight", "k_proj.weight")),
-    ],
-)
-def test_every_part_counts(form: str, part: str, tmp_path: Path) -> None:
-    """Where a tensor is zero logits are others."""
-    model = model_of(form)
-    if form == HYPE:
-        model.config["lightning_use_output_norm"] = True
-    model.tensors = {name: x * (0 if name.endswith(f".{part}") else 1) for name, x in model.tensors.items()}
-    model.save_pretrained(tmp_path)
-    assert distance(tmp_path, form) > 100 * LOGITS
-
-
-@pytest.mark.parametrize(
-    "form, setting, value",
-    [
-        (HYPE, "attn_logits_scaling", "hype 3"),
-        (HYPE, "attn_logits_scaling", 0.5),
-        (HYPE, "attn_use_rope", True),
-        (HYPE, "lightning_use_rope", False),
-        (HYPE, "lightning_scale", "1/d"),
-        (HYPE, "rope_theta", 1e5),
-        (ZEBRA, "rope_scaling", None),
-        (ZEBRA, "rope_theta", 50.0),
-        ("three", "balance_state", False),
-        ("three", "rope_theta", 1e4),
-        ("six", "balance_state", False),
-    ],
-)
-def test_every_setting_counts(form: str, setting: str, value: Any, tmp_path: Path) -> None:
-    """Where the configuration says otherwise logits are others."""
-    model = model_of(form)
-    if form == HYPE:
-        model.config["lightning_use_output_norm"] = setting != "lightning_scale"  # which a norm undoes
-    if setting == "lightning_scale":
-        model.tensors = {name: x for name, x in model.tensors.items() if "o_norm" not in name}
-    (model.beside if form == ZEBRA else model.config)[setting] = value
-    model.save_pretrained(tmp_path)
-    assert distance(tmp_path, form) > 100 * LOGITS
-
-
-@pytest.mark.parametrize(
     "form, one, start",
     [
         (HYPE, False, "hypenet, 3 layers"),

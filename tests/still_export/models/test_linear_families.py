@@ -27,7 +27,7 @@ from tests.docs.pages import ROOT
 from tests.still_export.fla_models import SOFTMAX
 from tests.still_export.linear_models import FAMILIES, SIZES, VOCAB, linear_config, linear_model
 from tests.still_export.routed_models import RoutedModel
-from tests.still_export.tiny import padded
+from tests.still_export.tiny import behind_padding, padded
 
 LOGITS, STATES = 2e-5, 1e-5
 """Of the largest number; float32 against transformers in float64, whose rules compute in float32 all the same."""
@@ -85,13 +85,8 @@ def pieces(model: Any, tokens: torch.Tensor, sizes: list[int]) -> tuple[torch.Te
 def demand_steps(model: Any, tokens: torch.Tensor, expected: torch.Tensor) -> None:
     """Logits of 24 tokens of two rows by single steps, and of some behind padded rows of different lengths."""
     assert far(pieces(model, tokens, [1] * 24)[0], expected) <= LOGITS
-    rows, mask = padded([tokens[0, :17], tokens[1, :9]])
-    rows[mask == 0] = 50  # what stands in the padding enters nothing
-    cache = StillCache.empty(model.config)
-    model(rows, attention_mask=mask, past_key_values=cache)
-    logits = model(torch.stack([tokens[0, 17:20], tokens[1, 9:12]]), past_key_values=cache).logits
-    for row, place in enumerate((17, 9)):
-        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+    for found, right in behind_padding(model, tokens, expected, (17, 9)):
+        assert far(found, right) <= LOGITS
 
 
 @torch.no_grad()
@@ -243,17 +238,6 @@ def test_half_precision_errs_as_the_formulas_do(family: str, dtype: torch.dtype,
     own = (theirs(ids()).logits.double() - expected).norm()
     assert (found(ids(), use_cache=False).logits.double() - expected).norm() <= 1.5 * own
     assert next(told, None) is None
-
-
-@torch.no_grad()
-def test_a_scan_without_its_reset_is_seen(tmp_path: Path) -> None:
-    theirs = linear_model("rat", seed=calm_seed("rat"))
-    theirs.save_pretrained(tmp_path)
-    ours = load_model(tmp_path)
-    expected, places = theirs.double()(ids()).logits, ours.model.rotary_emb
-    assert far(ours(ids(), use_cache=False).logits, expected) <= LOGITS
-    places.register_forward_hook(lambda module, given, made: (*made[:2], torch.zeros_like(made[2])))
-    assert far(ours(ids(), use_cache=False).logits, expected) > 1e3 * LOGITS
 
 
 @torch.no_grad()

@@ -262,17 +262,9 @@ def test_fields_that_do_not_fit_each_other_are_said_with_their_file(tmp_path: Pa
         load_model(tmp_path / "m")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_gguf(family: str, tied: bool, tmp_path: Path) -> None:
+def test_damaged_gguf_files(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    plain = plain_model(family, torch.float32, tie_word_embeddings=tied)
-    write_gguf(tmp_path / "m.gguf", plain)
-    model = load_model(tmp_path / "m.gguf", attach_untrained=True)
-    assert model.config.tie_word_embeddings is tied
-    ids = random_ids(1, 120)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=LOGITS_WITHIN_TWO_CHUNKS)
+    write_gguf(tmp_path / "m.gguf", plain_model("llama", torch.float32))
     data = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="truncated"):

@@ -94,20 +94,6 @@ def test_state_function_equals_the_model(layer_types: tuple[str, ...] | None) ->
                     torch.testing.assert_close(last[i, 0], expected[-1], rtol=0, atol=DOUBLE)
 
 
-def test_padding_enters_no_state() -> None:
-    """NaN embeddings at padding would spread if a padded position were read or written anywhere."""
-    model = still_model("llama", layer_types=MIXED)
-    ids, mask = padded([random_ids(1, 21)[0], random_ids(1, 9)[0]])
-    other = torch.where(mask == 1, ids, 7)
-    with torch.no_grad():
-        a, b = StillCache.empty(model.config), StillCache.empty(model.config)
-        model(ids, attention_mask=mask, past_key_values=a)
-        model(other, attention_mask=mask, past_key_values=b)
-    for x, y in zip(a.states(), b.states(), strict=True):
-        for name, tensor in x.items():
-            assert torch.equal(tensor, y[name]), name
-
-
 LOLCATS = dict(
     salient_per_chunk=0, feature_map="softmax_pm", gate="none", window_factors=[[0.5, 0.1, 0.2, 1.0, 0.9, 0.3]] * 3
 )

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from still_export.mixers.cache import StillCache
 from still_export.mixers.experts.module import RoutedExperts
 from still_export.models.load import load_model
 from tests.still_export.linear_models import linear_model
 from tests.still_export.models.test_linear_families import LOGITS, far, ids, pieces
 from tests.still_export.targets.portable.test_linear_export import call
-from tests.still_export.tiny import padded
+from tests.still_export.tiny import behind_padding
 
 _PAIR = ["linear_attention", "full_attention"]
 _QWEN: dict[str, Any] = dict(
@@ -148,14 +147,8 @@ def test_logits_are_those_of_transformers(name: str, folder: Path) -> None:
         assert one.any() and not (other & ~one).any()
     assert bool(chosen) == (name != "LFM3-1.7B")
     assert far(pieces(ours, ids(tokens=TOKENS), [20, 1, 27])[0], expected) <= LOGITS
-    rows, mask = padded([ids(tokens=TOKENS)[0, :17], ids(tokens=TOKENS)[1, :9]])
-    rows[mask == 0] = 50
-    cache = StillCache.empty(ours.config)
-    ours(rows, attention_mask=mask, past_key_values=cache)
-    after = torch.stack([ids(tokens=TOKENS)[0, 17:20], ids(tokens=TOKENS)[1, 9:12]])
-    logits = ours(after, past_key_values=cache).logits
-    for row, place in enumerate((17, 9)):
-        assert far(logits[row], expected[row, place : place + 3]) <= LOGITS
+    for found, right in behind_padding(ours, ids(tokens=TOKENS), expected, (17, 9)):
+        assert far(found, right) <= LOGITS
 
 
 @pytest.mark.long

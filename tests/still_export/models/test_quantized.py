@@ -256,18 +256,14 @@ def test_unknown_methods_and_groups_that_do_not_divide(base: Path, tmp_path: Pat
     quantized_folder(base, tmp_path / "model", "gptq")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["quant_method"] = "aqlm"
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="quantized by aqlm; gptq, awq"):
-        open_source(tmp_path / "model", attach_untrained=True)
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="3 bits, where 2, 4 and 8 are read"):
-        open_source(tmp_path / "model", attach_untrained=True)
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="are in the format marlin, where gptq and gptq_v2 are read"):
-        open_source(tmp_path / "model", attach_untrained=True)
+    for said, message in (
+        ({"quant_method": "aqlm"}, "quantized by aqlm; gptq, awq"),
+        ({"bits": 3}, "3 bits, where 2, 4 and 8 are read"),
+        ({"checkpoint_format": "marlin"}, "are in the format marlin, where gptq and gptq_v2 are read"),
+    ):
+        path.write_text(json.dumps({**config, "quantization_config": config["quantization_config"] | said}))
+        with pytest.raises(UnsupportedError, match=message):
+            open_source(tmp_path / "model", attach_untrained=True)
     shape = (8, 40)
     nothing = torch.zeros
     with pytest.raises(_UnreadError, match="3 groups of 40 inputs"):

@@ -23,7 +23,6 @@ from still_export.graph.quantization.forms import plan_forms
 from still_export.graph.quantization.policy import ONNXRUNTIME, POLICY, Quantization
 from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import (
-    _dequantized,
     eight_bits,
     held_names,
     round_activations,
@@ -31,7 +30,7 @@ from still_export.graph.quantization.read import (
 )
 from still_export.loading.torch import TorchModel
 from still_export.mixers import roles
-from still_export.models.read.blocks import BlockWeight, pack, unpack
+from still_export.models.read.blocks import pack, unpack
 from still_export.models.read.roles import weight_roles
 from still_export.models.read.source import find_source
 from still_export.models.read.weights import value_of
@@ -87,14 +86,6 @@ def test_rounding_to_nearest_is_onnxruntimes(bits: int) -> None:
         for ours, theirs in zip(held[: 2 if bits == 8 else 3], found, strict=False):
             assert ours is not None
             np.testing.assert_array_equal(ours.ravel(), theirs.ravel())
-
-
-def test_slabs_change_nothing(monkeypatch: Any) -> None:
-    weight = torch.from_numpy(normal(33, 64))
-    whole = quantize(weight, 4, 32)
-    monkeypatch.setattr("still_export.graph.quantization.quantizers.SLAB_WEIGHTS", 64 * 5)
-    parts = quantize(weight, 4, 32)
-    assert np.array_equal(whole.packed, parts.packed) and np.array_equal(whole.scales, parts.scales)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -185,13 +176,6 @@ def test_another_device_reads_the_same_weights(quantized: Any) -> None:
         assert torch.equal(value_of(weight), value_of(there[name])), name
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("zero_points", [True, False])
-def test_blocks_are_read_the_same_on_a_device(bits: int, zero_points: bool) -> None:
-    made = quantize(torch.from_numpy(normal(6, 96)), bits, 32, zero_points)
-    assert torch.equal(_dequantized(made, "cpu:0"), torch.from_numpy(made.dequantized()))
-
-
 def test_threads_are_as_many_behind_rounding() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -211,13 +195,6 @@ def test_rounded_activations_are_a_grid() -> None:
     step = x.reshape(5, 2, 32).abs().amax(-1) / 127
     assert bool(((y - x).abs().reshape(5, 2, 32) <= step[..., None] / 2 + 1e-6).all()) and not torch.equal(x, y)
     assert torch.equal(eight_bits(torch.zeros(2, 32), 32), torch.zeros(2, 32))
-
-
-def test_dequantized_blocks() -> None:
-    weight = BlockWeight(
-        np.array([[[0x21, 0x43]]], np.uint8), np.array([[0.5]], np.float32), np.array([[0x03]], np.uint8), 4
-    )
-    assert np.array_equal(weight.dequantized(), [[-1.0, -0.5, 0.0, 0.5]])
 
 
 @pytest.mark.slow

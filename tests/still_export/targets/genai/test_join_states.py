@@ -17,8 +17,9 @@ from still_graphs.functions.joined import part_of
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.genai_host import GenaiHost
 from tests.still_graphs.node_model import session
-from tests.still_graphs.small_graph import CODES, HYBRID, SIZES, VOCABULARY, empty_state, small_graph
+from tests.still_graphs.small_graph import CODES, HYBRID, SIZES, VOCABULARY, small_graph
 from tests.still_graphs.steps import run_steps
+from tests.still_graphs.written import outputs_of_calls
 
 CAPACITY = 120
 COUNTS = np.array([37, 21])
@@ -68,17 +69,11 @@ def expected() -> dict[str, Expected]:
 def apart(form: str) -> Expected:
     """Logits of the prompts' last tokens and of every step, lengths given and states handed on; and the states at the end."""
     dtype, spec = FORMS[form]
-    run: Any = session(small_graph(dtype, spec=spec))
     prompts, steps = tokens()
-    state, length, found = empty_state(dtype, 2, SLOTS, spec), np.zeros(2, np.int64), []
-    names = [o.name for o in run.get_outputs()]
-    for ids, new in ((prompts, COUNTS), *((s, np.ones(2, np.int64)) for s in steps)):
-        given = run.run(None, {"input_ids": ids, "new_tokens": new, "past_length": length, **state})
-        outputs = dict(zip(names, given, strict=True))
-        found.append(outputs["logits"][np.arange(2), new - 1])
-        state = {n.replace("present_", "past_"): v for n, v in outputs.items() if n.startswith("present_") and "." in n}
-        length = outputs["present_length"]
-    return found, state
+    calls = [(prompts, COUNTS), *((ids, np.ones(2, np.int64)) for ids in steps)]
+    found = outputs_of_calls(small_graph(dtype, spec=spec), calls, SLOTS)
+    logits = [outputs["logits"][np.arange(2), new - 1] for outputs, (_, new) in zip(found, calls, strict=True)]
+    return logits, {name.replace("present_", "past_"): value for name, value in found[-1].items()}
 
 
 def check(host: GenaiHost, expected: Expected, account: str, tolerance: float) -> None:

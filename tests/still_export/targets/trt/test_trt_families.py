@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir
-import onnxruntime
 import pytest
 import torch
 
@@ -32,6 +31,7 @@ from tests.still_export.packages import needs_rtx
 from tests.still_export.tiny import DENSE, MIXED, still_model
 from tests.still_graphs.protos import dimensions, initializers
 from tests.still_graphs.steps import applied, attach_functions, run_steps
+from tests.still_graphs.written import outputs_of_calls
 
 INLINED = (inline_functions, take_general_branches, replace_nonzero, add_greedy_token, lower_opset, lower_integers)
 TWO: dict[str, Any] = {"layer_types": MIXED[:2], "sizes": {"num_hidden_layers": 2}}
@@ -52,23 +52,7 @@ def portable_mixed(family: str) -> bytes:
 
 def answers(model: onnx.ModelProto) -> list[dict[str, np.ndarray]]:
     """Outputs of a prefill over a chunk boundary and of a step after it, on ONNX Runtime."""
-    run = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    kinds = {"tensor(float)": "f4", "tensor(int32)": "i4", "tensor(int64)": "i8"}
-    sizes = {"batch": 1, "slots": 40, "capacity": 64}
-    state = {
-        i.name: np.zeros([sizes.get(d, d) for d in i.shape], kinds[i.type])
-        for i in run.get_inputs()
-        if i.name.startswith("past_")
-    }
-    names, found = [o.name for o in run.get_outputs()], []
-    kind = kinds[next(i.type for i in run.get_inputs() if i.name == "input_ids")]
-    for tokens in (20, 1):
-        feeds = {"input_ids": np.arange(tokens)[None] % 7 + 3, "new_tokens": np.array([tokens])}
-        found.append(
-            dict(zip(names, run.run(None, {n: v.astype(kind) for n, v in feeds.items()} | state), strict=True))
-        )
-        state = {n.replace("present_", "past_", 1): v for n, v in found[-1].items() if n.startswith("present_")}
-    return found
+    return outputs_of_calls(model, ((np.arange(n)[None] % 7 + 3, np.array([n])) for n in (20, 1)))
 
 
 def refusals(model: onnx.ModelProto) -> list[str]:

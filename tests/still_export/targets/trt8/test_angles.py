@@ -8,26 +8,23 @@ from onnx import TensorProto, helper
 
 from still_export.targets.trt8.angles import angles_reduced, reduce_angles
 from tests.still_graphs.steps import applied
-from tests.still_graphs.test_passes_trt import session
+from tests.still_graphs.written import outputs_of, parsed
 
 SIZE = 5
 
 
-def model(dtype: int) -> onnx.ModelProto:
+def model(dtype: str) -> onnx.ModelProto:
     """Sine and cosine of one angle, a sine of another."""
-    names = [("Sin", "a", "sin_a"), ("Cos", "a", "cos_a"), ("Sin", "b", "sin_b")]
-    nodes = [helper.make_node(op, [x], [out]) for op, x, out in names]
-    inputs = [helper.make_tensor_value_info(x, dtype, ["n", SIZE]) for x in "ab"]
-    outputs = [helper.make_tensor_value_info(out, dtype, ["n", SIZE]) for *_, out in names]
-    graph = helper.make_graph(nodes, "waves", inputs, outputs)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    of = f"{dtype}[n,{SIZE}]"
+    nodes = "sin_a = Sin (a) cos_a = Cos (a) sin_b = Sin (b)"
+    return parsed(f"waves ({of} a, {of} b) => ({of} sin_a, {of} cos_a, {of} sin_b) {{ {nodes} }}", opset=17)
 
 
 def test_sines_read_half_a_turn_at_most() -> None:
     rng = np.random.default_rng(0)
     places = rng.integers(0, 131_072, [4096, SIZE]).astype(np.float32)
     feeds = {"a": places, "b": -places * np.float32(0.7306)}
-    reduced = model(TensorProto.FLOAT)
+    reduced = model("float")
     assert "whole turns" in applied(angles_reduced, reduced)
     assert applied(reduce_angles, reduced) == 3 and applied(reduce_angles, reduced) == 0
     assert not applied(angles_reduced, reduced)
@@ -36,7 +33,7 @@ def test_sines_read_half_a_turn_at_most() -> None:
     angles = [node.input[0] for node in reduced.graph.node if node.op_type in ("Sin", "Cos")]
     shown = onnx.ModelProto.FromString(reduced.SerializeToString())
     shown.graph.output.extend(helper.make_tensor_value_info(x, TensorProto.FLOAT, None) for x in dict.fromkeys(angles))
-    *waves, part_a, part_b = session(shown).run(None, feeds)  # type: ignore[attr-defined]
+    *waves, part_a, part_b = outputs_of(shown, feeds).values()
     for part in (part_a, part_b):
         assert np.abs(part).max() < np.pi + 0.02
     wide = [feeds[x].astype(np.float64) for x in "aab"]
@@ -45,4 +42,4 @@ def test_sines_read_half_a_turn_at_most() -> None:
 
 
 def test_halves_stay() -> None:
-    assert applied(reduce_angles, model(TensorProto.FLOAT16)) == 0
+    assert applied(reduce_angles, model("float16")) == 0
