@@ -16,7 +16,7 @@ from tests.plugins.builds import ROOT
 from tests.plugins.launches import made
 from tests.still_graphs.node_model import session
 from tests.toy.call import launch_decay
-from tests.toy.meaning import naive_decay
+from tests.toy.meaning import Inputs, decay
 from tests.toy.plan import KERNELS
 from tests.toy.spec import DECAY
 
@@ -70,7 +70,7 @@ def test_its_kernel_runs_in_onnx_runtime(library: str) -> None:
     for counts in ([7, 3], [1, 1], [0, 2]):
         new = torch.tensor(counts)
         value = torch.randn(2, max(counts), HEADS, DIM, generator=generator)
-        output, expected = naive_decay(value, new, total, DECAY_RATE)
+        output, expected = decay(Inputs(value, new, length, DECAY_RATE), total)
         feeds = dict(zip(DECAY.input_names(), (value, new, length, total), strict=True))
         got = run.run(None, {name: tensor.numpy() for name, tensor in feeds.items()})
         np.testing.assert_allclose(got[0], output.numpy(), rtol=1e-6, atol=1e-6)

@@ -10,8 +10,8 @@ from still_export.mixers.base import LayerOp, Mixer
 from still_export.mixers.fixed import FixedStates
 from still_export.mixers.layers import head_size
 from still_export.mixers.projections import ProjectedAttention
+from tests.toy.meaning import Inputs, decay
 from tests.toy.spec import DECAY
-from tests.toy.traced import decay
 
 
 class DecayAttention(ProjectedAttention):
@@ -24,10 +24,9 @@ class DecayAttention(ProjectedAttention):
         value = value.repeat_interleave(query.shape[2] // value.shape[2], dim=2)
         layer = past_key_values.layers[self.layer_idx]
         past = layer.take(value.dtype, value.device)["total"]
-        given = {"value": value, "new_tokens": layer.new_tokens, "past_length": layer.length, "past_total": past}
-        results = decay(given, 0.5)
-        layer.store({"total": results["present_total"]})
-        return self.o_proj(results["output"].flatten(2)), None
+        output, total = decay(Inputs(value, layer.new_tokens, layer.length), past)
+        layer.store({"total": total})
+        return self.o_proj(output.flatten(2)), None
 
 
 class DecayMixer(Mixer):
