@@ -31,21 +31,11 @@ def boolean(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _flags(spec: TensorSpec | StateSpec) -> tuple[bool, ...]:
-    """What is false at the end is not written."""
-    if isinstance(spec, StateSpec) and spec.of_codes:
-        return spec.narrow, True
-    return (True,) if spec.narrow else ()
-
-
 def tensor(spec: TensorSpec | StateSpec, prefix: str = "") -> str:
     dims = ", ".join(f'"{d}"' for d in spec.shape)
-    return (
-        f'    {{"{prefix}{spec.name}", {{{dims}}}, {TYPES[spec.dtype]}, {boolean(spec.role == "weight")}, '
-        f"{boolean(spec.role == 'state')}, {boolean(spec.optional)}"
-        + "".join(f", {boolean(flag)}" for flag in _flags(spec))
-        + "},"
-    )
+    of_codes = isinstance(spec, StateSpec) and spec.of_codes
+    flags = (spec.role == "weight", spec.role == "state", spec.optional, spec.narrow, of_codes)
+    return f'    {{"{prefix}{spec.name}", {{{dims}}}, {TYPES[spec.dtype]}, {", ".join(map(boolean, flags))}}},'
 
 
 def attribute(spec: AttributeSpec) -> str:

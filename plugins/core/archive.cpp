@@ -35,14 +35,6 @@ std::string describe(Key const& key)
     return text;
 }
 
-std::string join(std::set<std::string> const& values)
-{
-    std::string text;
-    for (auto const& value : values)
-        text += (text.empty() ? "" : ", ") + value;
-    return text;
-}
-
 // What would have to differ for a call to find a kernel: the values that the archive has, for each name that does not fit.
 std::string difference(std::vector<Variant const*> const& variants, Key const& key)
 {
@@ -64,7 +56,7 @@ std::string difference(std::vector<Variant const*> const& variants, Key const& k
     }
     std::string text;
     for (auto const& [name, has] : values)
-        text += (text.empty() ? "" : "; ") + name + "=" + key.at(name) + ", the archive has " + join(has);
+        text += (text.empty() ? "" : "; ") + name + "=" + key.at(name) + ", the archive has " + joined(has);
     return text;
 }
 
@@ -300,7 +292,7 @@ Variant const& Archive::find(std::string const& op, int op_version, int architec
             best = variant;
     }
     if (!best)
-        fail(op, ": the archive has ", join(architectures), ", the GPU is sm_", architecture, ". Compile the archive for sm_",
+        fail(op, ": the archive has ", joined(architectures), ", the GPU is sm_", architecture, ". Compile the archive for sm_",
             architecture, " too.");
     return *best;
 }

@@ -45,6 +45,11 @@ std::vector<still::Tensor> tensors(still_tensor const* given, int count)
     return result;
 }
 
+char const* name_of(std::vector<still::TensorSpec const*> const& tensors, int index)
+{
+    return index >= 0 && static_cast<size_t>(index) < tensors.size() ? tensors[static_cast<size_t>(index)]->name.c_str() : nullptr;
+}
+
 } // namespace
 
 char const* still_last_error(void)
@@ -93,14 +98,12 @@ void still_op_destroy(still_op* op)
 
 char const* still_op_input_name(still_op const* op, int index)
 {
-    auto const& all = op->op.inputs();
-    return index >= 0 && static_cast<size_t>(index) < all.size() ? all[static_cast<size_t>(index)]->name.c_str() : nullptr;
+    return name_of(op->op.inputs(), index);
 }
 
 char const* still_op_output_name(still_op const* op, int index)
 {
-    auto const& all = op->op.outputs();
-    return index >= 0 && static_cast<size_t>(index) < all.size() ? all[static_cast<size_t>(index)]->name.c_str() : nullptr;
+    return name_of(op->op.outputs(), index);
 }
 
 int still_op_infer(still_op const* op, still_tensor const* inputs, int input_count, still_tensor* outputs, int output_count)

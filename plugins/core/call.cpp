@@ -68,10 +68,6 @@ int64_t Call::size(std::string const& symbol) const
     return dim.of(known->second);
 }
 
-int64_t Call::integer(std::string const& attribute) const { return attributes->at(attribute).integer; }
-double Call::real(std::string const& attribute) const { return attributes->at(attribute).real; }
-std::string const& Call::text(std::string const& attribute) const { return attributes->at(attribute).text; }
-Tensor const& Call::tensor(std::string const& name) const { return tensors.at(name); }
 void Call::refuse(std::string const& what) const { fail(spec->name, ": ", what); }
 
 // Reads the sizes of one tensor, or compares them.

@@ -34,11 +34,8 @@ public:
     void take_attributes();
 
     int64_t size(std::string const& symbol) const; // "H", "2*C"; throws for an unknown symbol (a bug of the caller)
-    int64_t integer(std::string const& attribute) const;
-    double real(std::string const& attribute) const;
-    std::string const& text(std::string const& attribute) const;
     bool has(std::string const& tensor) const { return tensors.count(tensor) > 0; }
-    Tensor const& tensor(std::string const& name) const;
+    Tensor const& tensor(std::string const& name) const { return tensors.at(name); }
     bool knows(std::string const& symbol) const { return sizes.count(symbol) > 0; }
     [[noreturn]] void refuse(std::string const& what) const; // throws still::Error, prefixed by the op
 

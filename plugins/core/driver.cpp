@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -37,54 +38,28 @@ void Driver::replace(std::string const& path)
     sDriver.reset();
 }
 
-Driver::Driver(std::string const& path) : mPath(path)
+Driver::Driver(std::string const& path) : mPath(path), mLibrary(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL))
 {
-    void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library)
+    check(init(0), "cuInit");
+}
+
+Driver::Symbol Driver::find(char const* symbol) const
+{
+    if (!mLibrary)
     {
         char const* why = dlerror();
-        fail("CUDA driver: cannot open ", path, ": ", why ? why : "unknown reason",
+        fail("CUDA driver: cannot open ", mPath, ": ", why ? why : "unknown reason",
             ". The kernels need an NVIDIA GPU and its driver.");
     }
-    auto const find = [&](auto& function, char const* symbol, bool required) {
-        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
-        if (!function && required)
-            fail("CUDA driver: ", path, " has no ", symbol, "; it is too old.");
-    };
-    find(init, "cuInit", true);
-    find(driverGetVersion, "cuDriverGetVersion", false);
-    find(deviceGet, "cuDeviceGet", false);
-    find(deviceGetName, "cuDeviceGetName", false);
-    find(deviceGetAttribute, "cuDeviceGetAttribute", true);
-    find(devicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", false);
-    find(ctxGetCurrent, "cuCtxGetCurrent", true);
-    find(ctxSetCurrent, "cuCtxSetCurrent", false);
-    find(ctxGetDevice, "cuCtxGetDevice", true);
-    find(ctxGetId, "cuCtxGetId", false);
-    find(moduleLoadData, "cuModuleLoadData", true);
-    find(moduleGetFunction, "cuModuleGetFunction", true);
-    find(funcSetAttribute, "cuFuncSetAttribute", true);
-    find(funcLoad, "cuFuncLoad", false);
-    find(launchKernel, "cuLaunchKernel", true);
-    find(tensorMapEncodeTiled, "cuTensorMapEncodeTiled", false);
-    find(memsetD8Async, "cuMemsetD8Async", true);
-    find(memcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", true);
-    find(memAlloc, "cuMemAlloc_v2", true);
-    find(memFree, "cuMemFree_v2", true);
-    find(ctxSynchronize, "cuCtxSynchronize", true);
-    find(memGetInfo, "cuMemGetInfo_v2", false);
-    find(memHostAlloc, "cuMemHostAlloc", false);
-    find(memcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", false);
-    find(memcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", false);
-    find(streamCreate, "cuStreamCreate", false);
-    find(streamSynchronize, "cuStreamSynchronize", false);
-    find(streamBeginCapture, "cuStreamBeginCapture_v2", false);
-    find(streamEndCapture, "cuStreamEndCapture", false);
-    find(graphInstantiate, "cuGraphInstantiateWithFlags", false);
-    find(graphLaunch, "cuGraphLaunch", false);
-    find(mErrorName, "cuGetErrorName", false);
-    find(mErrorString, "cuGetErrorString", false);
-    check(init(0), "cuInit");
+    return {dlsym(mLibrary, symbol)};
+}
+
+Driver::Symbol Driver::need(char const* symbol) const
+{
+    Symbol const found = find(symbol);
+    if (!found.address)
+        fail("CUDA driver: ", mPath, " has no ", symbol, "; it is too old.");
+    return found;
 }
 
 void Driver::check(int status, char const* call) const
@@ -98,6 +73,19 @@ void Driver::check(int status, char const* call) const
     if (mErrorString)
         mErrorString(status, &text);
     fail("CUDA driver: ", call, " failed with ", status, " (", name ? name : "unknown", text ? ": " : "", text ? text : "", ").");
+}
+
+ZeroedMemory::ZeroedMemory(size_t bytes) : mBytes(std::max<size_t>(bytes, 16))
+{
+    Driver& driver = Driver::get();
+    driver.check(driver.memAlloc(&mAddress, mBytes), "cuMemAlloc");
+    driver.check(driver.memsetD8Async(mAddress, 0, mBytes, nullptr), "cuMemsetD8Async");
+    driver.check(driver.ctxSynchronize(), "cuCtxSynchronize"); // the launches come on another stream
+}
+
+ZeroedMemory::~ZeroedMemory()
+{
+    Driver::get().memFree(mAddress); // its failure means that the context is gone, and the memory with it
 }
 
 int current_architecture()

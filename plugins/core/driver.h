@@ -15,11 +15,27 @@ using CuFunction = void*;
 using CuStream = void*;
 using CuGraph = void*;
 using CuGraphExec = void*;
-using CuEvent = void*;
 using CuDevicePtr = uint64_t;
 
 class Driver
 {
+    // A function of the library, null where it has none.
+    struct Symbol
+    {
+        void* address;
+
+        template <typename Function>
+        operator Function*() const
+        {
+            return reinterpret_cast<Function*>(address);
+        }
+    };
+    Symbol find(char const* symbol) const;
+    Symbol need(char const* symbol) const; // throws still::Error where there is none
+
+    std::string mPath;
+    void* mLibrary;
+
 public:
     // The driver of this process; opens it on the first call. Throws still::Error where there is none.
     static Driver& get();
@@ -30,48 +46,61 @@ public:
     // Throws still::Error with the driver's own name and text of `status` when it is not 0.
     void check(int status, char const* call) const;
 
-    int (*init)(unsigned){};
-    int (*driverGetVersion)(int*){};
-    int (*deviceGet)(int*, int){};
-    int (*deviceGetName)(char*, int, int){};
-    int (*deviceGetAttribute)(int*, int, int){};
-    int (*devicePrimaryCtxRetain)(CuContext*, int){};
-    int (*ctxGetCurrent)(CuContext*){};
-    int (*ctxSetCurrent)(CuContext){};
-    int (*ctxGetDevice)(int*){};
-    int (*ctxSynchronize)(){};
-    int (*ctxGetId)(CuContext, unsigned long long*){}; // since 12.0, else null
-    int (*moduleLoadData)(CuModule*, void const*){};
-    int (*moduleGetFunction)(CuFunction*, CuModule, char const*){};
-    int (*funcSetAttribute)(CuFunction, int, int){};
-    int (*funcLoad)(CuFunction){}; // since 12.4, else null
+    int (*init)(unsigned) = need("cuInit");
+    int (*driverGetVersion)(int*) = find("cuDriverGetVersion");
+    int (*deviceGet)(int*, int) = find("cuDeviceGet");
+    int (*deviceGetAttribute)(int*, int, int) = need("cuDeviceGetAttribute");
+    int (*devicePrimaryCtxRetain)(CuContext*, int) = find("cuDevicePrimaryCtxRetain");
+    int (*ctxGetCurrent)(CuContext*) = need("cuCtxGetCurrent");
+    int (*ctxSetCurrent)(CuContext) = find("cuCtxSetCurrent");
+    int (*ctxGetDevice)(int*) = need("cuCtxGetDevice");
+    int (*ctxSynchronize)() = need("cuCtxSynchronize");
+    int (*ctxGetId)(CuContext, unsigned long long*) = find("cuCtxGetId"); // since 12.0, else null
+    int (*moduleLoadData)(CuModule*, void const*) = need("cuModuleLoadData");
+    int (*moduleGetFunction)(CuFunction*, CuModule, char const*) = need("cuModuleGetFunction");
+    int (*funcSetAttribute)(CuFunction, int, int) = need("cuFuncSetAttribute");
+    int (*funcLoad)(CuFunction) = find("cuFuncLoad"); // since 12.4, else null
     int (*launchKernel)(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream, void**,
-        void**){};
+        void**) = need("cuLaunchKernel");
     int (*tensorMapEncodeTiled)(void*, int, uint32_t, void*, uint64_t const*, uint64_t const*, uint32_t const*, uint32_t const*, int, int, int,
-        int){}; // since 12.0, else null
-    int (*memAlloc)(CuDevicePtr*, size_t){};
-    int (*memFree)(CuDevicePtr){};
-    int (*memsetD8Async)(CuDevicePtr, unsigned char, size_t, CuStream){};
-    int (*memcpyDtoDAsync)(CuDevicePtr, CuDevicePtr, size_t, CuStream){};
+        int) = find("cuTensorMapEncodeTiled"); // since 12.0, else null
+    int (*memAlloc)(CuDevicePtr*, size_t) = need("cuMemAlloc_v2");
+    int (*memFree)(CuDevicePtr) = need("cuMemFree_v2");
+    int (*memsetD8Async)(CuDevicePtr, unsigned char, size_t, CuStream) = need("cuMemsetD8Async");
+    int (*memcpyDtoDAsync)(CuDevicePtr, CuDevicePtr, size_t, CuStream) = need("cuMemcpyDtoDAsync_v2");
 
     // What the runner needs besides; the plugins never call these.
-    int (*memGetInfo)(size_t*, size_t*){};
-    int (*memHostAlloc)(void**, size_t, unsigned){};
-    int (*memcpyHtoDAsync)(CuDevicePtr, void const*, size_t, CuStream){};
-    int (*memcpyDtoHAsync)(void*, CuDevicePtr, size_t, CuStream){};
-    int (*streamCreate)(CuStream*, unsigned){};
-    int (*streamSynchronize)(CuStream){};
-    int (*streamBeginCapture)(CuStream, int){};
-    int (*streamEndCapture)(CuStream, CuGraph*){};
-    int (*graphInstantiate)(CuGraphExec*, CuGraph, unsigned long long){};
-    int (*graphLaunch)(CuGraphExec, CuStream){};
+    int (*memGetInfo)(size_t*, size_t*) = find("cuMemGetInfo_v2");
+    int (*memcpyHtoDAsync)(CuDevicePtr, void const*, size_t, CuStream) = find("cuMemcpyHtoDAsync_v2");
+    int (*memcpyDtoHAsync)(void*, CuDevicePtr, size_t, CuStream) = find("cuMemcpyDtoHAsync_v2");
+    int (*streamCreate)(CuStream*, unsigned) = find("cuStreamCreate");
+    int (*streamSynchronize)(CuStream) = find("cuStreamSynchronize");
+    int (*streamBeginCapture)(CuStream, int) = find("cuStreamBeginCapture_v2");
+    int (*streamEndCapture)(CuStream, CuGraph*) = find("cuStreamEndCapture");
+    int (*graphInstantiate)(CuGraphExec*, CuGraph, unsigned long long) = find("cuGraphInstantiateWithFlags");
+    int (*graphLaunch)(CuGraphExec, CuStream) = find("cuGraphLaunch");
 
 private:
     explicit Driver(std::string const& path);
 
-    std::string mPath;
-    int (*mErrorName)(int, char const**){};
-    int (*mErrorString)(int, char const**){};
+    int (*mErrorName)(int, char const**) = find("cuGetErrorName");
+    int (*mErrorString)(int, char const**) = find("cuGetErrorString");
+};
+
+// Device memory, zeroed, in the context that is current when it is made.
+class ZeroedMemory
+{
+public:
+    explicit ZeroedMemory(size_t bytes);
+    ~ZeroedMemory();
+    ZeroedMemory(ZeroedMemory const&) = delete;
+    ZeroedMemory& operator=(ZeroedMemory const&) = delete;
+    CuDevicePtr address() const { return mAddress; }
+    size_t bytes() const { return mBytes; }
+
+private:
+    CuDevicePtr mAddress{};
+    size_t mBytes{};
 };
 
 // Compute capability of the current context's device as one number, 90 for 9.0.

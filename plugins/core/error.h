@@ -26,4 +26,14 @@ template <typename... Parts>
     throw Error(said);
 }
 
+// "a, b" of texts.
+template <typename Texts>
+std::string joined(Texts const& texts, char const* between = ", ")
+{
+    std::string all;
+    for (std::string const& text : texts)
+        all += (all.empty() ? "" : between) + text;
+    return all;
+}
+
 } // namespace still

@@ -42,7 +42,7 @@ public:
 private:
     using Operator = Expression::Operator;
 
-    struct Shape // of an operator on integers
+    struct Shape // of an operator
     {
         Operator op;
         size_t parts;
@@ -57,7 +57,9 @@ private:
             {"//", {Operator::kDivide, 2, integer}}, {"%", {Operator::kModulo, 2, integer}}, {"min", {Operator::kMin, 2, integer}},
             {"max", {Operator::kMax, 2, integer}}, {"ceil_div", {Operator::kCeilDiv, 2, integer}}, {"pow2", {Operator::kPow2, 1, integer}},
             {"rsqrt", {Operator::kRsqrt, 1, ValueKind::kReal}}, {"and", {Operator::kAnd, 2, integer}}, {"or", {Operator::kOr, 2, integer}},
-            {"not", {Operator::kNot, 1, integer}},
+            {"not", {Operator::kNot, 1, integer}}, {"if", {Operator::kIf, 3, integer}}, {"==", {Operator::kEqual, 2, integer}},
+            {"!=", {Operator::kUnequal, 2, integer}}, {"<", {Operator::kLess, 2, integer}}, {"<=", {Operator::kAtMost, 2, integer}},
+            {">", {Operator::kMore, 2, integer}}, {">=", {Operator::kAtLeast, 2, integer}},
         };
         auto const found = shapes.find(name);
         return found == shapes.end() ? nullptr : &found->second;
@@ -68,48 +70,27 @@ private:
         if (items.size() < 2)
             mScope.refuse("an expression lacks its parts");
         std::string const& name = text_of(items[0]);
-        if (Shape const* const shape = shape_of(name))
-        {
-            parts(items, name, shape->parts);
-            mNodes[at].op = shape->op;
-            for (size_t i = 1; i < items.size(); ++i)
-                if (read(items[i], depth + 1) != ValueKind::kInteger)
-                    mScope.refuse(name + " takes integers");
-            mNodes[at].kind = shape->kind;
-        }
-        else if (compares(name, at))
-        {
-            parts(items, name, 2);
-            ValueKind const left = read(items[1], depth + 1);
-            ValueKind const right = read(items[2], depth + 1);
-            bool const texts = left == ValueKind::kText;
-            if (texts != (right == ValueKind::kText) || (texts && name != "==" && name != "!="))
-                mScope.refuse(name + " compares values of different types");
-        }
-        else if (name == "if")
-        {
-            parts(items, name, 3);
-            mNodes[at].op = Operator::kIf;
-            if (read(items[1], depth + 1) != ValueKind::kInteger)
-                mScope.refuse("if takes an integer as its condition");
-            ValueKind const left = read(items[2], depth + 1);
-            ValueKind const right = read(items[3], depth + 1);
-            if ((left == ValueKind::kText) != (right == ValueKind::kText))
-                mScope.refuse("the two sides of if are of different types");
+        Shape const* const shape = shape_of(name);
+        if (!shape)
+            return leaf(items, name, at);
+        parts(items, name, shape->parts);
+        mNodes[at].op = shape->op;
+        mNodes[at].kind = shape->kind;
+        std::vector<ValueKind> kinds;
+        for (size_t i = 1; i < items.size(); ++i)
+            kinds.push_back(read(items[i], depth + 1));
+        bool const chooses = shape->op == Operator::kIf, compares = shape->op >= Operator::kEqual && shape->op <= Operator::kAtLeast;
+        for (size_t i = 0; i < kinds.size() && !compares; ++i)
+            if (kinds[i] != ValueKind::kInteger && !(chooses && i))
+                mScope.refuse(name + (chooses ? " takes an integer as its condition" : " takes integers"));
+        if (!chooses && !compares)
+            return;
+        ValueKind const left = kinds[kinds.size() - 2], right = kinds.back();
+        bool const texts = left == ValueKind::kText, ordered = compares && name != "==" && name != "!=";
+        if (texts != (right == ValueKind::kText) || (texts && ordered))
+            mScope.refuse(name + " has values of different types");
+        if (chooses)
             mNodes[at].kind = left == right ? left : ValueKind::kReal;
-        }
-        else
-            leaf(items, name, at);
-    }
-
-    bool compares(std::string const& name, size_t at)
-    {
-        static std::map<std::string, Operator> const operators{{"==", Operator::kEqual}, {"!=", Operator::kUnequal},
-            {"<", Operator::kLess}, {"<=", Operator::kAtMost}, {">", Operator::kMore}, {">=", Operator::kAtLeast}};
-        auto const found = operators.find(name);
-        if (found != operators.end())
-            mNodes[at].op = found->second;
-        return found != operators.end();
     }
 
     void parts(Json::array_t const& items, std::string const& name, size_t count) const

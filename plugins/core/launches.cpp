@@ -78,6 +78,14 @@ Descriptor describe(Kernel const& kernel, KernelArgument const& argument, Matrix
     return made;
 }
 
+// Null where there is none.
+template <typename Value>
+Value const* find(std::map<std::string, Value> const& values, std::string const& name)
+{
+    auto const found = values.find(name);
+    return found == values.end() ? nullptr : &found->second;
+}
+
 struct alignas(64) TensorMap // CUtensorMap
 {
     uint64_t words[16]{};
@@ -104,9 +112,8 @@ TensorMap encode(Descriptor const& descriptor, uint64_t address, std::string con
 
 } // namespace
 
-void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
-    std::function<Argument const*(std::string const&)> const& find,
-    std::function<Matrix const*(std::string const&)> const& matrix)
+void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid, Arguments const& own,
+    Arguments const& of_call, std::map<std::string, Matrix> const& matrices)
 {
     if (grid[0] < 0 || grid[1] < 0 || grid[2] < 0 || grid[0] > kMaxGridX || grid[1] > kMaxGrid || grid[2] > kMaxGrid)
         fail(op, ": kernel ", kernel.name, " would need a grid of ", grid[0], " x ", grid[1], " x ", grid[2],
@@ -127,7 +134,8 @@ void add_launch(Launches& launches, std::string const& op, Kernel const& kernel,
     {
         std::string const& name = argument.name;
         std::string const& type = argument.type;
-        Argument const* const value = find(name);
+        Argument const* const first = find(own, name);
+        Argument const* const value = first ? first : find(of_call, name);
         if (!value)
             fail(op, ": kernel ", kernel.name, " takes ", name, ", which the launch plan does not pass. Compile the archive again.");
         bool const integer = value->kind == Argument::Kind::kInteger;
@@ -140,7 +148,7 @@ void add_launch(Launches& launches, std::string const& op, Kernel const& kernel,
         step.values.push_back(integer || real ? bits(kernel.name, name, type, *value) : 0);
         if (!described)
             continue;
-        Matrix const* const sizes = matrix(name);
+        Matrix const* const sizes = find(matrices, name);
         if (!sizes)
             fail(op, ": kernel ", kernel.name, " takes the descriptor ", name, ", of which the launch plan has no matrix. ",
                 "Compile the archive again.");
@@ -210,19 +218,6 @@ CuFunction load_function(Kernel const& kernel)
         driver.check(driver.funcLoad(found), "cuFuncLoad");
     function = found;
     return function;
-}
-
-ZeroedMemory::ZeroedMemory(size_t bytes) : mBytes(bytes)
-{
-    Driver& driver = Driver::get();
-    driver.check(driver.memAlloc(&mAddress, bytes), "cuMemAlloc");
-    driver.check(driver.memsetD8Async(mAddress, 0, bytes, nullptr), "cuMemsetD8Async");
-    driver.check(driver.ctxSynchronize(), "cuCtxSynchronize"); // the launches come on another stream
-}
-
-ZeroedMemory::~ZeroedMemory()
-{
-    Driver::get().memFree(mAddress); // its failure means that the context is gone, and the memory with it
 }
 
 void run(Launches const& launches, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,

@@ -7,7 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -65,13 +65,13 @@ struct Launches
 };
 
 using Grid = std::array<int64_t, 3>;
+using Arguments = std::map<std::string, Argument>;
 
-// Adds a launch and loads its module; an empty grid adds nothing. `find` gives an argument's value by name, `matrix` its sizes where
-// it is one of the plan's, null for an unknown one.
+// Adds a launch and loads its module; an empty grid adds nothing. Arguments are the launch's own, then those of the call; matrices those
+// that descriptors are made of.
 // Throws still::Error when the kernel takes an argument that is unknown or of another type, or the grid is too large.
-void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid,
-    std::function<Argument const*(std::string const&)> const& find,
-    std::function<Matrix const*(std::string const&)> const& matrix);
+void add_launch(Launches& launches, std::string const& op, Kernel const& kernel, Grid const& grid, Arguments const& own,
+    Arguments const& of_call, std::map<std::string, Matrix> const& matrices);
 
 // Adds a copy, which is nothing when it runs with both at one address.
 void add_copy(Launches& launches, Argument target, Argument source, size_t bytes);
@@ -81,22 +81,6 @@ CuFunction load_function(Kernel const& kernel);
 
 // Forgets the loaded functions; for tests that replace the driver.
 void forget_functions();
-
-// Device memory, zeroed, in the context that is current when it is made.
-class ZeroedMemory
-{
-public:
-    explicit ZeroedMemory(size_t bytes);
-    ~ZeroedMemory();
-    ZeroedMemory(ZeroedMemory const&) = delete;
-    ZeroedMemory& operator=(ZeroedMemory const&) = delete;
-    CuDevicePtr address() const { return mAddress; }
-    size_t bytes() const { return mBytes; }
-
-private:
-    CuDevicePtr mAddress{};
-    size_t mBytes{};
-};
 
 // Runs them on `stream`.
 void run(Launches const& launches, void const* const* inputs, void* const* outputs, void* workspace, CuDevicePtr persistent,

@@ -11,14 +11,6 @@ namespace still
 namespace
 {
 
-std::string names(std::vector<std::string> const& values)
-{
-    std::string text;
-    for (auto const& value : values)
-        text += (text.empty() ? "" : ", ") + value;
-    return text;
-}
-
 std::string partner(std::string const& present)
 {
     return "past_" + state_name(present);
@@ -36,6 +28,14 @@ TensorSpec in_codes(TensorSpec tensor)
         tensor.narrow = false;
     }
     return tensor;
+}
+
+// Kernels of plans read states in the activations' type.
+void demand_alike(Call const& call)
+{
+    if (call.kept != Type::kNone && call.kept != call.activation)
+        call.refuse(std::string("states are ") + type_name(call.kept) + ", activations " + type_name(call.activation)
+                    + "; kernels of the GPU have them alike. Export without --cache.");
 }
 
 // What a host needs of a plan that is not there, in the words of the archive.
@@ -58,7 +58,7 @@ OpSpec const& op_spec(std::string const& name)
             return spec;
         known.push_back(spec.name);
     }
-    fail("unknown op ", name, "; this library has ", names(known), ".");
+    fail("unknown op ", name, "; this library has ", joined(known), ".");
 }
 
 Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attributes, uint64_t absent_inputs)
@@ -75,7 +75,7 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
         if (known->kind != value.kind)
             fail(spec.name, ": attribute ", name, " has the wrong type.");
         if (!known->choices.empty() && std::find(known->choices.begin(), known->choices.end(), value.text) == known->choices.end())
-            fail(spec.name, ": attribute ", name, "=\"", value.text, "\" is unknown; known: ", names(known->choices), ".");
+            fail(spec.name, ": attribute ", name, "=\"", value.text, "\" is unknown; known: ", joined(known->choices), ".");
         mAttributes[name] = value;
     }
     if (spec.inputs.size() < 64 && absent_inputs >> spec.inputs.size())
@@ -114,19 +114,6 @@ Op::Op(OpSpec const& spec, std::map<std::string, AttributeValue> const& attribut
             mOutputs.push_back(of(spec.inputs.size() + i));
     }
 }
-
-namespace
-{
-
-// Kernels of plans read states in the activations' type.
-void demand_alike(Call const& call)
-{
-    if (call.kept != Type::kNone && call.kept != call.activation)
-        call.refuse(std::string("states are ") + type_name(call.kept) + ", activations " + type_name(call.activation)
-                    + "; kernels of the GPU have them alike. Export without --cache.");
-}
-
-} // namespace
 
 Call Op::bind(std::vector<Tensor> const& inputs) const
 {

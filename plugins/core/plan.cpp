@@ -193,7 +193,7 @@ size_t Plan::workspace_bytes(Call const& largest, Variant const& variant) const
     return most;
 }
 
-Plan::Arguments Plan::arguments(Call const& call, Environment const& environment, Launches& made) const
+Arguments Plan::arguments(Call const& call, Environment const& environment, Launches& made) const
 {
     Arguments names;
     // The kernels work in place on the present state. An input goes before a state of its name.
@@ -256,19 +256,11 @@ void Plan::steps(std::vector<Step> const& steps, Run& run) const
         }
         case Step::Kind::kLaunch:
         {
-            std::vector<std::pair<std::string const*, Argument>> own;
+            Arguments own;
             for (auto const& [name, expression] : step.arguments)
-                own.emplace_back(&name, number(expression, run.environment));
-            add_launch(run.made, mSpec->name, run.variant.kernel(step.name), {value(0), value(1), value(2)}, [&](std::string const& name) {
-                for (auto const& [known, argument] : own)
-                    if (*known == name)
-                        return &argument;
-                auto const found = run.arguments.find(name);
-                return found == run.arguments.end() ? static_cast<Argument const*>(nullptr) : &found->second;
-            }, [&](std::string const& name) {
-                auto const found = run.matrices.find(name);
-                return found == run.matrices.end() ? static_cast<Matrix const*>(nullptr) : &found->second;
-            });
+                own[name] = number(expression, run.environment);
+            Grid const grid{value(0), value(1), value(2)};
+            add_launch(run.made, mSpec->name, run.variant.kernel(step.name), grid, own, run.arguments, run.matrices);
         }
         }
     }

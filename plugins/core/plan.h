@@ -4,7 +4,6 @@
 #include "expression.h"
 #include "launches.h"
 
-#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -78,7 +77,6 @@ private:
     };
 
     class Reader;
-    using Arguments = std::map<std::string, Argument, std::less<>>;
     struct Run; // the evaluation of one call
 
     Environment environment(Call const& call, Variant const* variant) const;

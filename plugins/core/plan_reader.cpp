@@ -1,7 +1,7 @@
 // Plans from JSON. What an archive says is checked here, so that running a plan can only fail by its numbers.
 #include "error.h"
 #include "json.h"
-#include "plan_reader.h"
+#include "plan.h"
 
 namespace still
 {
@@ -14,6 +14,27 @@ constexpr size_t kMaxEntries = 1024; // of one list
 constexpr size_t kMaxArguments = 64; // of one launch
 
 } // namespace
+
+class Plan::Reader
+{
+public:
+    Reader(Plan& plan, std::string where) : mPlan(plan), mScope(*plan.mSpec, std::move(where)) {}
+
+    void read(Json const& data);
+
+private:
+    template <typename List>
+    List const& limited(List const& list) const; // refuses a list that is too long
+    Expression integer(Json const& data) { return {data, mScope, ValueKind::kInteger}; }
+    Check check(Json const& data);
+    Region region(Json const& data);
+    std::vector<Step> steps(Json const& data, int depth);
+    void launch(Json const& data, Step& step);
+
+    Plan& mPlan;
+    Scope mScope;
+    size_t mSteps{};
+};
 
 Plan::Plan(Json const& data, OpSpec const& spec, std::string const& source) : mSpec(&spec), mText(data.dump())
 {

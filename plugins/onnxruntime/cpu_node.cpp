@@ -11,57 +11,51 @@ namespace still_ort
 namespace
 {
 
-// Scratch memory from the host's arena.
-struct Memory
-{
-    OrtAllocator* allocator = nullptr;
-    void* data = nullptr;
-
-    Memory(OrtKernelContext const* context, OrtMemoryInfo const* info, size_t size)
-    {
-        check(g_api->KernelContext_GetAllocator(context, info, &allocator));
-        data = allocator->Alloc(allocator, size);
-        if (!data)
-        {
-            g_api->ReleaseAllocator(allocator);
-            throw Failed("no memory for " + std::to_string(size >> 20) + " MiB of intermediate results.");
-        }
-    }
-    Memory(Memory const&) = delete;
-    Memory& operator=(Memory const&) = delete;
-    ~Memory()
-    {
-        if (data)
-            allocator->Free(allocator, data);
-        g_api->ReleaseAllocator(allocator);
-    }
-};
-
 // A call as the kernel sees it.
 class OrtCall : public still_cpu::HostCall
 {
 public:
     OrtCall(still::Op const& op, OrtKernelContext* context, OrtMemoryInfo const* memory, JoinedStates const* joined)
-        : spec_(op.spec()), absent_(op.absent_inputs()), context_(context), memory_(memory), joined_(joined),
+        : HostCall(op.spec()), absent_(op.absent_inputs()), context_(context), memory_(memory), joined_(joined),
           inputs_(op, context, joined)
     {
         tensors.swap(inputs_.tensors);
-        host = {context, [](void* c, void (*task)(void*, size_t), size_t total, void* data)
-            {
-                // The status can only tell of a missing thread pool; the tasks are then run here.
-                if (OrtStatus* const status = g_api->KernelContext_ParallelFor(static_cast<OrtKernelContext*>(c), task, total, 0, data))
-                {
-                    g_api->ReleaseStatus(status);
-                    for (size_t i = 0; i < total; ++i)
-                        task(data, i);
-                }
-            }};
     }
 
-    void* input(size_t place) override { return inputs_.values[place] ? data_of(inputs_.values[place]) : nullptr; }
+    void run(void (*task)(void*, size_t), size_t total, void* data) override
+    {
+        // The status can only tell of a missing thread pool; the tasks are then run here.
+        if (OrtStatus* const status = g_api->KernelContext_ParallelFor(context_, task, total, 0, data))
+        {
+            g_api->ReleaseStatus(status);
+            for (size_t i = 0; i < total; ++i)
+                task(data, i);
+        }
+    }
+
     void* output(size_t place, still::Tensor const& tensor) override { return output_of(context_, place, tensor); }
 
-    void* state(size_t past) override
+    void* scratch(size_t size_bytes) override
+    {
+        scratch_.reset();
+        OrtAllocator* allocator;
+        check(g_api->KernelContext_GetAllocator(context_, memory_, &allocator)); // the host's arena
+        auto const give_back = [allocator](void* data)
+        {
+            if (data)
+                allocator->Free(allocator, data);
+            g_api->ReleaseAllocator(allocator);
+        };
+        scratch_ = std::shared_ptr<void>(allocator->Alloc(allocator, size_bytes), give_back);
+        if (!scratch_)
+            throw Failed("no memory for " + std::to_string(size_bytes >> 20) + " MiB of intermediate results.");
+        return scratch_.get();
+    }
+
+private:
+    void* input_at(size_t place) override { return inputs_.values[place] ? data_of(inputs_.values[place]) : nullptr; }
+
+    void* state_at(size_t past) override
     {
         if (!inputs_.values[past])
             return nullptr;
@@ -71,20 +65,12 @@ public:
         if (joined_)
             return joined(joined_->at(past), still::type_bytes(tensor.type));
         // States come last, in the same order, among inputs and outputs.
-        void* const to = output(spec_.outputs.size() - (spec_.inputs.size() - past), tensor);
-        if (void const* const from = input(past); from != to)
+        void* const to = output(spec.outputs.size() - (spec.inputs.size() - past), tensor);
+        if (void const* const from = input_at(past); from != to)
             std::memcpy(to, from, tensor.bytes());
         return to;
     }
 
-    void* scratch(size_t size_bytes) override
-    {
-        scratch_.reset();
-        scratch_ = std::make_unique<Memory>(context_, memory_, size_bytes);
-        return scratch_->data;
-    }
-
-private:
     // A state within the joined present, which is made of the past by the first that asks.
     void* joined(JoinedStates::Place const& place, size_t element_bytes)
     {
@@ -99,14 +85,13 @@ private:
         return static_cast<char*>(base) + static_cast<size_t>(inputs_.rows * place.offset) * element_bytes;
     }
 
-    still::OpSpec const& spec_;
     uint64_t absent_;
     OrtKernelContext* context_;
     OrtMemoryInfo const* memory_;
     JoinedStates const* joined_;
     Inputs inputs_;
     void* presents_[2]{};
-    std::unique_ptr<Memory> scratch_;
+    std::shared_ptr<void> scratch_;
 };
 
 // STILL_CPU=baseline and the like choose a lesser instruction set, for tests.
@@ -128,15 +113,14 @@ public:
         : joined_(joined ? std::optional(read_joined(spec, info)) : std::nullopt),
           op_(read_op(spec, info, joined_ ? &*joined_ : nullptr)), kernel_(entry.make(op_, half)), instruction_set_(chosen_set())
     {
-        check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
+        OrtMemoryInfo* memory;
+        check(g_api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory));
+        memory_.reset(memory);
     }
-    CpuNode(CpuNode const&) = delete;
-    CpuNode& operator=(CpuNode const&) = delete;
-    ~CpuNode() override { g_api->ReleaseMemoryInfo(memory_); }
 
     void compute(OrtKernelContext* context) override
     {
-        OrtCall call(op_, context, memory_, joined_ ? &*joined_ : nullptr);
+        OrtCall call(op_, context, memory_.get(), joined_ ? &*joined_ : nullptr);
         call.instruction_set = instruction_set_;
         kernel_->compute(call);
     }
@@ -146,7 +130,7 @@ private:
     still::Op op_;
     std::unique_ptr<still_cpu::Kernel> kernel_;
     int instruction_set_;
-    OrtMemoryInfo* memory_ = nullptr;
+    std::unique_ptr<OrtMemoryInfo, void (*)(OrtMemoryInfo*)> memory_{nullptr, g_api->ReleaseMemoryInfo};
 };
 
 } // namespace

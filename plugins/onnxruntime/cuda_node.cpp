@@ -17,30 +17,6 @@ namespace
 constexpr size_t kRemembered = 8; // kinds of calls: prefill and decode, at some sizes of the state
 constexpr uintptr_t kAlignment = 16;
 
-// Memory of the provider's arena for what was put on the stream before it is given back: the arena then gives it to no other stream.
-class Scratch
-{
-public:
-    Scratch(OrtKernelContext const* context, OrtAllocator* allocator, size_t size) : allocator_(allocator)
-    {
-        OrtMemoryInfo const* info;
-        check(g_api->AllocatorGetInfo(allocator, &info));
-        check(g_api->KernelContext_GetScratchBuffer(context, info, size, &data_)); // null for 0 bytes
-    }
-    Scratch(Scratch const&) = delete;
-    Scratch& operator=(Scratch const&) = delete;
-    ~Scratch()
-    {
-        if (data_)
-            allocator_->Free(allocator_, data_);
-    }
-    void* data() const { return data_; }
-
-private:
-    OrtAllocator* allocator_;
-    void* data_ = nullptr;
-};
-
 // What a call of given shapes launches and gives.
 struct Prepared
 {
@@ -59,14 +35,9 @@ public:
                 std::find_if(spec.outputs.begin(), spec.outputs.end(), [&](auto const& o) { return o.name == output->name; })
                 - spec.outputs.begin()));
         op_.preload(activation); // a CUDA graph must not see a module load; and what has no kernel here is refused at once
-        check(g_api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator_));
-    }
-    CudaNode(CudaNode const&) = delete;
-    CudaNode& operator=(CudaNode const&) = delete;
-    ~CudaNode() override
-    {
-        if (allocator_)
-            g_api->ReleaseAllocator(allocator_);
+        OrtAllocator* allocator;
+        check(g_api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator));
+        allocator_.reset(allocator);
     }
 
     void compute(OrtKernelContext* context) override
@@ -82,9 +53,15 @@ public:
             out.push_back(const_cast<void*>(aligned(output_of(context, places_[i], call->outputs[i]))));
         void* stream;
         check(g_api->KernelContext_GetGPUComputeStream(context, &stream));
-        Scratch const scratch(context, allocator_, call->launches.workspace_bytes);
+        OrtMemoryInfo const* where;
+        void* workspace;
+        check(g_api->AllocatorGetInfo(allocator_.get(), &where));
+        check(g_api->KernelContext_GetScratchBuffer(context, where, call->launches.workspace_bytes, &workspace)); // null for 0 bytes
+        // Given back when the launches are on the stream: the provider's arena then gives it to no other one.
+        auto const give_back = [this](void* data) { allocator_->Free(allocator_.get(), data); };
+        std::unique_ptr<void, decltype(give_back)> const scratch(workspace, give_back);
         still::CuDevicePtr const zeroed = call->launches.persistent_bytes ? persistent(stream, call->launches.persistent_bytes) : 0;
-        still::run(call->launches, in.data(), out.data(), scratch.data(), zeroed, stream);
+        still::run(call->launches, in.data(), out.data(), workspace, zeroed, stream);
     }
 
 private:
@@ -119,7 +96,7 @@ private:
 
     still::Op op_;
     std::vector<size_t> places_; // of the outputs that exist, in the OpSpec
-    OrtAllocator* allocator_ = nullptr;
+    std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> allocator_{nullptr, g_api->ReleaseAllocator};
     std::mutex mutex_;
     std::deque<std::shared_ptr<Prepared const>> known_;                                // newest first
     std::map<std::pair<uint64_t, void*>, std::deque<still::ZeroedMemory>> persistent_; // by context and stream

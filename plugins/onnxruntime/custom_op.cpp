@@ -37,7 +37,7 @@ struct Op : OrtCustomOp
     std::string name;
     std::vector<still::TensorSpec> inputs, outputs;
 
-    Op(still::OpSpec const& op_spec, Type type, Type kept_type, still_cpu::Entry const* cpu, bool join = false)
+    Op(still::OpSpec const& op_spec, Type type, Type kept_type, still_cpu::Entry const* cpu, bool join)
         : OrtCustomOp{}, spec(op_spec), activation(type), kept(kept_type), entry(cpu), joined(join),
           name((join ? "Joined" : "") + op_spec.name), inputs(op_spec.inputs), outputs(op_spec.outputs)
     {
@@ -139,19 +139,15 @@ Domain make_domain(std::deque<Op>& ops, bool cpu_alone)
     for (still_cpu::Entry const& entry : still_cpu::entries())
     {
         still::OpSpec const& spec = still::op_spec(entry.op);
-        for (Type const type : {Type::kFloat32, Type::kFloat16})
-            ops.emplace_back(spec, type, type, &entry);
-        bool const narrow = has_narrow(spec);
-        if (narrow)
-            for (Type const kept : {Type::kFloat16, Type::kInt32})
-                ops.emplace_back(spec, Type::kFloat32, kept, &entry);
-        if (states_of_both_types(spec))
+        for (bool const joined : {false, true})
         {
+            if (joined && !states_of_both_types(spec))
+                continue;
             for (Type const type : {Type::kFloat32, Type::kFloat16})
-                ops.emplace_back(spec, type, type, &entry, true);
-            if (narrow)
+                ops.emplace_back(spec, type, type, &entry, joined);
+            if (has_narrow(spec))
                 for (Type const kept : {Type::kFloat16, Type::kInt32})
-                    ops.emplace_back(spec, Type::kFloat32, kept, &entry, true);
+                    ops.emplace_back(spec, Type::kFloat32, kept, &entry, joined);
         }
     }
     // Every type where there are kernels at all: one that has none is then refused by name, and does not go to the CPU unseen.
@@ -159,9 +155,9 @@ Domain make_domain(std::deque<Op>& ops, bool cpu_alone)
         if (!cpu_alone && still::Archive::get().plan(spec.name, spec.version))
             for (Type const type : {Type::kFloat32, Type::kFloat16, Type::kBFloat16})
             {
-                ops.emplace_back(spec, type, type, nullptr);
+                ops.emplace_back(spec, type, type, nullptr, false);
                 if (has_narrow(spec))
-                    ops.emplace_back(spec, type, Type::kInt32, nullptr);
+                    ops.emplace_back(spec, type, Type::kInt32, nullptr, false);
             }
     for (Op const& op : ops)
         check(g_api->CustomOpDomain_Add(made, &op));

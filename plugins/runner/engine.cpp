@@ -5,6 +5,10 @@
 #include "manifest.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -26,6 +30,36 @@ class Logger final : public nvinfer1::ILogger
             std::fprintf(stderr, "TensorRT: %s\n", text);
     }
 } sLogger;
+
+// A file's content without a copy of it: a plan may hold gigabytes, and some devices share one memory.
+class MappedFile
+{
+public:
+    // Throws when the file cannot be read or has not `bytes` bytes.
+    MappedFile(std::string const& path, int64_t bytes) : mData(MAP_FAILED), mBytes(static_cast<size_t>(bytes))
+    {
+        int const file = open(path.c_str(), O_RDONLY);
+        struct stat found{};
+        bool const there = file >= 0 && fstat(file, &found) == 0;
+        if (there && found.st_size == bytes && bytes > 0)
+            mData = mmap(nullptr, mBytes, PROT_READ, MAP_PRIVATE, file, 0);
+        if (file >= 0)
+            close(file);
+        if (!there)
+            fail(path, " cannot be opened.");
+        if (mData == MAP_FAILED)
+            fail(path, " has ", found.st_size, " bytes, the manifest says ", bytes, ": it is truncated or replaced. Copy it again.");
+    }
+    ~MappedFile() { munmap(mData, mBytes); }
+    MappedFile(MappedFile const&) = delete;
+    MappedFile& operator=(MappedFile const&) = delete;
+    void const* data() const { return mData; }
+    size_t bytes() const { return mBytes; }
+
+private:
+    void* mData;
+    size_t mBytes;
+};
 
 size_t item_bytes(nvinfer1::DataType type) { return type == nvinfer1::DataType::kFLOAT || type == nvinfer1::DataType::kINT32 ? 4 : 2; }
 
@@ -62,6 +96,21 @@ Engine::Engine(std::string const& folder, std::string const& plugin, int device,
     if (!mEngine)
         fail("TensorRT refused ", text_of(mEntry.at("file")), "; its reason stands above. Build it again: still-export build ", mFolder);
     make_contexts();
+}
+
+std::unique_ptr<ZeroedMemory> Engine::memory(size_t bytes) const
+{
+    try
+    {
+        return std::make_unique<ZeroedMemory>(bytes);
+    }
+    catch (Error const& error)
+    {
+        size_t free = 0, total = 0;
+        mDriver.memGetInfo(&free, &total);
+        fail(error.what(), " ", bytes >> 20, " MiB more were needed, ", free >> 20, " of ", total >> 20,
+            " MiB are free. Use a shorter context.");
+    }
 }
 
 void Engine::open_tensorrt(std::string const& plugin)
@@ -106,9 +155,9 @@ void Engine::open_tensorrt(std::string const& plugin)
 void Engine::make_contexts()
 {
 #if NV_TENSORRT_MAJOR >= 10
-    mScratch = std::make_unique<Buffer>(static_cast<size_t>(mEngine->getDeviceMemorySizeV2()));
+    mScratch = memory(static_cast<size_t>(mEngine->getDeviceMemorySizeV2()));
 #else
-    mScratch = std::make_unique<Buffer>(mEngine->getDeviceMemorySize());
+    mScratch = memory(mEngine->getDeviceMemorySize());
 #endif
     for (int const profile : {kPrefill, kDecode})
     {
@@ -146,11 +195,7 @@ void Engine::start(int64_t tokens)
     mGraph = nullptr;
     mBuffers.clear();
     std::fill(std::begin(mBound), std::end(mBound), -1);
-    auto const add = [&](std::string const& name, size_t bytes) {
-        auto buffer = std::make_unique<Buffer>(bytes);
-        mDriver.check(mDriver.memsetD8Async(buffer->address(), 0, buffer->bytes(), mStream), "cuMemsetD8Async");
-        mBuffers[name] = std::move(buffer);
-    };
+    auto const add = [&](std::string const& name, size_t bytes) { mBuffers[name] = memory(bytes); };
     auto const longest = static_cast<size_t>(integer_of(mEntry.at("prefill_tokens")));
     size_t const rows = std::min(longest, most_rows());
     add("input_ids", 4 * longest);
@@ -159,10 +204,7 @@ void Engine::start(int64_t tokens)
     add("next_token", 4 * rows);
     add("logits", rows * item_bytes(mEngine->getTensorDataType("logits")) * static_cast<size_t>(integer_of(mManifest.at("model").at("vocab_size"))));
     for (State const& state : mStates)
-    {
         add(state.name, size_bytes(state));
-    }
-    mDriver.check(mDriver.streamSynchronize(mStream), "cuStreamSynchronize");
 }
 
 size_t Engine::most_rows() const

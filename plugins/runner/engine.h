@@ -3,7 +3,6 @@
 
 #include "../core/driver.h"
 #include "../core/json.h"
-#include "memory.h"
 #include "states.h"
 
 #include <NvInfer.h>
@@ -38,6 +37,7 @@ public:
 private:
     enum Profile { kPrefill, kDecode };
 
+    std::unique_ptr<ZeroedMemory> memory(size_t bytes) const;
     void open_tensorrt(std::string const& plugin);
     void make_contexts();
     static nvinfer1::Dims dims(State const& state);
@@ -56,10 +56,10 @@ private:
     CuStream mStream{};
     std::unique_ptr<nvinfer1::IRuntime> mRuntime;
     std::unique_ptr<nvinfer1::ICudaEngine> mEngine;
-    std::unique_ptr<Buffer> mScratch;
+    std::unique_ptr<ZeroedMemory> mScratch;
     std::unique_ptr<nvinfer1::IExecutionContext> mContexts[2];
     int64_t mBound[2]{-1, -1};
-    std::map<std::string, std::unique_ptr<Buffer>> mBuffers; // by tensor, states by name
+    std::map<std::string, std::unique_ptr<ZeroedMemory>> mBuffers; // by tensor, states by name
     std::vector<State> mStates;
     int32_t mLength{};
     CuGraphExec mGraph{};

@@ -1,6 +1,7 @@
 #include "fields.h"
 
 #include "../core/error.h"
+#include "../core/json.h"
 
 #include <cstring>
 
@@ -22,39 +23,18 @@ PluginFieldType field_type(AttributeKind kind)
     return PluginFieldType::kCHAR;
 }
 
-PluginField const* find(PluginFieldCollection const& fields, std::string const& name)
+AttributeValue read_value(OpSpec const& op, std::string const& name, AttributeKind kind, Json const& values)
 {
-    for (int i = 0; i < fields.nbFields; ++i)
-        if (name == fields.fields[i].name && fields.fields[i].data && fields.fields[i].length > 0)
-            return &fields.fields[i];
-    return nullptr;
-}
-
-// Strings come with or without a trailing NUL, depending on who made them.
-std::string text(PluginFieldCollection const& fields, std::string const& name)
-{
-    auto const* const found = find(fields, name);
-    if (!found)
-        return {};
-    auto const* const begin = static_cast<char const*>(found->data);
-    return {begin, strnlen(begin, static_cast<size_t>(found->length))};
-}
-
-AttributeValue value(OpSpec const& op, std::string const& name, AttributeKind kind, PluginFieldCollection const& fields)
-{
-    auto const* const found = find(fields, name);
-    if (!found)
+    if (!values.contains(name))
         fail(op.name, ": the node lacks the attribute ", name, ". Lower the graph for TensorRT with still-export.");
-    AttributeValue result{kind, 0, 0.0, {}};
-    if (found->type != field_type(kind))
-        fail(op.name, ": attribute ", name, " has the wrong type.");
-    if (kind == AttributeKind::kInteger)
-        result.integer = *static_cast<int32_t const*>(found->data);
-    else if (kind == AttributeKind::kFloat)
-        result.real = static_cast<double>(*static_cast<float const*>(found->data));
-    else
-        result.text = text(fields, name);
-    return result;
+    Json const& found = values[name];
+    if (kind == AttributeKind::kInteger && found.is_number_integer())
+        return {kind, integer_of(found), 0.0, {}};
+    if (kind == AttributeKind::kFloat && found.is_number_float())
+        return {kind, 0, found.get<double>(), {}};
+    if (kind == AttributeKind::kString && found.is_string())
+        return {kind, 0, 0.0, text_of(found)};
+    fail(op.name, ": attribute ", name, " has the wrong type.");
 }
 
 } // namespace
@@ -69,56 +49,63 @@ std::vector<PluginField> declared_fields(OpSpec const& spec)
     return fields;
 }
 
-Op read_op(OpSpec const& spec, PluginFieldCollection const& fields)
+Json read_fields(PluginFieldCollection const& fields)
 {
-    std::map<std::string, AttributeValue> values;
-    for (AttributeSpec const& attribute : spec.attributes)
-        values[attribute.name] = value(spec, attribute.name, attribute.kind, fields);
-    int64_t const absent = value(spec, kAbsentInputs, AttributeKind::kInteger, fields).integer;
-    return {spec, values, static_cast<uint64_t>(static_cast<uint32_t>(absent))};
+    Json values = Json::object();
+    for (int i = 0; i < fields.nbFields; ++i)
+    {
+        PluginField const& field = fields.fields[i];
+        if (!field.data || field.length <= 0)
+            continue;
+        auto const* const text = static_cast<char const*>(field.data);
+        switch (field.type)
+        {
+        case PluginFieldType::kINT32: values[field.name] = *static_cast<int32_t const*>(field.data); break;
+        case PluginFieldType::kFLOAT32: values[field.name] = static_cast<double>(*static_cast<float const*>(field.data)); break;
+        // Strings come with or without a trailing NUL, depending on who made them.
+        case PluginFieldType::kCHAR: values[field.name] = std::string(text, strnlen(text, static_cast<size_t>(field.length))); break;
+        default: values[field.name] = nullptr;
+        }
+    }
+    return values.contains(kStored) ? read_stored(text_of(values[kStored])) : values;
 }
 
-std::string read_activation_type(OpSpec const& spec, PluginFieldCollection const& fields)
+Json read_stored(std::string_view text)
 {
-    std::string const type = text(fields, kActivationType);
+    Json values = parse_json(text, "the engine's plugin data, of another plugin library or truncated (rebuild the engine with this one),");
+    members_of(values);
+    return values;
+}
+
+Op read_op(OpSpec const& spec, Json const& values)
+{
+    std::map<std::string, AttributeValue> attributes;
+    for (AttributeSpec const& attribute : spec.attributes)
+        attributes[attribute.name] = read_value(spec, attribute.name, attribute.kind, values);
+    return {spec, attributes, static_cast<uint32_t>(read_value(spec, kAbsentInputs, AttributeKind::kInteger, values).integer)};
+}
+
+std::string read_activation_type(OpSpec const& spec, Json const& values)
+{
+    std::string const type = values.contains(kActivationType) ? text_of(values[kActivationType]) : "";
     if (!type.empty() && type != "float16" && type != "bfloat16" && type != "float32")
         fail(spec.name, ": ", kActivationType, "=\"", type, "\" is unknown; known: float16, bfloat16, float32.");
     return type;
 }
 
-Fields::Fields(Op const& op, std::string const& activation_type)
+std::string stored(Op const& op, std::string const& activation_type)
 {
+    Json values{{kAbsentInputs, op.absent_inputs()}, {kActivationType, activation_type}};
     for (auto const& [name, value] : op.attributes())
     {
         if (value.kind == AttributeKind::kInteger)
-            add_integer(name.c_str(), value.integer);
+            values[name] = value.integer;
         else if (value.kind == AttributeKind::kFloat)
-            add_real(name.c_str(), value.real);
+            values[name] = value.real;
         else
-            add_text(name.c_str(), value.text);
+            values[name] = value.text;
     }
-    add_integer(kAbsentInputs, static_cast<int64_t>(op.absent_inputs()));
-    add_text(kActivationType, activation_type);
-    mCollection = {static_cast<int32_t>(mFields.size()), mFields.data()};
-}
-
-void Fields::add_integer(char const* name, int64_t value)
-{
-    mIntegers.push_back(static_cast<int32_t>(value));
-    mFields.emplace_back(mNames.emplace_back(name).c_str(), &mIntegers.back(), PluginFieldType::kINT32, 1);
-}
-
-void Fields::add_real(char const* name, double value)
-{
-    mReals.push_back(static_cast<float>(value));
-    mFields.emplace_back(mNames.emplace_back(name).c_str(), &mReals.back(), PluginFieldType::kFLOAT32, 1);
-}
-
-void Fields::add_text(char const* name, std::string const& value)
-{
-    mTexts.push_back(value);
-    mFields.emplace_back(mNames.emplace_back(name).c_str(), mTexts.back().c_str(), PluginFieldType::kCHAR,
-        static_cast<int32_t>(value.size() + 1));
+    return values.dump();
 }
 
 } // namespace still

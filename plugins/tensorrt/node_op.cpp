@@ -1,6 +1,7 @@
 #include "node_op.h"
 
 #include "../core/error.h"
+#include "../core/json.h"
 
 #include <algorithm>
 
@@ -15,6 +16,10 @@ bool joined(TensorSpec const& spec, int32_t rank)
 }
 
 } // namespace
+
+NodeOp::NodeOp(OpSpec const& spec, Json const& values) : mOp(read_op(spec, values)), mType(read_activation_type(spec, values)) {}
+NodeOp::NodeOp(OpSpec const& spec, nvinfer1::PluginFieldCollection const& fields) : NodeOp(spec, read_fields(fields)) {}
+NodeOp::NodeOp(OpSpec const& spec, std::string_view stored) : NodeOp(spec, read_stored(stored)) {}
 
 bool NodeOp::accepts(int32_t position, nvinfer1::DataType type, nvinfer1::DataType activation) const
 {

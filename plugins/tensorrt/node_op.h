@@ -2,7 +2,8 @@
 #pragma once
 
 #include "fields.h"
-#include "types.h"
+
+#include "../core/tensor.h"
 
 #include <optional>
 #include <string>
@@ -12,17 +13,36 @@
 namespace still
 {
 
-// The op of a node plus the type it insists on; made from plugin fields.
+// TensorRT's types and shapes as the core's.
+inline Type to_type(nvinfer1::DataType type)
+{
+    switch (type)
+    {
+    case nvinfer1::DataType::kFLOAT: return Type::kFloat32;
+    case nvinfer1::DataType::kHALF: return Type::kFloat16;
+    case nvinfer1::DataType::kINT32: return Type::kInt32;
+#if NV_TENSORRT_MAJOR >= 10
+    case nvinfer1::DataType::kBF16: return Type::kBFloat16;
+    case nvinfer1::DataType::kINT64: return Type::kInt64;
+#endif
+    default: return Type::kNone;
+    }
+}
+
+inline Tensor to_tensor(nvinfer1::DataType type, nvinfer1::Dims const& dims)
+{
+    return make_tensor(to_type(type), dims.d, dims.nbDims, "a plugin's tensor");
+}
+
+// The op of a node plus the type it insists on; made from the values of its fields.
 //
 // A tensor of activations may come with its last two dimensions as one, heads side by side: [B, T, H*D] is the same memory as
 // [B, T, H, D]. TensorRT 8.6 also tries a format for images where a layer's tensor has four dimensions, which doubles the build.
 class NodeOp
 {
 public:
-    NodeOp(OpSpec const& spec, nvinfer1::PluginFieldCollection const& fields)
-        : mOp(read_op(spec, fields)), mType(read_activation_type(spec, fields))
-    {
-    }
+    NodeOp(OpSpec const& spec, nvinfer1::PluginFieldCollection const& fields);
+    NodeOp(OpSpec const& spec, std::string_view stored); // what an engine stores
 
     Op const& op() const { return mOp; }
     std::string const& activation_type() const { return mType; }
@@ -49,6 +69,8 @@ public:
     void preload() const;
 
 private:
+    NodeOp(OpSpec const& spec, Json const& values);
+
     // Input and axis that have the dimension `symbol` alone; `ranks` of the inputs.
     std::optional<std::pair<size_t, size_t>> locate(std::string const& symbol, std::vector<int32_t> const& ranks) const;
 

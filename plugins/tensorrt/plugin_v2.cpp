@@ -1,9 +1,8 @@
 // TensorRT 8.6 (JetPack 6.0, DRIVE): IPluginV2DynamicExt over the core. Nothing of TensorRT is linked; load the library with the
 // plugin registry's load_library, or build the static-registration variant for hosts that only dlopen.
-#include "logging.h"
-#include "node_op.h"
 #include "register.h"
-#include "stored_fields.h"
+
+#include <cstring>
 
 namespace still
 {
@@ -16,7 +15,8 @@ class Plugin final : public IPluginV2DynamicExt
 {
 public:
     Plugin(NodeOp const& node, std::string const& space)
-        : mNode(node), mNamespace(space), mVersion(std::to_string(node.op().spec().version)), mBytes(to_bytes(Fields(node.op(), node.activation_type()).collection()))
+        : mNode(node), mNamespace(space), mVersion(std::to_string(node.op().spec().version)),
+          mBytes(stored(node.op(), node.activation_type()))
     {
     }
 
@@ -107,48 +107,31 @@ private:
     std::string mBytes;
 };
 
-class Creator final : public IPluginCreator
+class Creator final : public CreatorOf<IPluginCreator>
 {
 public:
-    explicit Creator(OpSpec const& spec)
-        : mSpec(spec), mNamespace(spec.domain), mVersion(std::to_string(spec.version)), mDeclared(declared_fields(spec)),
-          mFields{static_cast<int32_t>(mDeclared.size()), mDeclared.data()}
-    {
-    }
+    explicit Creator(OpSpec const& spec) : CreatorOf(spec), mNamespace(spec.domain) {}
 
-    char const* getPluginName() const noexcept override { return mSpec.name.c_str(); }
-    char const* getPluginVersion() const noexcept override { return mVersion.c_str(); }
     void setPluginNamespace(char const* name) noexcept override { mNamespace = name; }
     char const* getPluginNamespace() const noexcept override { return mNamespace.c_str(); }
-    PluginFieldCollection const* getFieldNames() noexcept override { return &mFields; }
 
-    IPluginV2* createPlugin(char const* name, PluginFieldCollection const* fields) noexcept override { return make(name, *fields); }
+    IPluginV2* createPlugin(char const* name, PluginFieldCollection const* fields) noexcept override
+    {
+        return plugin(name, *fields);
+    }
 
     IPluginV2* deserializePlugin(char const* name, void const* data, size_t size) noexcept override
     {
-        return logged(static_cast<IPluginV2*>(nullptr), [&] { return make(name, StoredFields(data, size).collection()); });
+        return plugin(name, std::string_view(static_cast<char const*>(data), size));
     }
 
 private:
-    IPluginV2* make(char const* name, PluginFieldCollection const& fields) const noexcept
+    template <class Source> IPluginV2* plugin(char const* name, Source const& from) const noexcept
     {
-        return logged(static_cast<IPluginV2*>(nullptr), [&]() -> IPluginV2* {
-            try
-            {
-                return new Plugin(NodeOp(mSpec, fields), mNamespace);
-            }
-            catch (Error const& error)
-            {
-                fail("node ", name ? name : "", ": ", error.what());
-            }
-        });
+        return made<Plugin>(name, from, [&](NodeOp const& node) { return new Plugin(node, mNamespace); });
     }
 
-    OpSpec const& mSpec;
     std::string mNamespace;
-    std::string mVersion;
-    std::vector<PluginField> mDeclared;
-    PluginFieldCollection mFields;
 };
 
 std::vector<IPluginCreator*> const& creators()
@@ -158,11 +141,6 @@ std::vector<IPluginCreator*> const& creators()
 
 } // namespace
 } // namespace still
-
-extern "C" STILL_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder)
-{
-    still::logger_finder() = finder;
-}
 
 extern "C" STILL_EXPORT nvinfer1::IPluginCreator* const* getPluginCreators(int32_t& count)
 {

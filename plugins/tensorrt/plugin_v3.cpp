@@ -1,8 +1,5 @@
 // TensorRT 10.3 to 11: IPluginV3 over the core. Nothing of TensorRT is linked; load the library with the plugin registry's
 // load_library, trtexec's --dynamicPlugins, or build the static-registration variant for hosts that only dlopen.
-#include "../core/error.h"
-#include "logging.h"
-#include "node_op.h"
 #include "register.h"
 
 namespace still
@@ -16,7 +13,8 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
 {
 public:
     explicit Plugin(NodeOp const& node)
-        : mNode(node), mVersion(std::to_string(node.op().spec().version)), mFields(node.op(), node.activation_type())
+        : mNode(node), mVersion(std::to_string(node.op().spec().version)), mStored(stored(node.op(), node.activation_type())),
+          mField(kStored, mStored.data(), PluginFieldType::kCHAR, static_cast<int32_t>(mStored.size())), mFields{1, &mField}
     {
     }
 
@@ -105,10 +103,7 @@ public:
 
     IPluginV3* attachToContext(IPluginResourceContext*) noexcept override { return copy(); }
 
-    PluginFieldCollection const* getFieldsToSerialize() noexcept override
-    {
-        return &mFields.collection();
-    }
+    PluginFieldCollection const* getFieldsToSerialize() noexcept override { return &mFields; }
 
 private:
     std::vector<Tensor> largest(DynamicPluginTensorDesc const* descs, int32_t count) const
@@ -126,42 +121,20 @@ private:
 
     NodeOp mNode;
     std::string mVersion;
-    Fields mFields;
+    std::string mStored;
+    PluginField mField;
+    PluginFieldCollection mFields;
 };
 
-class Creator final : public IPluginCreatorV3One
+class Creator final : public CreatorOf<IPluginCreatorV3One>
 {
 public:
-    explicit Creator(OpSpec const& spec)
-        : mSpec(spec), mVersion(std::to_string(spec.version)), mDeclared(declared_fields(spec)),
-          mFields{static_cast<int32_t>(mDeclared.size()), mDeclared.data()}
-    {
-    }
-
-    char const* getPluginName() const noexcept override { return mSpec.name.c_str(); }
-    char const* getPluginVersion() const noexcept override { return mVersion.c_str(); }
-    char const* getPluginNamespace() const noexcept override { return mSpec.domain.c_str(); }
-    PluginFieldCollection const* getFieldNames() noexcept override { return &mFields; }
+    using CreatorOf::CreatorOf;
 
     IPluginV3* createPlugin(char const* name, PluginFieldCollection const* fields, TensorRTPhase) noexcept override
     {
-        return logged(static_cast<IPluginV3*>(nullptr), [&]() -> IPluginV3* {
-            try
-            {
-                return new Plugin(NodeOp(mSpec, *fields));
-            }
-            catch (Error const& error)
-            {
-                fail("node ", name ? name : "", ": ", error.what());
-            }
-        });
+        return made<Plugin>(name, *fields, [](NodeOp const& node) { return new Plugin(node); });
     }
-
-private:
-    OpSpec const& mSpec;
-    std::string mVersion;
-    std::vector<PluginField> mDeclared;
-    PluginFieldCollection mFields;
 };
 
 std::vector<IPluginCreatorInterface*> const& creators()
@@ -171,11 +144,6 @@ std::vector<IPluginCreatorInterface*> const& creators()
 
 } // namespace
 } // namespace still
-
-extern "C" STILL_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder)
-{
-    still::logger_finder() = finder;
-}
 
 extern "C" STILL_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count)
 {

@@ -1,6 +1,8 @@
-// Exported symbols, the creators of all ops, and registration at load for hosts that only dlopen a plugin library.
+// What plugin libraries share: where what goes wrong is said, as plugins throw nothing; the creators of all ops; exported symbols; and
+// registration at load for hosts that only dlopen a library.
 #pragma once
 
+#include "../core/error.h"
 #include "node_op.h"
 
 #include <NvInfer.h>
@@ -8,6 +10,7 @@
 #include <dlfcn.h>
 
 #include <cstdio>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -15,6 +18,80 @@
 
 namespace still
 {
+
+// Set through setLoggerFinder by a host that loads the library as a plugin library.
+inline nvinfer1::ILoggerFinder*& logger_finder()
+{
+    static nvinfer1::ILoggerFinder* finder = nullptr;
+    return finder;
+}
+
+inline void log_error(std::string const& text) noexcept
+{
+    auto* const finder = logger_finder();
+    auto* const logger = finder ? finder->findLogger() : nullptr;
+    if (logger)
+        logger->log(nvinfer1::ILogger::Severity::kERROR, ("still: " + text).c_str());
+    else
+        std::fprintf(stderr, "still: %s\n", text.c_str());
+}
+
+// Runs `body`; an exception becomes a log line and `failure`.
+template <typename Result, typename Body>
+Result logged(Result failure, Body const& body) noexcept
+{
+    try
+    {
+        return body();
+    }
+    catch (std::exception const& error)
+    {
+        log_error(error.what());
+    }
+    catch (...)
+    {
+        log_error("unknown exception");
+    }
+    return failure;
+}
+
+// Name, version and fields of an op, as creators of both generations report them.
+template <class Interface> class CreatorOf : public Interface
+{
+public:
+    explicit CreatorOf(OpSpec const& spec)
+        : mSpec(spec), mVersion(std::to_string(spec.version)), mDeclared(declared_fields(spec)),
+          mFields{static_cast<int32_t>(mDeclared.size()), mDeclared.data()}
+    {
+    }
+
+    char const* getPluginName() const noexcept override { return mSpec.name.c_str(); }
+    char const* getPluginVersion() const noexcept override { return mVersion.c_str(); }
+    char const* getPluginNamespace() const noexcept override { return mSpec.domain.c_str(); }
+    nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override { return &mFields; }
+
+protected:
+    // What `make` makes of a node of these fields, or of what an engine stores of it; null after saying why not.
+    template <class Plugin, class Source, class Make> Plugin* made(char const* node, Source const& from, Make const& make) const noexcept
+    {
+        return logged(static_cast<Plugin*>(nullptr), [&]() -> Plugin* {
+            try
+            {
+                return make(NodeOp(mSpec, from));
+            }
+            catch (Error const& error)
+            {
+                fail("node ", node ? node : "", ": ", error.what());
+            }
+        });
+    }
+
+private:
+    OpSpec const& mSpec;
+    std::string mVersion;
+    std::vector<nvinfer1::PluginField> mDeclared;
+    nvinfer1::PluginFieldCollection mFields;
+};
 
 // A creator for each op, as TensorRT's interface. They are made once and never freed: its registry keeps their addresses.
 template <class Interface, class Creator> std::vector<Interface*> const& creators_of_ops()
@@ -68,3 +145,8 @@ template <class Interface> void register_all(std::vector<Interface*> const& crea
 #endif
 
 } // namespace still
+
+extern "C" STILL_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder)
+{
+    still::logger_finder() = finder;
+}

@@ -1,12 +1,12 @@
-// Numbers as the state and the activations hold them, float or half, and as the arithmetic takes them. Compiled once per instruction set,
-// like simd.h.
+// Numbers as the state and the activations hold them, float or half, and as the arithmetic takes them; the memory of a task. Compiled once
+// per instruction set, like simd.h.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "kept.h"
+#include "instruction_sets.h"
 #if defined(__F16C__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -15,6 +15,31 @@
 
 namespace
 {
+
+// Hands out the task's room, 64 bytes apart.
+struct Room
+{
+    float* next;
+
+    float* take(int64_t n)
+    {
+        float* const taken = next;
+        next += (n + 15) / 16 * 16;
+        return taken;
+    }
+};
+
+template <typename T>
+T* at(void* base, int64_t index)
+{
+    return static_cast<T*>(base) + index;
+}
+
+template <typename T>
+T const* at(void const* base, int64_t index)
+{
+    return static_cast<T const*>(base) + index;
+}
 
 struct Half
 {

@@ -1,4 +1,4 @@
-// What kernels of the CPU need of a host: a way to run tasks at once. They know no host.
+// What kernels of the CPU need of a host: a way to run tasks at once, and memory. They know no host.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,20 @@ namespace still_cpu
 
 struct Host
 {
-    void* context;
+    int instruction_set = 0;
+
+    virtual ~Host() = default;
     // Runs task(data, 0 .. total - 1), some of them at once.
-    void (*run)(void* context, void (*task)(void* data, size_t index), size_t total, void* data);
+    virtual void run(void (*task)(void* data, size_t index), size_t total, void* data) = 0;
+    // Valid until the next request, and as long as the call.
+    virtual void* scratch(size_t size_bytes) = 0;
 };
 
 constexpr size_t kMaxLanes = 64; // tasks that have room at once
 
 // Runs fn(index, lane) for index < total, on at most `lanes` threads that take the next index when they are done with one.
 template <typename Function>
-void spread(Host const& host, size_t lanes, size_t total, Function const& fn)
+void spread(Host& host, size_t lanes, size_t total, Function const& fn)
 {
     struct Work
     {
@@ -37,13 +41,13 @@ void spread(Host const& host, size_t lanes, size_t total, Function const& fn)
     if (used == 1)
         lane(&work, 0);
     else if (used)
-        host.run(host.context, lane, used, &work);
+        host.run(lane, used, &work);
 }
 
 // The same for tasks that take equally long: a thread takes neighbours, which the host gives to the same threads in every call, so that
 // what a task keeps stays in its processor's cache.
 template <typename Function>
-void spread_evenly(Host const& host, size_t lanes, size_t total, Function const& fn)
+void spread_evenly(Host& host, size_t lanes, size_t total, Function const& fn)
 {
     constexpr size_t most = 16; // parts: of 32 heads, as many as processors have use for in a call of some 50 microseconds
     struct Work
@@ -60,7 +64,7 @@ void spread_evenly(Host const& host, size_t lanes, size_t total, Function const&
     if (work.parts == 1)
         part(&work, 0);
     else if (work.parts)
-        host.run(host.context, part, work.parts, &work);
+        host.run(part, work.parts, &work);
 }
 
 } // namespace still_cpu

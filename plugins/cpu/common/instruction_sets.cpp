@@ -23,19 +23,19 @@ struct Set
 
 Set const kSets[] = {
 #if defined(STILL_X86)
-    {InstructionSet::kV4, "v4",
+    {InstructionSet::v4, "v4",
         []
         {
             return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
                    && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
         }},
-    {InstructionSet::kV3, "v3",
+    {InstructionSet::v3, "v3",
         [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"); }},
 #elif defined(STILL_ARM)
-    {InstructionSet::kI8mm, "i8mm", [] { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) && (getauxval(AT_HWCAP2) & HWCAP2_I8MM); }},
-    {InstructionSet::kDotprod, "dotprod", [] { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }},
+    {InstructionSet::i8mm, "i8mm", [] { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) && (getauxval(AT_HWCAP2) & HWCAP2_I8MM); }},
+    {InstructionSet::dotprod, "dotprod", [] { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }},
 #endif
-    {InstructionSet::kBaseline, "baseline", [] { return true; }},
+    {InstructionSet::baseline, "baseline", [] { return true; }},
 };
 
 Set const& set(int index)

@@ -1,7 +1,8 @@
 // Every source of kernels is compiled once per instruction set; what a call uses is chosen here.
 #pragma once
 
-#include "kept.h"
+#include <cstddef>
+#include <cstdint>
 
 // Inlined by force: sources for different instruction sets include it, and the linker keeps one copy of what is not.
 #define STILL_INLINE __attribute__((always_inline)) inline
@@ -15,14 +16,29 @@ char const* instruction_set_name(int index);
 
 enum class InstructionSet
 {
-    kV4,
-    kV3,
-    kI8mm,    // of 64-bit ARM, with SDOT
-    kDotprod, // SDOT alone
-    kBaseline
+    v4,
+    v3,
+    i8mm,    // of 64-bit ARM, with SDOT
+    dotprod, // SDOT alone
+    baseline
 };
 
 InstructionSet instruction_set(int index);
+
+// Rows of a state as the op keeps them: numbers, or 8 bits a number and a scale a row.
+struct Kept
+{
+    void* rows{};
+    float* scales{}; // of rows in 8 bits, else null
+};
+
+// What keys and values are kept as.
+enum class Cache
+{
+    kAlike, // the activations' type
+    kHalf,  // float16, beside float
+    kCodes  // 8 bits, beside float
+};
 
 // What tensors hold: activations and states, or states that are narrower.
 enum class Numbers
@@ -41,43 +57,28 @@ STILL_INLINE Numbers numbers(bool half, Cache cache = Cache::kAlike)
                                     : Numbers::kFloat;
 }
 
+// Those that kernels are compiled for beside the baseline.
+#if defined(STILL_X86)
+#define STILL_EACH_SET(of) of(v4) of(v3)
+#elif defined(STILL_ARM)
+#define STILL_EACH_SET(of) of(i8mm) of(dotprod)
+#else
+#define STILL_EACH_SET(of)
+#endif
+
 // Declares an op's tables of `Kernels`, which its kernels.cpp defines, one per instruction set and kind of numbers, and `kernels_of`: those
 // of the instruction set with this number among the ones that the processor can run, best first.
-#if defined(STILL_X86)
 #define STILL_KERNEL_SETS                                                                                                              \
-    Kernels const& v4_kernels(Numbers kind);                                                                                           \
-    Kernels const& v3_kernels(Numbers kind);                                                                                           \
-    Kernels const& baseline_kernels(Numbers kind);                                                                                     \
+    STILL_EACH_SET(STILL_DECLARE) STILL_DECLARE(baseline)                                                                              \
     STILL_INLINE Kernels const& kernels_of(int index, Numbers kind)                                                                    \
     {                                                                                                                                  \
         switch (instruction_set(index))                                                                                                \
         {                                                                                                                              \
-        case InstructionSet::kV4: return v4_kernels(kind);                                                                             \
-        case InstructionSet::kV3: return v3_kernels(kind);                                                                             \
+            STILL_EACH_SET(STILL_CASE)                                                                                                 \
         default: return baseline_kernels(kind);                                                                                        \
         }                                                                                                                              \
     }
-#elif defined(STILL_ARM)
-#define STILL_KERNEL_SETS                                                                                                              \
-    Kernels const& i8mm_kernels(Numbers kind);                                                                                         \
-    Kernels const& dotprod_kernels(Numbers kind);                                                                                      \
-    Kernels const& baseline_kernels(Numbers kind);                                                                                     \
-    STILL_INLINE Kernels const& kernels_of(int index, Numbers kind)                                                                    \
-    {                                                                                                                                  \
-        switch (instruction_set(index))                                                                                                \
-        {                                                                                                                              \
-        case InstructionSet::kI8mm: return i8mm_kernels(kind);                                                                         \
-        case InstructionSet::kDotprod: return dotprod_kernels(kind);                                                                   \
-        default: return baseline_kernels(kind);                                                                                        \
-        }                                                                                                                              \
-    }
-#else
-#define STILL_KERNEL_SETS                                                                                                              \
-    Kernels const& baseline_kernels(Numbers kind);                                                                                     \
-    STILL_INLINE Kernels const& kernels_of(int, Numbers kind)                                                                          \
-    {                                                                                                                                  \
-        return baseline_kernels(kind);                                                                                                 \
-    }
-#endif
+#define STILL_DECLARE(set) Kernels const& set##_kernels(Numbers kind);
+#define STILL_CASE(set) case InstructionSet::set: return set##_kernels(kind);
 
 } // namespace still_cpu

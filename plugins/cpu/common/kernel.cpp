@@ -10,13 +10,19 @@ namespace still_cpu
 
 using still::fail;
 
-void expect_inputs(still::OpSpec const& spec, std::initializer_list<char const*> inputs)
+Kept HostCall::kept(std::string const& past)
 {
-    bool const same = spec.version == 1
-                      && std::equal(spec.inputs.begin(), spec.inputs.end(), inputs.begin(), inputs.end(),
-                          [](still::TensorSpec const& a, char const* b) { return a.name == b; });
-    if (!same)
-        throw std::logic_error("the OpSpec of " + spec.name + " is not what its kernel was written for");
+    std::string const scale = past + "_scale";
+    bool const coded = std::any_of(spec.inputs.begin(), spec.inputs.end(), [&](auto const& tensor) { return tensor.name == scale; });
+    return {state(past.c_str()), coded ? state<float>(scale.c_str()) : nullptr};
+}
+
+size_t HostCall::place_of(char const* input) const
+{
+    for (size_t place = 0; place < spec.inputs.size(); ++place)
+        if (spec.inputs[place].name == input)
+            return place;
+    throw std::logic_error("the kernel of " + spec.name + " reads the input " + input + ", which the OpSpec has not");
 }
 
 still::Call bind(still::Op const& op, std::vector<still::Tensor> const& tensors)
@@ -55,7 +61,8 @@ int dimension(still::Call const& call, char const* symbol, int64_t least, int64_
 
 Cache cache_of(still::Call const& call, bool half)
 {
-    bool const codes = call.text("cache") == "int8";
+    auto const cache = call.attributes->find(still::kCache);
+    bool const codes = cache != call.attributes->end() && cache->second.text == "int8";
     for (still::TensorSpec const& tensor : call.spec->inputs)
         if (tensor.narrow && call.has(tensor.name) && call.has(tensor.name + "_scale") != codes)
             fail(call.spec->name, ": ", tensor.name, "_scale goes with cache=\"int8\", and only with it.");

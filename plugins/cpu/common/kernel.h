@@ -1,38 +1,56 @@
 // What a host asks of an op's kernel on the CPU, and what the kernel asks of a call: tensors, scratch memory, threads.
 #pragma once
 
-#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "../../core/op.h"
 #include "host.h"
-#include "kept.h"
+#include "instruction_sets.h"
 
 namespace still_cpu
 {
 
-// A call as the host gives it. Tensors go by their place among the OpSpec's inputs or outputs, those that are absent counted.
-struct HostCall
+// A call as the host gives it. Hosts know tensors by their place among the OpSpec's inputs or outputs, those that are absent counted,
+// kernels by their names.
+class HostCall : public Host
 {
-    Host host{};
-    int instruction_set = 0;
+public:
     std::vector<still::Tensor> tensors; // types and shapes of the inputs that exist, in order
 
-    virtual ~HostCall() = default;
-    virtual void* input(size_t place) = 0; // null where it is absent
-    virtual void* output(size_t place, still::Tensor const& tensor) = 0;
-    // The present buffer of the state whose past is this input, holding the past: kernels work in place. Null where it is absent.
-    virtual void* state(size_t past) = 0;
-    // Of rows that may be kept in 8 bits, with the scales that they have then.
-    Kept kept(size_t rows, size_t scales) { return {state(rows), static_cast<float*>(state(scales))}; }
-    // Valid until the next request, and as long as the call.
-    virtual void* scratch(size_t size_bytes) = 0;
+    explicit HostCall(still::OpSpec const& op_spec) : spec(op_spec) {}
 
-    int64_t const* counts(size_t place) { return static_cast<int64_t const*>(input(place)); }
+    // Null where it is absent.
+    template <typename T = void>
+    T const* input(char const* name)
+    {
+        return static_cast<T const*>(input_at(place_of(name)));
+    }
+    int64_t const* counts(char const* name) { return input<int64_t>(name); }
+
+    virtual void* output(size_t place, still::Tensor const& tensor) = 0;
+
+    // The present buffer of the state whose past is this input, holding the past: kernels work in place. Null where it is absent.
+    template <typename T = void>
+    T* state(char const* past)
+    {
+        return static_cast<T*>(state_at(place_of(past)));
+    }
+    // Of rows that may be kept in 8 bits, with the scales that they have then.
+    Kept kept(std::string const& past);
+
+protected:
+    virtual void* input_at(size_t place) = 0;
+    virtual void* state_at(size_t past) = 0;
+
+    still::OpSpec const& spec;
+
+private:
+    size_t place_of(char const* input) const; // throws std::logic_error where the op has no such input
 };
 
 struct Kernel
@@ -56,34 +74,8 @@ std::vector<Entry> const& entries();
 // Binds the tensors; throws still::Error where they do not fit, or where counts are not int64, which kernels here read.
 still::Call bind(still::Op const& op, std::vector<still::Tensor> const& tensors);
 
-// What follows from the shapes of the latest call, as steps are alike; a session may be run from several threads.
-template <typename Sizes>
-class Remembered
-{
-public:
-    template <typename Function>
-    Sizes of(still::Op const& op, std::vector<still::Tensor> const& tensors, Function const& read)
-    {
-        std::lock_guard<std::mutex> const lock(mutex_);
-        if (!sizes_ || !(tensors == known_))
-        {
-            sizes_ = read(bind(op, tensors));
-            known_ = tensors;
-        }
-        return *sizes_;
-    }
-
-private:
-    std::mutex mutex_;
-    std::vector<still::Tensor> known_;
-    std::optional<Sizes> sizes_;
-};
-
 // The longest sequence: sums and products with it stay far from the end of 64 bits.
 constexpr int64_t kMostTokens = still::kMaxSize;
-
-// Asserts that the op's inputs are `inputs`, in this order, which its kernel counts on; throws std::logic_error.
-void expect_inputs(still::OpSpec const& spec, std::initializer_list<char const*> inputs);
 
 // Place of the attribute's value among its choices.
 int choice(still::Op const& op, char const* name);
@@ -103,45 +95,54 @@ void check_counts(still::OpSpec const& spec, int row, int64_t past, int64_t brou
 void check_rows(still::OpSpec const& spec, int batch, int64_t const* past, int64_t const* brought, int64_t tokens,
     int64_t room = std::numeric_limits<int64_t>::max());
 
-// What follows from the shapes of a call of an op with states.
+// The kernel of an op with one output, whose calls are computed by a `Layer`, which follows from their shapes.
 template <typename Layer>
-struct StateSizes
+class LayerKernel : public Kernel
 {
-    Layer layer;
-    int batch;
-    int64_t tokens;
-    still::Tensor output;
-};
+public:
+    void compute(HostCall& call) override
+    {
+        Sizes const sizes = sizes_of(call.tensors);
+        run(call, sizes, call.output(0, sizes.output));
+    }
 
-// The kernel of an op with states and one output, whose calls are computed by a `Layer`.
-template <typename Layer>
-class StateKernel : public Kernel
-{
 protected:
-    StateKernel(still::Op const& op, bool half, std::initializer_list<char const*> inputs) : op_(op), half_(half)
+    struct Sizes
     {
-        expect_inputs(op.spec(), inputs);
-    }
+        Layer layer;
+        int batch;
+        int64_t tokens; // of a row
+        int64_t all;    // tokens
+        still::Tensor output;
+    };
 
-    // The layer of a call; throws still::Error where there is no kernel for it.
+    LayerKernel(still::Op const& op, bool half) : op_(op), half_(half) {}
+
+    // Throws still::Error where there is no kernel for the call.
     virtual Layer read_layer(still::Call const& call) const = 0;
-
-    StateSizes<Layer> sizes(HostCall const& call)
-    {
-        auto const read = [&](still::Call const& bound) -> StateSizes<Layer>
-        {
-            Layer const layer = read_layer(bound);
-            int const batch = dimension(bound, "B", 0, std::numeric_limits<int32_t>::max());
-            return {layer, batch, bound.size("T"), bound.tensor(op_.spec().outputs[0].name.c_str())};
-        };
-        return sizes_.of(op_, call.tensors, read);
-    }
+    virtual void run(HostCall& call, Sizes const& sizes, void* output) = 0;
 
     still::Op const& op_;
     bool half_;
 
 private:
-    Remembered<StateSizes<Layer>> sizes_;
+    // Of the latest call, as steps are alike; a session may be run from several threads.
+    Sizes sizes_of(std::vector<still::Tensor> const& tensors)
+    {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        if (!sizes_ || !(tensors == known_))
+        {
+            still::Call const call = bind(op_, tensors);
+            int const batch = dimension(call, "B", 0, std::numeric_limits<int32_t>::max());
+            sizes_ = {read_layer(call), batch, call.size("T"), call.size("tokens"), call.tensor(op_.spec().outputs[0].name)};
+            known_ = tensors;
+        }
+        return *sizes_;
+    }
+
+    std::mutex mutex_;
+    std::vector<still::Tensor> known_;
+    std::optional<Sizes> sizes_;
 };
 
 template <typename Node>

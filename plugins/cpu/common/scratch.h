@@ -3,6 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+
+#include "host.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -23,37 +26,66 @@ inline void mark(uintptr_t, size_t) {}
 inline void clear(void*, size_t) {}
 #endif
 
-// Hands out arrays one behind the other, 64 bytes apart; with a null base only the size counts.
-struct Scratch
+// The memory of each of the tasks that run at once.
+struct Rooms
 {
-    uintptr_t base;
-    uintptr_t next;
+    float* first = nullptr;
+    size_t distance = 0;
 
-    explicit Scratch(void* memory) : base(reinterpret_cast<uintptr_t>(memory)), next(base) {}
+    float* of(size_t lane) const { return first + lane * distance; }
+};
+
+// The scratch memory of a call, as arrays one behind the other, 64 bytes apart.
+class Scratch
+{
+public:
+    // `lay_out` takes the arrays, twice: the first time their sizes are counted.
+    template <typename LayOut>
+    Scratch(Host& host, LayOut const& lay_out)
+    {
+        lay_out(*this);
+        size_ = next_ + 64;
+        base_ = next_ = reinterpret_cast<uintptr_t>(host.scratch(size_));
+        lay_out(*this);
+    }
+    Scratch(Scratch const&) = delete;
+    Scratch& operator=(Scratch const&) = delete;
+    ~Scratch() { clear(reinterpret_cast<void*>(base_), size_); }
 
     template <typename T>
     T* take(size_t count)
     {
-        next = (next + 63) / 64 * 64;
-        T* const taken = reinterpret_cast<T*>(next);
-        next += count * sizeof(T);
-        if (base)
-            mark(next, kGuard);
-        next += kGuard;
+        next_ = (next_ + 63) / 64 * 64;
+        T* const taken = reinterpret_cast<T*>(next_);
+        next_ += count * sizeof(T);
+        if (base_)
+            mark(next_, kGuard);
+        next_ += kGuard;
         return taken;
     }
 
-    // `lanes` arrays of `room` floats each, and the distance from one to the next.
-    float* take_rooms(size_t lanes, size_t room, size_t& distance)
+    // `lanes` arrays of `room` floats each.
+    Rooms take_rooms(size_t lanes, size_t room)
     {
-        distance = (room + 15) / 16 * 16 + kGuard / sizeof(float);
-        float* const rooms = take<float>(lanes * distance);
-        for (size_t lane = 0; base && lane < lanes; ++lane)
-            mark(reinterpret_cast<uintptr_t>(rooms + lane * distance + room), (distance - room) * sizeof(float));
+        size_t const distance = (room + 15) / 16 * 16 + kGuard / sizeof(float);
+        Rooms const rooms{take<float>(lanes * distance), distance};
+        for (size_t lane = 0; base_ && lane < lanes; ++lane)
+            mark(reinterpret_cast<uintptr_t>(rooms.of(lane) + room), (distance - room) * sizeof(float));
         return rooms;
     }
 
-    size_t used() const { return static_cast<size_t>(next - base); }
+private:
+    uintptr_t base_ = 0;
+    uintptr_t next_ = 0;
+    size_t size_ = 0;
 };
+
+// Zeros what rows of an output of `tokens` tokens have behind their new ones; `bytes` of a token.
+inline void clear_ends(void* output, int batch, int64_t tokens, int64_t const* brought, size_t bytes)
+{
+    for (int row = 0; row < batch; ++row)
+        std::memset(static_cast<char*>(output) + static_cast<size_t>(row * tokens + brought[row]) * bytes, 0,
+            static_cast<size_t>(tokens - brought[row]) * bytes);
+}
 
 } // namespace still_cpu

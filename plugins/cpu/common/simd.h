@@ -125,7 +125,7 @@ inline float exact_exponential(double x)
         p = 1 + p * r / i;
     int64_t bits;
     std::memcpy(&bits, &p, sizeof bits);
-    bits += static_cast<int64_t>(n) * (int64_t{1} << 52);
+    bits += static_cast<int64_t>(static_cast<uint64_t>(static_cast<int64_t>(n)) << 52); // of NaN any
     std::memcpy(&p, &bits, sizeof bits);
     return static_cast<float>(p);
 }

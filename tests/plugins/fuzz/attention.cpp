@@ -5,37 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <memory>
-#include <random>
 #include <vector>
 
-namespace
-{
-
 using namespace still_cpu;
-
-// Memory of exactly the bytes that a tensor has, so that the sanitizer sees a step over its end.
-std::unique_ptr<char[]> tensor(int64_t count, int element, uint32_t seed, bool wild)
-{
-    std::unique_ptr<char[]> bytes(new char[static_cast<size_t>(count) * static_cast<size_t>(element)]);
-    std::minstd_rand random(seed + 1);
-    for (int64_t i = 0; i < count; ++i)
-    {
-        float value = static_cast<float>(random() % 4001) / 1000 - 2;
-        uint16_t bits = static_cast<uint16_t>(random() % 2 ? 0x3800u | random() % 1024 : 0xb800u | random() % 1024);
-        if (wild && random() % 16 == 0)
-            value = random() % 2 ? INFINITY : NAN, bits = static_cast<uint16_t>(random());
-        if (element == 1) // any byte is a code
-            bytes[static_cast<size_t>(i)] = static_cast<char>(random());
-        else if (element == 2)
-            std::memcpy(bytes.get() + 2 * i, &bits, 2);
-        else
-            std::memcpy(bytes.get() + 4 * i, &value, 4);
-    }
-    return bytes;
-}
-
-} // namespace
+using still_fuzz::floats;
+using still_fuzz::tensor;
 
 extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
 {
@@ -69,19 +43,13 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     auto const key_cache = tensor(kept_rows * l.dim, kept, seed + 4, wild), value_cache = tensor(kept_rows * l.dim, kept, seed + 5, wild);
     auto const key_scale = tensor(kept_rows, 4, seed + 6, wild), value_scale = tensor(kept_rows, 4, seed + 7, wild);
     softmax::Tensors const x{query.get(), key.get(), value.get(), output.get(),
-        {key_cache.get(), codes ? reinterpret_cast<float*>(key_scale.get()) : nullptr},
-        {value_cache.get(), codes ? reinterpret_cast<float*>(value_scale.get()) : nullptr}, tokens};
-    std::unique_ptr<char[]> const scratch(new char[softmax::scratch_size(l, batch, past.data(), brought.data())]);
-    Host const host{nullptr, [](void*, void (*task)(void*, size_t), size_t total, void* argument)
-        {
-            for (size_t i = total; i > 0; --i) // backwards: no task may rest on the one before it
-                task(argument, i - 1);
-        }};
-    int const set = static_cast<int>(input.between(0, count_instruction_sets() - 1));
-    softmax::attention(l, x, batch, past.data(), brought.data(), scratch.get(), host, set);
+        {key_cache.get(), codes ? floats(key_scale) : nullptr},
+        {value_cache.get(), codes ? floats(value_scale) : nullptr}, tokens};
+    still_fuzz::Backwards host(static_cast<int>(input.between(0, count_instruction_sets() - 1)));
+    softmax::attention(l, x, batch, past.data(), brought.data(), host);
     // A mean of values within 2 of 0; halves are within 1.
     for (int64_t i = 0; !wild && !l.half && !codes && i < batch * tokens * l.heads * l.dim; ++i)
-        if (!(std::fabs(reinterpret_cast<float const*>(output.get())[i]) <= 2.001f))
+        if (!(std::fabs(floats(output)[i]) <= 2.001f))
             std::abort();
     return 0;
 }

@@ -27,14 +27,9 @@ class Memory : public still_cpu::HostCall
 {
 public:
     Memory(Input& input, still::Op const& op, std::vector<still::Tensor> const& given, bool wild)
-        : mSpec(op.spec()), mTensors(mSpec.inputs.size())
+        : HostCall(op.spec()), mTensors(spec.inputs.size())
     {
         tensors = given;
-        host = {nullptr, [](void*, void (*task)(void*, size_t), size_t total, void* data)
-            {
-                for (size_t i = 0; i < total; ++i)
-                    task(data, i);
-            }};
         instruction_set = static_cast<int>(input.between(0, still_cpu::count_instruction_sets() - 1));
         size_t next = 0;
         for (size_t place = 0; place < mTensors.size(); ++place)
@@ -42,26 +37,32 @@ public:
             if (op.absent_inputs() >> place & 1)
                 continue;
             mTensors[place] = &tensors[next++];
-            if (mSpec.inputs[place].type != still::ElementType::kInteger)
+            if (spec.inputs[place].type != still::ElementType::kInteger)
                 continue;
             auto* const counts = static_cast<int64_t*>(take(mTensors[place]->bytes()));
             for (size_t row = 0; row < mTensors[place]->bytes() / sizeof(int64_t); ++row)
-                counts[row] = wild && input.one_in(4) ? input.extreme() : input.between(0, mSpec.inputs[place].name == "new_tokens" ? 3 : 64);
+                counts[row] = wild && input.one_in(4) ? input.extreme() : input.between(0, spec.inputs[place].name == "new_tokens" ? 3 : 64);
             mCounts[place] = counts;
         }
     }
 
-    void* input(size_t place) override
+    void run(void (*task)(void*, size_t), size_t total, void* data) override
+    {
+        for (size_t i = 0; i < total; ++i)
+            task(data, i);
+    }
+    void* output(size_t, still::Tensor const& tensor) override { return take(tensor.bytes()); }
+    void* scratch(size_t size_bytes) override { return take(size_bytes, 64 * kMostBytes); }
+
+private:
+    void* input_at(size_t place) override
     {
         if (mCounts.count(place))
             return mCounts[place];
         return mTensors[place] ? take(mTensors[place]->bytes()) : nullptr;
     }
-    void* output(size_t, still::Tensor const& tensor) override { return take(tensor.bytes()); }
-    void* state(size_t past) override { return input(past); }
-    void* scratch(size_t size_bytes) override { return take(size_bytes, 64 * kMostBytes); }
+    void* state_at(size_t past) override { return input_at(past); }
 
-private:
     void* take(size_t size, size_t most = kMostBytes)
     {
         if (size > most)
@@ -70,7 +71,6 @@ private:
         return mBlocks.back().get();
     }
 
-    still::OpSpec const& mSpec;
     std::vector<still::Tensor const*> mTensors; // by place; null where absent
     std::map<size_t, int64_t*> mCounts;
     std::vector<std::unique_ptr<char[]>> mBlocks;

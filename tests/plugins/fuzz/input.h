@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <random>
+
+#include "cpu/common/host.h"
 
 namespace still_fuzz
 {
@@ -49,6 +53,56 @@ public:
 private:
     uint8_t const* mData;
     size_t mSize;
+};
+
+using Bytes = std::unique_ptr<char[]>;
+
+// Memory of exactly the bytes that a tensor has, so that the sanitizer sees a step over its end: floats of low .. high, halves of 0.5 .. 1
+// and their negatives, or any bytes as codes. `wild`: some are what else numbers can be.
+inline Bytes tensor(int64_t count, int element, uint32_t seed, bool wild, float low = -2, float high = 2)
+{
+    static constexpr float kSpecial[] = {0, -0.0f, 1e30f, -1e30f, 1e-40f, __builtin_inff(), -__builtin_inff(), __builtin_nanf("")};
+    Bytes bytes(new char[static_cast<size_t>(count) * static_cast<size_t>(element)]);
+    std::minstd_rand random(seed + 1);
+    for (int64_t i = 0; i < count; ++i)
+    {
+        float value = low + (high - low) * static_cast<float>(random() % 4001) / 4000;
+        auto half = static_cast<uint16_t>((random() % 2 ? 0x3800u : 0xb800u) | random() % 1024);
+        if (wild && random() % 16 == 0)
+            value = kSpecial[random() % 8], half = static_cast<uint16_t>(random());
+        if (element == 4)
+            std::memcpy(bytes.get() + 4 * i, &value, 4);
+        else if (element == 2)
+            std::memcpy(bytes.get() + 2 * i, &half, 2);
+        else
+            bytes[static_cast<size_t>(i)] = static_cast<char>(random());
+    }
+    return bytes;
+}
+
+inline float* floats(Bytes const& bytes, int64_t place = 0)
+{
+    return reinterpret_cast<float*>(bytes.get()) + place;
+}
+
+// Tasks run one after another, backwards, as none may rest on the one before it; memory has exactly its bytes, so that the sanitizer sees
+// a step over its end.
+struct Backwards : still_cpu::Host
+{
+    std::unique_ptr<char[]> memory;
+
+    explicit Backwards(int set) { instruction_set = set; }
+
+    void run(void (*task)(void*, size_t), size_t total, void* data) override
+    {
+        for (size_t i = total; i > 0; --i)
+            task(data, i - 1);
+    }
+    void* scratch(size_t size_bytes) override
+    {
+        memory.reset(new char[size_bytes]);
+        return memory.get();
+    }
 };
 
 } // namespace still_fuzz

@@ -3,47 +3,12 @@
 #include "input.h"
 
 #include <algorithm>
-#include <memory>
-#include <random>
 #include <vector>
 
-namespace
-{
-
 using namespace still_cpu::hybrid;
-using still_cpu::Host;
-
-// Memory of exactly the bytes that a tensor has, so that the sanitizer sees a step over its end; filled with what numbers can be.
-struct Blob
-{
-    std::unique_ptr<char[]> bytes;
-    size_t size;
-
-    Blob(int64_t count, int element, uint32_t seed, bool wild) : bytes(new char[static_cast<size_t>(count) * static_cast<size_t>(element)]),
-                                                                  size(static_cast<size_t>(count) * static_cast<size_t>(element))
-    {
-        std::minstd_rand random(seed + 1);
-        static constexpr float kSpecial[] = {0, -0.0f, 1e30f, -1e30f, 1e-40f, __builtin_inff(), -__builtin_inff(), __builtin_nanf("")};
-        for (int64_t i = 0; i < count; ++i)
-        {
-            float const number = static_cast<float>(random() % 4001) / 1000 - 2;
-            float const value = wild && random() % 16 == 0 ? kSpecial[random() % 8] : number;
-            uint32_t bits;
-            std::memcpy(&bits, &value, sizeof bits);
-            // Half: sign, a low exponent and what is left of the fraction; any bits are a number, infinity or NaN.
-            uint16_t const half = static_cast<uint16_t>(wild && random() % 16 == 0 ? random() : (bits >> 16 & 0x8000u) | 0x3800u | (bits >> 13 & 0x3ffu));
-            if (element == 4)
-                std::memcpy(bytes.get() + 4 * i, &value, 4);
-            else if (element == 2)
-                std::memcpy(bytes.get() + 2 * i, &half, 2);
-            else // any byte is a code
-                bytes[static_cast<size_t>(i)] = static_cast<char>(random());
-        }
-    }
-    float* floats() const { return reinterpret_cast<float*>(bytes.get()); }
-};
-
-} // namespace
+using still_fuzz::Bytes;
+using still_fuzz::floats;
+using still_fuzz::tensor;
 
 extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
 {
@@ -83,38 +48,37 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size)
     bool const wild = input.one_in(3);
     uint32_t const seed = input.raw<uint32_t>();
     int64_t const b = batch, select_heads = l.select_heads();
-    Blob const query(b * tokens * l.heads * l.dim, element, seed, wild), key(b * tokens * l.kv_heads * l.dim, element, seed + 1, wild);
-    Blob const value(b * tokens * l.kv_heads * l.dim, element, seed + 2, wild), gate(query.size / static_cast<size_t>(element), element, seed + 3, wild);
-    Blob const feature_q(int64_t{l.weight_heads} * l.rows * l.dim, element, seed + 4, wild);
-    Blob const feature_k(int64_t{l.weight_heads} * l.rows * l.dim, element, seed + 5, wild), factor(l.heads, 4, seed + 6, wild);
-    Blob const output(b * tokens * l.heads * l.dim, element, seed + 7, wild);
-    Blob const window_key(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 8, wild);
-    Blob const window_value(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 9, wild), window_score(b * l.heads * 2 * l.chunk, 4, seed + 10, wild);
-    Blob const salient_key(b * select_heads * l.slots * l.dim, kept, seed + 11, wild);
-    Blob const salient_value(b * select_heads * l.slots * l.dim, kept, seed + 12, wild);
-    Blob const kv_state(b * l.heads * l.features * l.dim, 4, seed + 14, wild), z_state(b * l.heads * l.features, 4, seed + 15, wild);
+    Bytes const query = tensor(b * tokens * l.heads * l.dim, element, seed, wild);
+    Bytes const key = tensor(b * tokens * l.kv_heads * l.dim, element, seed + 1, wild);
+    Bytes const value = tensor(b * tokens * l.kv_heads * l.dim, element, seed + 2, wild);
+    Bytes const gate = tensor(b * tokens * l.heads * l.dim, element, seed + 3, wild);
+    Bytes const feature_q = tensor(int64_t{l.weight_heads} * l.rows * l.dim, element, seed + 4, wild);
+    Bytes const feature_k = tensor(int64_t{l.weight_heads} * l.rows * l.dim, element, seed + 5, wild);
+    Bytes const factor = tensor(l.heads, 4, seed + 6, wild);
+    Bytes const output = tensor(b * tokens * l.heads * l.dim, element, seed + 7, wild);
+    Bytes const window_key = tensor(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 8, wild);
+    Bytes const window_value = tensor(b * l.kv_heads * 2 * l.chunk * l.dim, kept, seed + 9, wild);
+    Bytes const window_score = tensor(b * l.heads * 2 * l.chunk, 4, seed + 10, wild);
+    Bytes const salient_key = tensor(b * select_heads * l.slots * l.dim, kept, seed + 11, wild);
+    Bytes const salient_value = tensor(b * select_heads * l.slots * l.dim, kept, seed + 12, wild);
+    Bytes const kv_state = tensor(b * l.heads * l.features * l.dim, 4, seed + 14, wild);
+    Bytes const z_state = tensor(b * l.heads * l.features, 4, seed + 15, wild);
     Tensors x{};
-    x.query = query.bytes.get(), x.key = key.bytes.get(), x.value = value.bytes.get();
-    x.gate = input.one_in(2) ? gate.bytes.get() : nullptr;
-    x.feature_q_weight = feature_q.bytes.get(), x.feature_k_weight = feature_k.bytes.get();
-    x.window_factor = input.one_in(2) ? factor.floats() : nullptr;
-    x.output = output.bytes.get();
+    x.query = query.get(), x.key = key.get(), x.value = value.get();
+    x.gate = input.one_in(2) ? gate.get() : nullptr;
+    x.feature_q_weight = feature_q.get(), x.feature_k_weight = feature_k.get();
+    x.window_factor = input.one_in(2) ? floats(factor) : nullptr;
+    x.output = output.get();
     int64_t const ring_rows = b * l.kv_heads * 2 * l.chunk, cache_rows = b * select_heads * l.slots;
-    Blob const key_scale(ring_rows, 4, seed + 16, wild), value_scale(ring_rows, 4, seed + 17, wild);
-    Blob const salient_key_scale(cache_rows, 4, seed + 18, wild), salient_value_scale(cache_rows, 4, seed + 19, wild);
-    auto const rows = [&](Blob const& codes, Blob const& scales)
-    { return still_cpu::Kept{codes.bytes.get(), l.cache == still_cpu::Cache::kCodes ? scales.floats() : nullptr}; };
-    x.window_key = rows(window_key, key_scale), x.window_value = rows(window_value, value_scale), x.window_score = window_score.floats();
+    Bytes const key_scale = tensor(ring_rows, 4, seed + 16, wild), value_scale = tensor(ring_rows, 4, seed + 17, wild);
+    Bytes const salient_key_scale = tensor(cache_rows, 4, seed + 18, wild), salient_value_scale = tensor(cache_rows, 4, seed + 19, wild);
+    auto const rows = [&](Bytes const& codes, Bytes const& scales)
+    { return still_cpu::Kept{codes.get(), l.cache == still_cpu::Cache::kCodes ? floats(scales) : nullptr}; };
+    x.window_key = rows(window_key, key_scale), x.window_value = rows(window_value, value_scale), x.window_score = floats(window_score);
     x.salient_key = rows(salient_key, salient_key_scale), x.salient_value = rows(salient_value, salient_value_scale);
-    x.kv_state = kv_state.floats(), x.z_state = z_state.floats();
+    x.kv_state = floats(kv_state), x.z_state = floats(z_state);
     x.tokens = tokens;
-    std::unique_ptr<char[]> const scratch(new char[scratch_size(l, batch, tokens)]);
-    Host const host{nullptr, [](void*, void (*task)(void*, size_t), size_t total, void* argument)
-        {
-            for (size_t i = total; i > 0; --i) // backwards: no task may rest on the one before it
-                task(argument, i - 1);
-        }};
-    int const set = static_cast<int>(input.between(0, still_cpu::count_instruction_sets() - 1));
-    hybrid_attention(l, x, batch, past.data(), brought.data(), scratch.get(), host, set);
+    still_fuzz::Backwards host(static_cast<int>(input.between(0, still_cpu::count_instruction_sets() - 1)));
+    hybrid_attention(l, x, batch, past.data(), brought.data(), host);
     return 0;
 }

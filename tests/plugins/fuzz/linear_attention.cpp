@@ -7,34 +7,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <memory>
-#include <random>
 #include <vector>
 
 namespace
 {
 
 using namespace still_cpu;
-using Bytes = std::unique_ptr<char[]>;
-
-// Memory of exactly the bytes that a tensor has, so that the sanitizer sees a step over its end; numbers of low .. high.
-Bytes tensor(int64_t count, bool half, uint32_t seed, bool wild, float low = -0.5f, float high = 0.5f)
-{
-    Bytes bytes(new char[static_cast<size_t>(count) * (half ? 2 : 4)]);
-    std::minstd_rand random(seed + 1);
-    for (int64_t i = 0; i < count; ++i)
-    {
-        float value = low + (high - low) * static_cast<float>(random() % 4001) / 4000;
-        uint16_t bits = static_cast<uint16_t>(random() % 2 ? 0x3400u | random() % 1024 : 0xb400u | random() % 1024);
-        if (wild && random() % 16 == 0)
-            value = random() % 2 ? -INFINITY : NAN, bits = static_cast<uint16_t>(random());
-        if (half)
-            std::memcpy(bytes.get() + 2 * i, &bits, 2);
-        else
-            std::memcpy(bytes.get() + 4 * i, &value, 4);
-    }
-    return bytes;
-}
+using still_fuzz::Bytes;
+using still_fuzz::floats;
+using still_fuzz::tensor;
 
 Bytes copy(Bytes const& from, int64_t count)
 {
@@ -43,25 +24,11 @@ Bytes copy(Bytes const& from, int64_t count)
     return bytes;
 }
 
-float* floats(Bytes const& bytes, int64_t place = 0)
-{
-    return reinterpret_cast<float*>(bytes.get()) + place;
-}
-
 void demand_equal(float const* a, float const* b, int64_t count)
 {
     for (int64_t i = 0; i < count; ++i)
         if (!(std::fabs(a[i] - b[i]) <= 1e-3f * (1 + std::fabs(b[i]))))
             std::abort();
-}
-
-Host backwards() // no task may rest on the one before it
-{
-    return {nullptr, [](void*, void (*task)(void*, size_t), size_t total, void* argument)
-        {
-            for (size_t i = total; i > 0; --i)
-                task(argument, i - 1);
-        }};
 }
 
 void attend(still_fuzz::Input& input)
@@ -84,30 +51,30 @@ void attend(still_fuzz::Input& input)
         brought.push_back(input.one_in(2) ? tokens : input.between(0, tokens));
     bool const wild = input.one_in(3), compared = !wild && !l.half && batch == 1 && brought[0] > 1;
     uint32_t const seed = input.raw<uint32_t>();
+    int const element = l.half ? 2 : 4;
     int64_t const places = batch * tokens, outputs = places * l.heads * l.shared * l.size, states = batch * l.heads * l.dim * l.size;
     float const unit = 1 / std::sqrt(static_cast<float>(l.dim)); // keys no longer than 1, as the delta rules need
-    Bytes const query = tensor(places * l.query_groups * l.shared * l.dim, l.half, seed, wild);
-    Bytes const key = tensor(places * l.key_heads * l.dim, l.half, seed + 1, wild, -unit, unit);
-    Bytes const value = tensor(places * l.heads * l.size, l.half, seed + 2, wild);
-    Bytes const decay = tensor(places * l.heads * l.decay, false, seed + 3, wild, -2, 0);
-    Bytes const beta = tensor(places * l.betas, false, seed + 4, wild, 0, 2);
-    Bytes const output = tensor(outputs, l.half, seed + 5, true), state = tensor(states, false, seed + 6, wild);
+    Bytes const query = tensor(places * l.query_groups * l.shared * l.dim, element, seed, wild, -0.5f, 0.5f);
+    Bytes const key = tensor(places * l.key_heads * l.dim, element, seed + 1, wild, -unit, unit);
+    Bytes const value = tensor(places * l.heads * l.size, element, seed + 2, wild, -0.5f, 0.5f);
+    Bytes const decay = tensor(places * l.heads * l.decay, 4, seed + 3, wild, -2, 0);
+    Bytes const beta = tensor(places * l.betas, 4, seed + 4, wild, 0, 2);
+    Bytes const output = tensor(outputs, element, seed + 5, true), state = tensor(states, 4, seed + 6, wild, -0.5f, 0.5f);
     Bytes const again = copy(state, states);
-    Bytes const scratch(new char[linear::scratch_size(l, batch)]);
-    int const set = static_cast<int>(input.between(0, count_instruction_sets() - 1));
+    still_fuzz::Backwards host(static_cast<int>(input.between(0, count_instruction_sets() - 1)));
     linear::Tensors x{query.get(), key.get(), value.get(), l.decay ? floats(decay) : nullptr, l.betas ? floats(beta) : nullptr, output.get(),
         floats(state), tokens};
-    linear::attention(l, x, batch, brought.data(), scratch.get(), backwards(), set);
+    linear::attention(l, x, batch, brought.data(), host);
     if (!compared)
         return;
     int64_t const first = brought[0] / 2, rest = brought[0] - first;
-    Bytes const pieces = tensor(outputs, false, seed + 5, true);
+    Bytes const pieces = tensor(outputs, 4, seed + 5, true);
     x.output = pieces.get(), x.state = floats(again), x.tokens = first;
-    linear::attention(l, x, 1, &first, scratch.get(), backwards(), set);
+    linear::attention(l, x, 1, &first, host);
     linear::Tensors const after{floats(query, first * l.query_groups * l.shared * l.dim), floats(key, first * l.key_heads * l.dim),
         floats(value, first * l.heads * l.size), l.decay ? floats(decay, first * l.heads * l.decay) : nullptr,
         l.betas ? floats(beta, first * l.betas) : nullptr, floats(pieces, first * l.heads * l.shared * l.size), floats(again), rest};
-    linear::attention(l, after, 1, &rest, scratch.get(), backwards(), set);
+    linear::attention(l, after, 1, &rest, host);
     demand_equal(floats(pieces), floats(output), brought[0] * l.heads * l.shared * l.size);
     demand_equal(floats(again), floats(state), states);
 }
@@ -126,13 +93,14 @@ void convolve(still_fuzz::Input& input)
         brought.push_back(input.one_in(2) ? tokens : input.between(0, tokens));
     bool const wild = input.one_in(3);
     uint32_t const seed = input.raw<uint32_t>();
-    Bytes const in = tensor(batch * tokens * l.channels, l.half, seed, wild), weight = tensor(l.channels * l.taps, l.half, seed + 1, wild);
-    Bytes const bias = tensor(l.channels, l.half, seed + 2, wild), output = tensor(batch * tokens * l.channels, l.half, seed + 3, true);
-    Bytes const state = tensor(batch * l.channels * (l.taps - 1), l.half, seed + 4, wild);
-    Bytes const scratch(new char[convolution::scratch_size(l, batch)]);
+    int const element = l.half ? 2 : 4;
+    Bytes const in = tensor(batch * tokens * l.channels, element, seed, wild);
+    Bytes const weight = tensor(l.channels * l.taps, element, seed + 1, wild);
+    Bytes const bias = tensor(l.channels, element, seed + 2, wild), output = tensor(batch * tokens * l.channels, element, seed + 3, true);
+    Bytes const state = tensor(batch * l.channels * (l.taps - 1), element, seed + 4, wild);
     convolution::Tensors const x{in.get(), weight.get(), input.one_in(2) ? bias.get() : nullptr, output.get(), state.get(), tokens};
-    int const set = static_cast<int>(input.between(0, count_instruction_sets() - 1));
-    convolution::convolve(l, x, batch, brought.data(), scratch.get(), backwards(), set);
+    still_fuzz::Backwards host(static_cast<int>(input.between(0, count_instruction_sets() - 1)));
+    convolution::convolve(l, x, batch, brought.data(), host);
 }
 
 } // namespace

@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
-#include <memory>
 #include <vector>
 
 namespace
@@ -44,30 +43,40 @@ low_bit::Layer layer_of(int64_t const* x)
         static_cast<int>(x[7])};
 }
 
-Host const kHost{nullptr, [](void*, void (*task)(void*, size_t), size_t total, void* argument)
+struct InOrder : Host
+{
+    std::vector<char> memory;
+
+    explicit InOrder(int set) { instruction_set = set; }
+
+    void run(void (*task)(void*, size_t), size_t total, void* data) override
     {
         for (size_t i = 0; i < total; ++i)
-            task(argument, i);
-    }};
+            task(data, i);
+    }
+    void* scratch(size_t size_bytes) override
+    {
+        memory.resize(size_bytes);
+        return memory.data();
+    }
+};
 
 // One layer's eight numbers, then those of the tokens.
-void multiply(Call const& call, float* output, int set)
+void multiply(Call const& call, float* output, InOrder& host)
 {
     low_bit::Layer const layer = layer_of(call.numbers);
     low_bit::Tensors const x{call.of(1), call.bytes(2), call.of(3), call.bytes(4), call.of(5), output, call.numbers[8]};
-    std::unique_ptr<char[]> const scratch(new char[low_bit::scratch_size(layer, x.tokens, set)]);
-    low_bit::multiply(layer, x, scratch.get(), kHost, set);
+    low_bit::multiply(layer, x, host);
 }
 
 // Two layers', then E, K and whether it is gated, then those of the tokens.
-void mix(Call const& call, float* output, int set)
+void mix(Call const& call, float* output, InOrder& host)
 {
     int64_t const* const x = call.numbers;
     experts::Layer const layer{layer_of(x), layer_of(x + 8), x[16], x[17], x[18] != 0, false};
     experts::Tensors const tensors{call.of(1), static_cast<int32_t const*>(call.of(2)), static_cast<float const*>(call.of(3)),
         {call.of(4), call.of(5), call.bytes(6)}, {call.of(7), call.of(8), call.bytes(9)}, output, x[19]};
-    std::unique_ptr<char[]> const scratch(new char[experts::scratch_size(layer, tensors.tokens, set)]);
-    experts::mix(layer, tensors, scratch.get(), kHost, set);
+    experts::mix(layer, tensors, host);
 }
 
 } // namespace
@@ -84,8 +93,9 @@ int main(int argc, char** argv)
     bool const experts = call.tensors.size() > 6;
     int64_t const tokens = call.numbers[experts ? 19 : 8], outputs = call.numbers[experts ? 8 : 0];
     std::vector<float> output(static_cast<size_t>(tokens * outputs));
+    InOrder host(std::atoi(argv[3]));
     for (int run = 0; run < std::atoi(argv[4]); ++run)
-        (experts ? mix : multiply)(call, output.data(), std::atoi(argv[3]));
+        (experts ? mix : multiply)(call, output.data(), host);
     std::ofstream(argv[2], std::ios::binary)
         .write(reinterpret_cast<char const*>(output.data()), static_cast<std::streamsize>(output.size() * sizeof(float)));
     return 0;

@@ -7,61 +7,38 @@ namespace still_cpu
 namespace
 {
 
-// Places of the inputs.
-enum Input
-{
-    kValue,
-    kNewTokens,
-    kPastLength,
-    kPastTotal
-};
-
-struct Sizes
-{
-    int64_t batch;
-    int64_t tokens;
-    int64_t width; // H * D
-    still::Tensor output;
-};
-
-class Node : public Kernel
+class Node : public LayerKernel<int64_t> // a layer is its width, H * D
 {
 public:
-    Node(still::Op const& op, bool half) : op_(op), decay_(static_cast<float>(op.attributes().at("decay").real))
+    Node(still::Op const& op, bool half) : LayerKernel(op, half), decay_(static_cast<float>(op.attributes().at("decay").real))
     {
-        expect_inputs(op.spec(), {"value", "new_tokens", "past_length", "past_total"});
         if (half)
             still::fail("Decay: this kernel has float32 only.");
     }
 
-    void compute(HostCall& call) override
+private:
+    int64_t read_layer(still::Call const& call) const override { return int64_t{dimension(call, "H")} * dimension(call, "D"); }
+
+    void run(HostCall& call, Sizes const& sizes, void* made) override
     {
-        Sizes const sizes = sizes_.of(op_, call.tensors, [](still::Call const& bound) {
-            return Sizes{bound.size("B"), bound.size("T"), int64_t{dimension(bound, "H")} * dimension(bound, "D"), bound.tensor("output")};
-        });
-        int64_t const *const past = call.counts(kPastLength), *const brought = call.counts(kNewTokens);
-        for (int64_t row = 0; row < sizes.batch; ++row)
-            check_counts(op_.spec(), static_cast<int>(row), past[row], brought[row], sizes.tokens);
-        auto const* value = static_cast<float const*>(call.input(kValue));
-        auto* output = static_cast<float*>(call.output(0, sizes.output));
-        auto* total = static_cast<float*>(call.state(kPastTotal));
-        for (int64_t row = 0; row < sizes.batch; ++row, total += sizes.width)
-            for (int64_t token = 0; token < sizes.tokens; ++token, value += sizes.width, output += sizes.width)
-                for (int64_t i = 0; i < sizes.width; ++i)
+        int64_t const width = sizes.layer, *const past = call.counts("past_length"), *const brought = call.counts("new_tokens");
+        check_rows(op_.spec(), sizes.batch, past, brought, sizes.tokens);
+        auto const* value = call.input<float>("value");
+        auto *output = static_cast<float*>(made), *total = call.state<float>("past_total");
+        for (int row = 0; row < sizes.batch; ++row, total += width)
+            for (int64_t token = 0; token < sizes.tokens; ++token, value += width, output += width)
+                for (int64_t i = 0; i < width; ++i)
                     output[i] = token < brought[row] ? total[i] = decay_ * total[i] + value[i] : 0.0f;
     }
 
-private:
-    still::Op const& op_;
     float decay_;
-    Remembered<Sizes> sizes_;
 };
 
 } // namespace
 
 Entry toy_entry()
 {
-    return {"Decay", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("Decay");
 }
 
 } // namespace still_cpu

@@ -6,7 +6,6 @@
 #include <new>
 
 #include "cpu/common/scratch.h"
-#include "kernels.h"
 
 namespace still_cpu::softmax
 {
@@ -64,21 +63,17 @@ struct Call
     Kernels const& kernels;
     Cut cut;
     size_t lanes = 0;
-    float* rooms = nullptr;
-    size_t room_size = 0;
+    Rooms rooms{};
     float* partials = nullptr;
     std::atomic<int>* left = nullptr; // parts of each unit that are not done
 
-    // Lays out the scratch memory; with a null base only its size counts.
-    size_t lay_out(void* base)
+    void lay_out(Scratch& scratch)
     {
-        Scratch scratch(base);
         size_t const units = static_cast<size_t>(cut.units), parts = static_cast<size_t>(cut.parts);
         lanes = std::min(kMaxLanes, units * parts);
-        rooms = scratch.take_rooms(lanes, kernels.room(layer), room_size);
+        rooms = scratch.take_rooms(lanes, kernels.room(layer));
         partials = scratch.take<float>(parts > 1 ? units * parts * static_cast<size_t>(partial_size(layer, cut.tokens)) : 0);
         left = scratch.take<std::atomic<int>>(parts > 1 ? units : 0);
-        return scratch.used();
     }
 };
 
@@ -129,7 +124,7 @@ void attend(Call& call, int64_t const* past, int64_t const* brought, size_t inde
     if (part >= parts)
         return;
     Block const block{row, head, token, static_cast<int>(count), past[row] + token};
-    Task const task{&l, &call.tensors, block, call.rooms + lane * call.room_size};
+    Task const task{&l, &call.tensors, block, call.rooms.of(lane)};
     int64_t const from = part * cut.part_keys, to = l.slots ? from + cut.part_keys : std::min(seen, from + cut.part_keys);
     if (parts == 1)
         return call.kernels.attend(task, from, to, nullptr);
@@ -144,18 +139,10 @@ void attend(Call& call, int64_t const* past, int64_t const* brought, size_t inde
 
 } // namespace
 
-size_t scratch_size(Layer const& layer, int batch, int64_t const* past, int64_t const* brought)
+void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, Host& host)
 {
-    Tensors const none{};
-    Call call{layer, none, kernels_of(0, numbers(layer.half, layer.cache)), Cut(layer, batch, past, brought)};
-    return call.lay_out(nullptr) + 64;
-}
-
-void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
-    Host const& host, int instruction_set)
-{
-    Call call{layer, tensors, kernels_of(instruction_set, numbers(layer.half, layer.cache)), Cut(layer, batch, past, brought)};
-    size_t const size = call.lay_out(scratch);
+    Call call{layer, tensors, kernels_of(host.instruction_set, numbers(layer.half, layer.cache)), Cut(layer, batch, past, brought)};
+    Scratch const scratch(host, [&](Scratch& from) { call.lay_out(from); });
     if (call.cut.parts > 1)
         for (int64_t unit = 0; unit < call.cut.units; ++unit)
             new (call.left + unit) std::atomic<int>(0);
@@ -171,10 +158,7 @@ void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t co
         spread(host, call.lanes, static_cast<size_t>(call.cut.units * call.cut.parts),
             [&](size_t index, size_t lane) { attend(call, past, brought, index, lane); });
     size_t const token = static_cast<size_t>(layer.heads) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.element_size());
-    for (int row = 0; row < batch; ++row)
-        std::memset(static_cast<char*>(tensors.output) + static_cast<size_t>(row * tensors.tokens + brought[row]) * token, 0,
-            static_cast<size_t>(tensors.tokens - brought[row]) * token);
-    clear(scratch, size);
+    clear_ends(tensors.output, batch, tensors.tokens, brought, token);
 }
 
 } // namespace still_cpu::softmax

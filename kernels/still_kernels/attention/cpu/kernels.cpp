@@ -1,36 +1,28 @@
 // The tasks of softmax attention. Compiled once per instruction set; STILL_KERNELS names the table.
-#include "kernels.h"
+#include "attention.h"
 
 #include <type_traits>
 
-#include "cpu/common/elements.h"
 #include "cpu/common/columns.h"
-#include "cpu/common/gemm.h"
-#include "cpu/common/room.h"
 
 namespace
 {
 
-using still_cpu::softmax::Block;
-using still_cpu::softmax::Kernels;
-using still_cpu::softmax::kTileKeys;
-using still_cpu::softmax::Layer;
-using still_cpu::softmax::Task;
-using still_cpu::softmax::Tensors;
+using namespace still_cpu::softmax;
 
 size_t room(Layer const& l)
 {
-    int64_t const tokens = still_cpu::softmax::block_tokens(l), wide = still_cpu::softmax::block_width(l, tokens);
+    int64_t const tokens = block_tokens(l), wide = block_width(l, tokens);
     int64_t const dense = wide * ((l.dim + 15) / 16 * 16);
     return static_cast<size_t>(
-        still_cpu::softmax::partial_size(l, tokens) + dense + l.dim * wide + kTileKeys * wide + kTileKeys * l.dim + 8 * 16);
+        partial_size(l, tokens) + dense + l.dim * wide + kTileKeys * wide + kTileKeys * l.dim + 8 * 16);
 }
 
 // Goes through the blocks of keys that any token of a block has chosen; knows which tokens read the one that it is at.
 struct Readers
 {
-    int place[still_cpu::softmax::kBlockColumns]; // the slot that a token is at
-    bool reads[still_cpu::softmax::kBlockColumns];
+    int place[kBlockColumns]; // the slot that a token is at
+    bool reads[kBlockColumns];
 
     void start(int slot, int count)
     {
@@ -77,23 +69,6 @@ struct Columns
     // Queries and outputs of a token lie side by side for the heads of a group.
     int64_t token(int i) const { return ((b.row * x.tokens + b.token + i) * l.heads + b.head * l.group()) * l.dim; }
     int64_t cache(int64_t key) const { return (static_cast<int64_t>(b.row) * l.kv_heads + b.head) * l.rows + key; }
-
-    // The scaled queries, [D, columns].
-    float* queries(float* dense, float* turned) const
-    {
-        int const group = l.group();
-        for (int i = 0; i < b.count; ++i)
-        {
-            float* const to = dense + static_cast<int64_t>(i) * group * l.dim;
-            int64_t stride;
-            float const* const from = floats(at<T>(x.query, token(i)), group, l.dim, l.dim, to, stride);
-            if (from != to)
-                std::memcpy(to, from, sizeof(float) * static_cast<unsigned>(group * l.dim));
-        }
-        std::memset(turned, 0, sizeof(float) * static_cast<uint64_t>(wide) * static_cast<unsigned>(l.dim));
-        transpose(dense, columns, l.dim, l.dim, 1 / __builtin_sqrtf(static_cast<float>(l.dim)), turned, wide);
-        return turned;
-    }
 
     // Keys that a token does not see yet get -inf: those at its position + 1 and later.
     void hide(float* logits, int64_t key, int count) const
@@ -158,7 +133,8 @@ void attend(Task const& task, int64_t from, int64_t to, float* partial)
     float* const dense = room.take(wide * round_up(l.dim, 16));
     float* const logits = room.take(kTileKeys * wide);
     float* const copy = room.take(static_cast<int64_t>(kTileKeys) * l.dim);
-    float const* const queries = block.queries(dense, room.take(l.dim * wide));
+    float const* const queries = turned_queries(at<T>(block.x.query, block.token(0)), static_cast<int64_t>(l.heads) * l.dim, block.b.count,
+        l.group(), l.dim, wide, dense, room.take(l.dim * wide));
     float* const top = partial ? partial : room.take((2 + static_cast<int64_t>(l.dim)) * wide);
     float *const total = top + wide, *const values = total + wide;
     begin_columns(block.wide, l.dim, top, total, values);
@@ -201,7 +177,7 @@ void combine(Task const& task, int parts, float* partials)
 {
     Columns<T> const block(task);
     int const wide = block.wide, dim = block.l.dim;
-    int64_t const size = still_cpu::softmax::partial_size(block.l, block.b.count);
+    int64_t const size = partial_size(block.l, block.b.count);
     for (int c = 0; c < wide; c += kLanes)
     {
         Vec most = load(partials + c);

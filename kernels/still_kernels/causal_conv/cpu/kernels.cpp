@@ -1,19 +1,13 @@
 // The tasks of the causal convolution. Compiled once per instruction set; STILL_KERNELS names the table.
-#include "kernels.h"
+#include "causal_conv.h"
 
 #include "cpu/common/elements.h"
-#include "cpu/common/room.h"
 #include "cpu/common/simd.h"
 
 namespace
 {
 
-using still_cpu::convolution::kBlock;
-using still_cpu::convolution::Kernels;
-using still_cpu::convolution::kTileTokens;
-using still_cpu::convolution::Layer;
-using still_cpu::convolution::Task;
-using still_cpu::convolution::Tensors;
+using namespace still_cpu::convolution;
 
 template <typename T>
 void run(Task const& task)

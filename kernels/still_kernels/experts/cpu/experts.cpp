@@ -4,8 +4,6 @@
 
 #include "core/error.h"
 #include "cpu/common/scratch.h"
-#include "../../matmul_nbits/cpu/kernels.h"
-#include "kernels.h"
 
 namespace still_cpu::experts
 {
@@ -17,20 +15,7 @@ constexpr int64_t kMostPairs = 4096;       // of token and expert that are compu
 constexpr int64_t kMostBytes = 128 << 10;  // of a matrix that stay in a processor's cache while tokens pass
 constexpr int64_t kSerialNumbers = 16 << 10; // of pairs, below which a task costs less than a thread's waking
 
-// Of float32 tokens; the kernels for AVX-512 are of AVX-512 VNNI.
-low_bit::Kernels const& low_bit_kernels(int set)
-{
-#if defined(STILL_X86)
-    if (instruction_set(set) == InstructionSet::kV4 && !__builtin_cpu_supports("avx512vnni"))
-        ++set;
-#endif
-    return low_bit::kernels_of(set, Numbers::kFloat);
-}
-
-int64_t up(int64_t n, int64_t unit)
-{
-    return (n + unit - 1) / unit * unit;
-}
+using low_bit::up;
 
 int64_t row_bytes(Layer const& layer, low_bit::Layer const& matrix)
 {
@@ -44,23 +29,17 @@ int64_t rows_of_task(Layer const& layer, low_bit::Layer const& matrix)
     return std::min(rows, matrix.outputs);
 }
 
-int64_t tokens_at_once(Layer const& layer, int64_t tokens)
-{
-    return std::min(tokens, std::max<int64_t>(kMostPairs / layer.chosen, 1));
-}
-
-// Where the parts of a call's scratch lie; with a null base only their size counts.
+// Where the parts of a call's scratch lie.
 struct Parts
 {
     int64_t *starts, *experts, *places, *tokens; // of experts' pairs, those that were chosen; of pairs; of places
-    float *wide, *inner, *middle, *sums, *rooms;
+    float *wide, *inner, *middle;
+    Rooms sums, rooms;
     float* block_sums; // of pairs: what those that are rounded sum up to in each block
     low_bit::Rounded rounded{};
-    size_t distance = 0, sums_distance = 0, size;
 
-    Parts(Layer const& layer, int64_t count, int step, void* base)
+    void lay_out(Layer const& layer, int64_t count, int step, Scratch& scratch)
     {
-        Scratch scratch(base);
         auto const pairs = static_cast<size_t>(count * layer.chosen);
         starts = scratch.take<int64_t>(static_cast<size_t>(layer.experts + 1));
         experts = scratch.take<int64_t>(static_cast<size_t>(layer.experts));
@@ -69,7 +48,7 @@ struct Parts
         wide = scratch.take<float>(pairs * static_cast<size_t>(layer.channels()));
         inner = scratch.take<float>(pairs * static_cast<size_t>(layer.gate_up.outputs));
         middle = scratch.take<float>(pairs * static_cast<size_t>(layer.inner()));
-        sums = scratch.take_rooms(kLanes, static_cast<size_t>(layer.channels()), sums_distance);
+        sums = scratch.take_rooms(kLanes, static_cast<size_t>(layer.channels()));
         int64_t const longest = std::max(layer.channels(), layer.inner());
         if (layer.gate_up.bits && layer.gate_up.rounded())
         {
@@ -80,8 +59,7 @@ struct Parts
             block_sums = scratch.take<float>(static_cast<size_t>(longest / layer.gate_up.block) * pairs);
         }
         if (layer.gate_up.bits)
-            rooms = scratch.take_rooms(kLanes, static_cast<size_t>(2 * up(longest, 16)), distance);
-        size = scratch.used();
+            rooms = scratch.take_rooms(kLanes, static_cast<size_t>(2 * up(longest, 16)));
     }
 };
 
@@ -89,9 +67,9 @@ struct Parts
 class Mixing
 {
 public:
-    Mixing(Layer const& layer, Tensors const& tensors, Parts const& parts, Host const& host, int set)
-        : layer_(layer), x_(tensors), parts_(parts), host_(host), kernels_(kernels_of(set, numbers(layer.half))),
-          low_bit_(low_bit_kernels(set))
+    Mixing(Layer const& layer, Tensors const& tensors, Parts const& parts, Host& host)
+        : layer_(layer), x_(tensors), parts_(parts), host_(host), kernels_(kernels_of(host.instruction_set, numbers(layer.half))),
+          low_bit_(low_bit::kernels_for(host.instruction_set, false))
     {
     }
 
@@ -122,7 +100,7 @@ public:
             [&](int64_t token, size_t lane)
             {
                 kernels_.combine(parts_.wide, parts_.places + token * layer_.chosen, x_.weight + (first + token) * layer_.chosen,
-                    layer_.chosen, channels, parts_.sums + lane * parts_.sums_distance, output + token * channels * element);
+                    layer_.chosen, channels, parts_.sums.of(lane), output + token * channels * element);
             });
     }
 
@@ -203,8 +181,7 @@ private:
                 int64_t const row = static_cast<int64_t>(index) % tasks * rows, place = parts_.starts[expert];
                 Task const task{nullptr, matrix.inputs, matrix.outputs, row, std::min(rows, matrix.outputs - row),
                     input + place * matrix.inputs, output + place * matrix.outputs, parts_.starts[expert + 1] - place};
-                float* const room = parts_.rooms ? parts_.rooms + lane * parts_.distance : nullptr;
-                multiply_rows(matrix, weight, expert, place, task, room);
+                multiply_rows(matrix, weight, expert, place, task, parts_.rooms.of(lane));
             });
     }
 
@@ -239,7 +216,7 @@ private:
     Layer const& layer_;
     Tensors const& x_;
     Parts const& parts_;
-    Host const& host_;
+    Host& host_;
     Kernels const& kernels_;
     low_bit::Kernels const& low_bit_;
     int64_t chosen_ = 0; // experts
@@ -247,22 +224,18 @@ private:
 
 } // namespace
 
-size_t scratch_size(Layer const& layer, int64_t tokens, int instruction_set)
-{
-    return Parts(layer, tokens_at_once(layer, tokens), low_bit_kernels(instruction_set).step, nullptr).size + 64;
-}
-
-void mix(Layer const& layer, Tensors const& tensors, void* scratch, Host const& host, int instruction_set)
+void mix(Layer const& layer, Tensors const& tensors, Host& host)
 {
     for (int64_t i = 0; i < tensors.tokens * layer.chosen; ++i)
         if (int32_t const expert = tensors.expert[i]; expert < 0 || expert >= layer.experts)
             still::fail("Experts: expert ", expert, " is chosen; there are ", layer.experts, ", counted from 0.");
-    int64_t const most = tokens_at_once(layer, tensors.tokens);
-    Parts const parts(layer, most, low_bit_kernels(instruction_set).step, scratch);
-    Mixing mixing(layer, tensors, parts, host, instruction_set);
+    int64_t const most = std::min(tensors.tokens, std::max<int64_t>(kMostPairs / layer.chosen, 1));
+    int const step = low_bit::kernels_for(host.instruction_set, false).step;
+    Parts parts;
+    Scratch const scratch(host, [&](Scratch& from) { parts.lay_out(layer, most, step, from); });
+    Mixing mixing(layer, tensors, parts, host);
     for (int64_t first = 0; first < tensors.tokens; first += most)
         mixing.mix(first, std::min(most, tensors.tokens - first));
-    clear(scratch, parts.size);
 }
 
 } // namespace still_cpu::experts

@@ -1,20 +1,17 @@
 // The tasks of experts, but for those over blocks. Compiled once per instruction set; STILL_KERNELS names the table.
-#include "kernels.h"
+#include "experts.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #include "cpu/common/elements.h"
-#include "cpu/common/room.h"
 #include "cpu/common/simd.h"
 
 namespace
 {
 
-using still_cpu::experts::Kernels;
-using still_cpu::experts::Task;
-using still_cpu::experts::Zeros;
+using namespace still_cpu::experts;
 
 constexpr int kRows = 4;                      // outputs at once
 constexpr int kTokens = kLanes == 16 ? 4 : 2; // as many as registers hold the sums of

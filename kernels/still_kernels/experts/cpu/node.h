@@ -1,4 +1,4 @@
-// What the nodes of experts share: sizes, and the call.
+// The node of experts: from a call's shapes to the layer that the kernels know.
 #pragma once
 
 #include "core/error.h"
@@ -8,62 +8,85 @@
 namespace still_cpu::experts
 {
 
-class Node : public Kernel
+class Node : public LayerKernel<Layer>
 {
 public:
-    Node(still::Op const& op, bool half) : op_(op), half_(half), gated_(choice(op, "activation") == 0) {}
-
-    void compute(HostCall& call) override
+    Node(still::Op const& op, bool half) : LayerKernel(op, half), gated_(choice(op, "activation") == 0)
     {
-        Sizes const sizes = sizes_.of(op_, call.tensors, [&](still::Call const& bound) { return read_sizes(bound); });
-        Tensors x{};
-        x.input = call.input(0);
-        x.expert = static_cast<int32_t const*>(call.input(1));
-        x.weight = static_cast<float const*>(call.input(2));
-        read_matrices(call, x);
-        x.output = call.output(0, sizes.output);
-        x.tokens = sizes.tokens;
-        if (sizes.tokens == 0)
+        if (!op.attributes().count("bits"))
             return;
-        void* const scratch = call.scratch(scratch_size(sizes.layer, sizes.tokens, call.instruction_set));
-        mix(sizes.layer, x, scratch, call.host, call.instruction_set);
+        bits_ = integer(op, "bits", 1), block_ = integer(op, "block_size", 1);
+        if (bits_ != 4 && bits_ != 8)
+            still::fail(op.spec().name, ": bits=", bits_, "; the kernels have 4 and 8.");
     }
 
-protected:
+private:
     static constexpr int64_t kMostSize = 1 << 24;
 
-    // Inputs of both matrices, and what their blocks are.
-    virtual Layer read_layer(still::Call const& call) const = 0;
-    virtual void read_matrices(HostCall& call, Tensors& x) const = 0;
-
-    char const* name() const { return op_.spec().name.c_str(); }
-    still::Op const& op_;
-    bool half_;
-
-private:
-    struct Sizes
+    // Inputs of a matrix, and what its blocks are.
+    low_bit::Layer read_matrix(still::Call const& call, std::string const& matrix, std::string const& inputs) const
     {
-        Layer layer;
-        int64_t tokens;
-        still::Tensor output;
-    };
+        constexpr int64_t word = 32;
+        low_bit::Layer layer{};
+        if (!bits_)
+        {
+            layer.inputs = dimension(call, inputs.c_str(), 1, kMostSize);
+            return layer;
+        }
+        layer.inputs = call.size(inputs + "S") * block_, layer.block = block_, layer.bits = bits_;
+        layer.zero = 1 << (bits_ - 1), layer.half = half_, layer.half_scales = half_;
+        int64_t const words = call.size(inputs + "W"), columns = layer.blocks();
+        if (layer.inputs < 1 || layer.inputs > kMostSize || words * word != layer.inputs * bits_)
+            still::fail(op_.spec().name, ": ", matrix, " has ", words, " words and ", columns, " scales a row; of ", bits_,
+                " bits in blocks of ", block_, " they do not go together.");
+        if (call.has(matrix + "_zero_points"))
+        {
+            int64_t const zeros = call.size(inputs + "Z");
+            if (zeros != (columns * bits_ + word - 1) / word)
+                still::fail(op_.spec().name, ": ", matrix, "_zero_points have ", zeros, " words for ", columns, " blocks of ", bits_,
+                    " bits.");
+            layer.zero_bytes = 4 * zeros;
+        }
+        return layer;
+    }
 
-    Sizes read_sizes(still::Call const& call) const
+    Layer read_layer(still::Call const& call) const override
     {
-        Layer layer = read_layer(call);
+        char const* const name = op_.spec().name.c_str();
+        Layer layer{};
+        layer.gate_up = read_matrix(call, "gate_up", "I"), layer.down = read_matrix(call, "down", "M");
+        if (int64_t const channels = call.size("I"); layer.gate_up.inputs != channels)
+            still::fail(name, ": gate_up is of ", layer.gate_up.inputs, " inputs; expected I=", channels, ".");
         layer.experts = dimension(call, "E"), layer.chosen = dimension(call, "K"), layer.half = half_, layer.gated = gated_;
         layer.gate_up.outputs = dimension(call, "R", 1, kMostSize), layer.down.outputs = layer.gate_up.inputs;
         if (int64_t const rows = layer.inner() * (gated_ ? 2 : 1); layer.gate_up.outputs != rows)
-            still::fail(name(), ": gate_up has ", layer.gate_up.outputs, " rows for M=", layer.inner(), " channels; expected ", rows, ".");
+            still::fail(name, ": gate_up has ", layer.gate_up.outputs, " rows for M=", layer.inner(), " channels; expected ", rows, ".");
         // Weights of other ops may have a dimension of 1 for all heads.
         for (char const* const matrix : {"gate_up", "down"})
             if (int64_t const own = call.tensor(matrix).dims[0]; own != layer.experts)
-                still::fail(name(), ": ", matrix, " is of ", own, " experts; expected ", layer.experts, ".");
-        return {layer, call.size("tokens"), call.tensor("output")};
+                still::fail(name, ": ", matrix, " is of ", own, " experts; expected ", layer.experts, ".");
+        return layer;
+    }
+
+    Matrix matrix_of(HostCall& call, std::string const& name) const
+    {
+        void const* const values = call.input(name.c_str());
+        if (!bits_)
+            return {values, nullptr, nullptr};
+        return {values, call.input((name + "_scales").c_str()), call.input<uint8_t>((name + "_zero_points").c_str())};
+    }
+
+    void run(HostCall& call, Sizes const& sizes, void* output) override
+    {
+        mix(sizes.layer,
+            {call.input("input"), call.input<int32_t>("expert"), call.input<float>("weight"), matrix_of(call, "gate_up"),
+                matrix_of(call, "down"), output, sizes.all},
+            call);
     }
 
     bool gated_;
-    Remembered<Sizes> sizes_;
+    int bits_ = 0; // of a number in blocks; 0: numbers of the activations' type
+    int block_ = 0;
 };
 
 } // namespace still_cpu::experts

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/common/gemm.h"
-#include "kernels.h"
+#include "hybrid_attention.h"
 
 namespace
 {

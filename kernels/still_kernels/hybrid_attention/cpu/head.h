@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cpu/common/elements.h"
-#include "cpu/common/room.h"
 #include "features.h"
 
 namespace

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "cpu/common/scratch.h"
-#include "kernels.h"
 #include "selection.h"
 
 namespace still_cpu::hybrid
@@ -19,19 +18,19 @@ struct Call
     Layer const& layer;
     Tensors const& tensors;
     Kernels const& kernels;
-    Host const& host;
+    Host& host;
     int batch;
     Step* steps = nullptr; // rows that take part
     int count = 0;
     int most_tasks = 0; // of one head of one sequence, blocks or parts
     // Scratch.
-    float* rooms = nullptr;
-    size_t room_size = 0;
+    Rooms rooms{};
     size_t lanes = 0;
     float* partials = nullptr;
     int parts = 0;
     uint8_t* leaving = nullptr;  // [B, HS, C]
     uint8_t* previous = nullptr; // [B, HS, C]
+    int64_t* done = nullptr;     // tokens, [B]
     int* folded = nullptr;       // [B, HS]
     char* folded_keys = nullptr; // [B, HS, k, D]
     char* folded_values = nullptr;
@@ -58,7 +57,7 @@ struct Call
     {
         size_t const own = selection(s, head / (layer.heads / layer.select_heads())), chunk = static_cast<size_t>(layer.chunk);
         return {&layer, &tensors, &s, head, leaving + own * chunk, layer.sliding && layer.salient ? previous + own * chunk : nullptr,
-            {folded_rows(folded_keys, own, false), folded_rows(folded_values, own, true), folded[own]}, rooms + lane * room_size};
+            {folded_rows(folded_keys, own, false), folded_rows(folded_values, own, true), folded[own]}, rooms.of(lane)};
     }
 };
 
@@ -160,8 +159,9 @@ void combine(Call& call, size_t index, size_t lane)
 }
 
 // Plans the next step of every sequence; false when all sequences are done.
-bool next_step(Call& call, int64_t const* past, int64_t const* brought, int64_t* done)
+bool next_step(Call& call, int64_t const* past, int64_t const* brought)
 {
+    int64_t* const done = call.done;
     Layer const& l = call.layer;
     call.count = 0;
     call.most_tasks = 0;
@@ -213,19 +213,17 @@ void run_step(Call& call)
         spread(call, rows * heads, combine);
 }
 
-// Lays out the scratch memory; with a null base only its size counts.
-size_t lay_out(Call& call, void* base, int64_t tokens, int64_t** done)
+void lay_out(Call& call, Scratch& scratch, int64_t tokens)
 {
     Layer const& l = call.layer;
-    Scratch scratch(base);
     size_t const batch = static_cast<size_t>(call.batch), heads = static_cast<size_t>(l.heads);
     size_t const selections = batch * static_cast<size_t>(l.select_heads()), chunk = static_cast<size_t>(l.chunk);
     size_t const blocks = static_cast<size_t>((std::min<int64_t>(tokens, l.chunk) + kBlockRows - 1) / kBlockRows);
     call.parts = static_cast<int>(std::max<int64_t>(1, (l.slots + kPartSlots - 1) / kPartSlots));
     call.lanes = std::min(kMaxLanes, batch * heads * std::max<size_t>(blocks, static_cast<size_t>(call.parts)));
-    *done = scratch.take<int64_t>(batch);
+    call.done = scratch.take<int64_t>(batch);
     call.steps = scratch.take<Step>(batch);
-    call.rooms = scratch.take_rooms(call.lanes, call.kernels.room(l), call.room_size);
+    call.rooms = scratch.take_rooms(call.lanes, call.kernels.room(l));
     call.partials = scratch.take<float>(call.parts > 1 ? batch * heads * static_cast<size_t>(call.parts) * partial_size(l) : 0);
     call.leaving = scratch.take<uint8_t>(selections * chunk);
     call.previous = scratch.take<uint8_t>(selections * chunk);
@@ -234,36 +232,21 @@ size_t lay_out(Call& call, void* base, int64_t tokens, int64_t** done)
     call.folded_values = scratch.take<char>(selections * call.block_bytes());
     call.folded_scales = scratch.take<float>(l.cache == Cache::kCodes ? selections * 2 * static_cast<size_t>(l.salient) : 0);
     call.ranked = scratch.take<float>(selections * chunk);
-    return scratch.used();
 }
-
-Host const kNoHost{};
-Tensors const kNoTensors{};
 
 } // namespace
 
-size_t scratch_size(Layer const& layer, int batch, int64_t tokens)
+void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, Host& host)
 {
-    Call call{layer, kNoTensors, kernels_of(0, numbers(layer.half, layer.cache)), kNoHost, batch};
-    int64_t* done;
-    return lay_out(call, nullptr, tokens, &done) + 64;
-}
-
-void hybrid_attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
-    Host const& host, int instruction_set)
-{
-    Call call{layer, tensors, kernels_of(instruction_set, numbers(layer.half, layer.cache)), host, batch};
-    int64_t* done;
-    size_t const size = lay_out(call, scratch, *std::max_element(brought, brought + batch), &done);
-    std::fill(done, done + batch, 0);
+    Call call{layer, tensors, kernels_of(host.instruction_set, numbers(layer.half, layer.cache)), host, batch};
+    int64_t const longest = batch ? *std::max_element(brought, brought + batch) : 0;
+    Scratch const scratch(host, [&](Scratch& from) { lay_out(call, from, longest); });
+    std::fill(call.done, call.done + batch, 0);
     std::memset(call.folded, 0, sizeof(int) * static_cast<size_t>(batch) * static_cast<size_t>(layer.select_heads()));
-    while (next_step(call, past, brought, done))
+    while (next_step(call, past, brought))
         run_step(call);
     size_t const token = static_cast<size_t>(layer.heads) * static_cast<size_t>(layer.dim) * static_cast<size_t>(layer.element_size());
-    for (int row = 0; row < batch; ++row)
-        std::memset(static_cast<char*>(tensors.output) + static_cast<size_t>(row * tensors.tokens + brought[row]) * token, 0,
-            static_cast<size_t>(tensors.tokens - brought[row]) * token);
-    clear(scratch, size);
+    clear_ends(tensors.output, batch, tensors.tokens, brought, token);
 }
 
 } // namespace still_cpu::hybrid

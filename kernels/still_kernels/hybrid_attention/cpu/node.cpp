@@ -14,31 +14,6 @@ namespace
 using namespace hybrid;
 using still::fail;
 
-// Places of the inputs.
-enum Input
-{
-    kQuery,
-    kKey,
-    kValue,
-    kGate,
-    kFeatureQWeight,
-    kFeatureKWeight,
-    kWindowFactor,
-    kNewTokens,
-    kPastLength,
-    kPastWindowKey,
-    kPastWindowValue,
-    kPastWindowScore,
-    kPastSalientKey,
-    kPastSalientValue,
-    kPastKvState,
-    kPastZState,
-    kPastWindowKeyScale,
-    kPastWindowValueScale,
-    kPastSalientKeyScale,
-    kPastSalientValueScale,
-};
-
 Layer read_attributes(still::Op const& op, bool half)
 {
     Layer l{};
@@ -88,12 +63,11 @@ Layer read_shapes(Layer layer, still::Call const& call)
 }
 
 // Throws for counts outside their range and for sequences that outgrow the salient cache.
-void check_slots(still::OpSpec const& spec, StateSizes<Layer> const& sizes, int64_t const* past, int64_t const* brought)
+void check_slots(still::OpSpec const& spec, Layer const& l, int batch, int64_t tokens, int64_t const* past, int64_t const* brought)
 {
-    Layer const& l = sizes.layer;
-    for (int row = 0; row < sizes.batch; ++row)
+    for (int row = 0; row < batch; ++row)
     {
-        check_counts(spec, row, past[row], brought[row], sizes.tokens);
+        check_counts(spec, row, past[row], brought[row], tokens);
         int64_t const length = past[row] + brought[row];
         int64_t const slots = l.salient * std::max<int64_t>(0, (length + l.chunk - 1) / l.chunk - 2);
         if (l.overflow == Overflow::kError && slots > l.slots)
@@ -102,44 +76,30 @@ void check_slots(still::OpSpec const& spec, StateSizes<Layer> const& sizes, int6
     }
 }
 
-class Node : public StateKernel<Layer>
+class Node : public LayerKernel<Layer>
 {
 public:
-    Node(still::Op const& op, bool half)
-        : StateKernel(op, half,
-            {"query", "key", "value", "gate", "feature_q_weight", "feature_k_weight", "window_factor", "new_tokens", "past_length",
-                "past_window_key", "past_window_value", "past_window_score", "past_salient_key", "past_salient_value",
-                "past_kv_state", "past_z_state", "past_window_key_scale", "past_window_value_scale", "past_salient_key_scale",
-                "past_salient_value_scale"}),
-          layer_(read_attributes(op, half))
-    {
-    }
-
-    void compute(HostCall& call) override
-    {
-        StateSizes<Layer> const sizes = this->sizes(call);
-        int64_t const *const past = call.counts(kPastLength), *const brought = call.counts(kNewTokens);
-        check_slots(op_.spec(), sizes, past, brought);
-        Tensors x{};
-        x.query = call.input(kQuery), x.key = call.input(kKey), x.value = call.input(kValue), x.gate = call.input(kGate);
-        x.feature_q_weight = call.input(kFeatureQWeight), x.feature_k_weight = call.input(kFeatureKWeight);
-        x.window_factor = static_cast<float const*>(call.input(kWindowFactor));
-        x.output = call.output(0, sizes.output);
-        x.window_key = call.kept(kPastWindowKey, kPastWindowKeyScale);
-        x.window_value = call.kept(kPastWindowValue, kPastWindowValueScale);
-        x.window_score = static_cast<float*>(call.state(kPastWindowScore));
-        x.salient_key = call.kept(kPastSalientKey, kPastSalientKeyScale);
-        x.salient_value = call.kept(kPastSalientValue, kPastSalientValueScale);
-        x.kv_state = static_cast<float*>(call.state(kPastKvState)), x.z_state = static_cast<float*>(call.state(kPastZState));
-        x.tokens = sizes.tokens;
-        if (sizes.batch == 0)
-            return;
-        void* const scratch = call.scratch(scratch_size(sizes.layer, sizes.batch, sizes.tokens));
-        hybrid_attention(sizes.layer, x, sizes.batch, past, brought, scratch, call.host, call.instruction_set);
-    }
+    Node(still::Op const& op, bool half) : LayerKernel(op, half), layer_(read_attributes(op, half)) {}
 
 private:
     Layer read_layer(still::Call const& call) const override { return read_shapes(layer_, call); }
+
+    void run(HostCall& call, Sizes const& sizes, void* output) override
+    {
+        int64_t const *const past = call.counts("past_length"), *const brought = call.counts("new_tokens");
+        check_slots(op_.spec(), sizes.layer, sizes.batch, sizes.tokens, past, brought);
+        Tensors x{};
+        x.query = call.input("query"), x.key = call.input("key"), x.value = call.input("value"), x.gate = call.input("gate");
+        x.feature_q_weight = call.input("feature_q_weight"), x.feature_k_weight = call.input("feature_k_weight");
+        x.window_factor = call.input<float>("window_factor");
+        x.output = output;
+        x.window_key = call.kept("past_window_key"), x.window_value = call.kept("past_window_value");
+        x.window_score = call.state<float>("past_window_score");
+        x.salient_key = call.kept("past_salient_key"), x.salient_value = call.kept("past_salient_value");
+        x.kv_state = call.state<float>("past_kv_state"), x.z_state = call.state<float>("past_z_state");
+        x.tokens = sizes.tokens;
+        hybrid_attention(sizes.layer, x, sizes.batch, past, brought, call);
+    }
 
     Layer layer_;
 };

@@ -1,19 +1,13 @@
 // The tasks of linear attention. Compiled once per instruction set; STILL_KERNELS names the table.
-#include "kernels.h"
+#include "linear_attention.h"
 
 #include "cpu/common/elements.h"
 #include "cpu/common/gemm.h"
-#include "cpu/common/room.h"
 
 namespace
 {
 
-using still_cpu::linear::kChunk;
-using still_cpu::linear::Kernels;
-using still_cpu::linear::kLeastChunked;
-using still_cpu::linear::Layer;
-using still_cpu::linear::Task;
-using still_cpu::linear::Tensors;
+using namespace still_cpu::linear;
 
 constexpr int kStepVectors = kLanes == 16 ? 8 : 4; // of a row of the state: as many as registers hold sums for
 constexpr float kNothing = -1000; // a decay's logarithm of which nothing is left

@@ -42,12 +42,35 @@ struct Tensors
     int64_t tokens; // T
 };
 
-// Bytes of scratch for a call; no alignment needed.
-size_t scratch_size(Layer const& layer, int batch);
-
 // Run the call. `brought` are the rows' new tokens; output and state are complete afterwards.
 // The result depends on neither the host's threads nor the order of tasks.
-void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, void* scratch, Host const& host,
-    int instruction_set);
+void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, Host& host);
+
+// What is compiled once per instruction set, as a table of functions, and what it works with:
+
+// Tokens of a chunk. What a token costs beside its three products with the state grows with them; the state is read once a chunk.
+constexpr int kChunk = 32;
+// Calls of fewer new tokens go token by token.
+constexpr int kLeastChunked = 4;
+
+struct Task
+{
+    Layer const* layer;
+    Tensors const* tensors;
+    int row;
+    int head;
+    int64_t count; // of new tokens
+    float* room;
+};
+
+struct Kernels
+{
+    // Floats that `Task::room` must have.
+    size_t (*room)(Layer const& layer);
+    // All new tokens of the task's row, for its head.
+    void (*run)(Task const& task);
+};
+
+STILL_KERNEL_SETS
 
 } // namespace still_cpu::linear

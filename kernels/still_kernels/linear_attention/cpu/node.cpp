@@ -1,28 +1,72 @@
 // still::LinearAttention: from a call's shapes to the layer that the kernels know.
 #include "core/error.h"
 #include "cpu/common/kernel.h"
+#include "cpu/common/scratch.h"
 #include "linear_attention.h"
 
+#include <algorithm>
 #include <cmath>
+#if defined(STILL_X86)
+#include <xmmintrin.h>
+#endif
 
 namespace still_cpu
+{
+namespace linear
 {
 namespace
 {
 
-using linear::Layer;
-
-// Places of the inputs.
-enum Input
+// While it lives, this thread's results that would be denormal are zero. On x86 an instruction that meets such a number takes some
+// hundred cycles, and states that decay fill up with them. What is read stays as it is: half precision has its own.
+class NoDenormals
 {
-    kQuery,
-    kKey,
-    kValue,
-    kGate,
-    kBeta,
-    kNewTokens,
-    kPastState
+public:
+#if defined(STILL_X86)
+    NoDenormals() : mBefore(_mm_getcsr()) { _mm_setcsr(mBefore | _MM_FLUSH_ZERO_ON); }
+    ~NoDenormals() { _mm_setcsr(mBefore); }
+#else
+    NoDenormals() {} // Arm's cores compute with them at no cost.
+#endif
+    NoDenormals(NoDenormals const&) = delete;
+    NoDenormals& operator=(NoDenormals const&) = delete;
+
+#if defined(STILL_X86)
+private:
+    unsigned mBefore;
+#endif
 };
+
+} // namespace
+
+void attention(Layer const& layer, Tensors const& tensors, int batch, int64_t const* brought, Host& host)
+{
+    Kernels const& kernels = kernels_of(host.instruction_set, numbers(layer.half));
+    size_t const heads = static_cast<size_t>(layer.heads), tasks = static_cast<size_t>(batch) * heads;
+    size_t const lanes = std::min(kMaxLanes, tasks);
+    Rooms rooms;
+    Scratch const scratch(host, [&](Scratch& from) { rooms = from.take_rooms(lanes, kernels.room(layer)); });
+    auto const run = [&](size_t index, size_t lane)
+    {
+        NoDenormals const quick;
+        int const row = static_cast<int>(index / heads), head = static_cast<int>(index % heads);
+        kernels.run({&layer, &tensors, row, head, brought[row], rooms.of(lane)});
+    };
+    if (tensors.tokens < kLeastChunked)
+        spread_evenly(host, lanes, tasks, run);
+    else
+        spread(host, lanes, tasks, run);
+    size_t const element = layer.half ? 2 : 4;
+    size_t const token = heads * static_cast<size_t>(layer.shared) * static_cast<size_t>(layer.size) * element;
+    clear_ends(tensors.output, batch, tensors.tokens, brought, token);
+}
+
+} // namespace linear
+
+namespace
+{
+
+using linear::Layer;
 
 // The rules, as the OpSpec lists them.
 enum Rule
@@ -33,32 +77,12 @@ enum Rule
     kGatedDelta
 };
 
-class Node : public StateKernel<Layer>
+class Node : public LayerKernel<Layer>
 {
 public:
     Node(still::Op const& op, bool half)
-        : StateKernel(op, half, {"query", "key", "value", "decay", "beta", "new_tokens", "past_recurrent_state"}),
-          rule_(choice(op, "update_rule")), scale_(static_cast<float>(op.attributes().at("scale").real))
+        : LayerKernel(op, half), rule_(choice(op, "update_rule")), scale_(static_cast<float>(op.attributes().at("scale").real))
     {
-    }
-
-    void compute(HostCall& call) override
-    {
-        StateSizes<Layer> const sizes = this->sizes(call);
-        int64_t const* const brought = call.counts(kNewTokens);
-        check_rows(op_.spec(), sizes.batch, nullptr, brought, sizes.tokens);
-        linear::Tensors x{};
-        x.query = call.input(kQuery), x.key = call.input(kKey), x.value = call.input(kValue);
-        x.decay = static_cast<float const*>(call.input(kGate)), x.beta = static_cast<float const*>(call.input(kBeta));
-        if (!x.decay != !sizes.layer.decay || !x.beta != !sizes.layer.betas)
-            still::fail("LinearAttention: the rule needs decay or beta and does not have it, or has one that it does not take.");
-        x.output = call.output(0, sizes.output);
-        x.state = static_cast<float*>(call.state(kPastState));
-        x.tokens = sizes.tokens;
-        if (sizes.batch == 0)
-            return;
-        void* const scratch = call.scratch(linear::scratch_size(sizes.layer, sizes.batch));
-        linear::attention(sizes.layer, x, sizes.batch, brought, scratch, call.host, call.instruction_set);
     }
 
 private:
@@ -87,6 +111,17 @@ private:
         if (found != 1 && found != dimension(call, full))
             still::fail("LinearAttention: dimension ", symbol, "=", found, "; expected 1 or ", call.size(full), ".");
         return found;
+    }
+
+    void run(HostCall& call, Sizes const& sizes, void* output) override
+    {
+        int64_t const* const brought = call.counts("new_tokens");
+        check_rows(op_.spec(), sizes.batch, nullptr, brought, sizes.tokens);
+        linear::Tensors const x{call.input("query"), call.input("key"), call.input("value"), call.input<float>("decay"),
+            call.input<float>("beta"), output, call.state<float>("past_recurrent_state"), sizes.tokens};
+        if (!x.decay != !sizes.layer.decay || !x.beta != !sizes.layer.betas)
+            still::fail("LinearAttention: the rule needs decay or beta and does not have it, or has one that it does not take.");
+        linear::attention(sizes.layer, x, sizes.batch, brought, call);
     }
 
     int rule_;

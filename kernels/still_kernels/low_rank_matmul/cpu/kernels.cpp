@@ -1,5 +1,5 @@
 // The task of a product with two thin matrices. Compiled once per instruction set; STILL_KERNELS names the table.
-#include "kernels.h"
+#include "low_rank_matmul.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -9,16 +9,11 @@
 
 #include "cpu/common/elements.h"
 #include "cpu/common/gemm.h"
-#include "cpu/common/room.h"
 
 namespace
 {
 
-using still_cpu::low_rank::Kernels;
-using still_cpu::low_rank::kTokens;
-using still_cpu::low_rank::Layer;
-using still_cpu::low_rank::Task;
-using still_cpu::low_rank::Tensors;
+using namespace still_cpu::low_rank;
 
 // The matrix itself, or a copy of it as floats.
 template <typename T>

@@ -31,9 +31,25 @@ struct Tensors
     int64_t tokens; // of all sequences
 };
 
-// Bytes of scratch for a call; no alignment needed.
-size_t scratch_size(Layer const& layer, int64_t tokens, int instruction_set);
+// What is compiled once per instruction set, as a table of functions, and what it works with:
 
-void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host const& host, int instruction_set);
+constexpr int kTokens = 16; // of a task
+
+struct Task
+{
+    Layer const* layer;
+    Tensors const* tensors;
+    int64_t token; // first one
+    int count;
+    float* room;
+};
+
+struct Kernels
+{
+    size_t (*room)(Layer const& layer); // floats of a task
+    void (*multiply)(Task const& task);
+};
+
+STILL_KERNEL_SETS
 
 } // namespace still_cpu::low_rank

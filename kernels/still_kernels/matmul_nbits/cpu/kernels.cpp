@@ -1,28 +1,38 @@
 // The tasks of a GEMM with a weight in blocks. Compiled once per instruction set; STILL_KERNELS names the table.
-#include "kernels.h"
+#include "matmul_nbits.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #include "cpu/common/elements.h"
-#include "cpu/common/room.h"
 #include "cpu/common/simd.h"
 #include "steps.h"
 
 namespace
 {
 
-using still_cpu::low_bit::Kernels;
-using still_cpu::low_bit::kRows;
-using still_cpu::low_bit::kUnit;
-using still_cpu::low_bit::Layer;
-using still_cpu::low_bit::Rounded;
-using still_cpu::low_bit::Task;
-using still_cpu::low_bit::Tensors;
+using namespace still_cpu::low_bit;
 
 constexpr int kHalf = kUnit / 2;
 constexpr int kAhead = 6144; // bytes of the weight that are asked for before they are read, at the least
+
+// What a code of a unit stands for: its largest magnitude is 127.
+inline float step_of(float const* x)
+{
+    VecInt most = {};
+    for (int i = 0; i < kUnit; i += kLanes)
+    {
+        VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // of NaN larger than of any number
+        most = most > magnitude ? most : magnitude;
+    }
+    int32_t bits_of_most = 0;
+    for (int i = 0; i < kLanes; ++i)
+        bits_of_most = most[i] > bits_of_most ? most[i] : bits_of_most;
+    float largest_number;
+    std::memcpy(&largest_number, &bits_of_most, sizeof largest_number);
+    return largest_number / 127;
+}
 
 // What codes are a product with; of steps that are nearly nothing, and of NaN, 0.
 inline float inverse_of(float step)
@@ -53,18 +63,7 @@ inline int8_t* place(int8_t* codes, int64_t unit)
 // Rounds one unit of a token. Codes of 4 bits lie two in a byte: its first half are those at even places, of 8 bits the first 16.
 inline void round_unit(float const* x, int bits, int8_t* first, float* factor, float* sum)
 {
-    VecInt most = {};
-    for (int i = 0; i < kUnit; i += kLanes)
-    {
-        VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // of NaN larger than of any number
-        most = most > magnitude ? most : magnitude;
-    }
-    int32_t bits_of_most = 0;
-    for (int i = 0; i < kLanes; ++i)
-        bits_of_most = most[i] > bits_of_most ? most[i] : bits_of_most;
-    float largest_number;
-    std::memcpy(&largest_number, &bits_of_most, sizeof largest_number);
-    float const step = largest_number / 127;
+    float const step = step_of(x);
     float const inverse = inverse_of(step);
     int32_t codes[kUnit];
     VecInt total = {};
@@ -176,8 +175,8 @@ inline Blocks blocks_of(Task const& task, Rows<S> const& rows, int shift, int64_
 {
     Quads const scale = numbers(rows.scales, unit, units, shift);
     Quads const zero = task.tensors->zero_points ? zeros<Bits>(rows.zero_points, unit, units, shift)
-                                                 : spread_quads(static_cast<float>(task.layer->zero));
-    return {scale, minus_product(zero, scale, task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{})};
+                                                 : spread(static_cast<float>(task.layer->zero));
+    return {scale, (task.tensors->offsets ? numbers(rows.offsets, unit, units, shift) : Quads{}) - zero * scale};
 }
 
 // The same of blocks of a unit without zero points and offsets.
@@ -185,14 +184,14 @@ template <typename S>
 inline Blocks plain_blocks(Task const& task, Rows<S> const& rows, int64_t unit, int units)
 {
     Quads const scale = load_numbers(rows.scales, unit, units);
-    return {scale, minus_product(spread_quads(static_cast<float>(task.layer->zero)), scale, Quads{})};
+    return {scale, Quads{} - spread(static_cast<float>(task.layer->zero)) * scale};
 }
 
 // Adds what a token's sums over the units at `place` stand for.
 inline void add_unit(Rounded const& tokens, Blocks const& blocks, int64_t place, Quads sums, Quads& total)
 {
-    total = plus_product(times(sums, blocks.scale), load_quads(tokens.factors + place * kRows), total);
-    total = plus_product(blocks.least, load_quads(tokens.sums + place * kRows), total);
+    total += sums * blocks.scale * load(tokens.factors + place * kRows);
+    total += blocks.least * load(tokens.sums + place * kRows);
 }
 
 // A step of `units` units over kRows outputs of `Count` tokens, of which `task.rounded` has the first at place `t`.

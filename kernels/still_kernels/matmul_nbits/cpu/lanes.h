@@ -154,9 +154,9 @@ void multiply_lanes(Task const& task, int shift, int64_t row, int64_t t, int cou
             {
                 int64_t const place = (t + i) * tokens.units + unit;
                 Quads const sums = unit_products<Bits>(codes, tokens.codes + place * kUnit + part * kHalf);
-                Quads const factor = spread_quads(tokens.factors[(place + part) * kRows]);
-                Quads const total = plus_product(times(sums, scale[part]), factor, totals[i][part]);
-                totals[i][part] = plus_product(least[part], spread_quads(tokens.sums[(place + part) * kRows]), total);
+                Quads const factor = spread(tokens.factors[(place + part) * kRows]);
+                totals[i][part] += sums * scale[part] * factor;
+                totals[i][part] += least[part] * spread(tokens.sums[(place + part) * kRows]);
             }
         }
     }

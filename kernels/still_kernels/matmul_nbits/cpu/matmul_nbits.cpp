@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "cpu/common/scratch.h"
-#include "kernels.h"
 
 namespace still_cpu::low_bit
 {
@@ -15,32 +14,14 @@ constexpr int64_t kLeastBytes = 16 << 10;   // of the weight, below which a task
 constexpr int64_t kMostBytes = 128 << 10;   // that stay in a processor's cache while tokens pass
 constexpr int64_t kSerialNumbers = 8 << 10; // of tokens, which are rounded before threads are woken
 
-// The kernels for AVX-512 are of AVX-512 VNNI.
-Kernels const& kernels_for(int set, bool half)
-{
-#if defined(STILL_X86)
-    if (instruction_set(set) == InstructionSet::kV4 && !__builtin_cpu_supports("avx512vnni"))
-        ++set;
-#endif
-    return kernels_of(set, numbers(half));
-}
-
-int64_t up(int64_t n, int64_t unit)
-{
-    return (n + unit - 1) / unit * unit;
-}
-
-// Where the parts of a call's scratch lie; with a null base only their size counts.
+// Where the parts of a call's scratch lie.
 struct Parts
 {
     Rounded rounded{};
-    float* rooms{}; // of the exact kernel
-    size_t distance = 0;
-    size_t size;
+    Rooms rooms; // of the exact kernel
 
-    Parts(Layer const& layer, int64_t tokens, Kernels const& kernels, void* base)
+    void lay_out(Layer const& layer, int64_t tokens, Kernels const& kernels, Scratch& scratch)
     {
-        Scratch scratch(base);
         if (layer.super_block)
         {
             auto const inputs = static_cast<size_t>(layer.inputs * std::min(tokens, kTokens));
@@ -57,8 +38,7 @@ struct Parts
             rounded.sums = scratch.take<float>(units * kRows);
         }
         else
-            rooms = scratch.take_rooms(kLanes, static_cast<size_t>(2 * up(layer.inputs, 16)), distance);
-        size = scratch.used();
+            rooms = scratch.take_rooms(kLanes, static_cast<size_t>(2 * up(layer.inputs, 16)));
     }
 };
 
@@ -72,15 +52,22 @@ int64_t rows_of_task(Layer const& layer, int64_t tokens)
 
 } // namespace
 
-size_t scratch_size(Layer const& layer, int64_t tokens, int instruction_set)
+Kernels const& kernels_for(int set, bool half)
 {
-    return Parts(layer, tokens, kernels_for(instruction_set, layer.half), nullptr).size + 64;
+#if defined(STILL_X86)
+    if (instruction_set(set) == InstructionSet::v4 && !__builtin_cpu_supports("avx512vnni"))
+        ++set;
+#endif
+    return kernels_of(set, numbers(half));
 }
 
-void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host const& host, int instruction_set)
+void multiply(Layer const& layer, Tensors const& tensors, Host& host)
 {
-    Kernels const& kernels = kernels_for(instruction_set, layer.half);
-    Parts parts(layer, tensors.tokens, kernels, scratch);
+    if (tensors.tokens == 0 || layer.outputs == 0)
+        return;
+    Kernels const& kernels = kernels_for(host.instruction_set, layer.half);
+    Parts parts;
+    Scratch const scratch(host, [&](Scratch& from) { parts.lay_out(layer, tensors.tokens, kernels, from); });
     int64_t const rows = rows_of_task(layer, std::min(tensors.tokens, kTokens));
     auto const tasks = static_cast<size_t>(up(layer.outputs, rows) / rows);
     for (int64_t token = 0; token < tensors.tokens; token += kTokens)
@@ -115,12 +102,11 @@ void multiply(Layer const& layer, Tensors const& tensors, void* scratch, Host co
         {
             int64_t const row = static_cast<int64_t>(i) * rows;
             Task const task{&layer, &tensors, &parts.rounded, token, count, row, std::min(rows, layer.outputs - row),
-                parts.rooms ? parts.rooms + lane * parts.distance : nullptr};
+                parts.rooms.of(lane)};
             (layer.rounded() ? kernels.multiply : kernels.exact)(task);
         };
         spread(host, kLanes, tasks, multiply_rows);
     }
-    clear(scratch, parts.size);
 }
 
 } // namespace still_cpu::low_bit

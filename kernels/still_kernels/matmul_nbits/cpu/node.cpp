@@ -10,30 +10,13 @@ namespace
 
 using low_bit::Layer;
 
-// Places of the inputs.
-enum Input
-{
-    kInput,
-    kBlocks,
-    kScales,
-    kZeroPoints,
-    kOffsets
-};
-
-struct Sizes
-{
-    Layer layer;
-    int64_t tokens;
-    still::Tensor output;
-};
-
-class Node : public Kernel
+class Node : public LayerKernel<Layer>
 {
 public:
-    Node(still::Op const& op, bool half) : op_(op), half_(half), bits_(integer(op, "bits", 1)), block_(integer(op, "block_size", 1)),
-          zero_(integer(op, "zero_code", -1)), super_block_(integer(op, "super_block", 0))
+    Node(still::Op const& op, bool half)
+        : LayerKernel(op, half), bits_(integer(op, "bits", 1)), block_(integer(op, "block_size", 1)), zero_(integer(op, "zero_code", -1)),
+          super_block_(integer(op, "super_block", 0))
     {
-        expect_inputs(op.spec(), {"input", "blocks", "scales", "zero_points", "offsets"});
         if (super_block_)
         {
             if (super_block_ != super || !((bits_ == 4 && block_ == 32) || (bits_ == 6 && block_ == 16)) || half)
@@ -47,25 +30,8 @@ public:
             still::fail("MatMulNBits: zero_code=", zero_, " is no code of ", bits_, " bits.");
     }
 
-    void compute(HostCall& call) override
-    {
-        Sizes const sizes = sizes_.of(op_, call.tensors, [&](still::Call const& bound) { return read_sizes(bound); });
-        low_bit::Tensors x{};
-        x.input = call.input(kInput);
-        x.blocks = static_cast<uint8_t const*>(call.input(kBlocks));
-        x.scales = call.input(kScales);
-        x.zero_points = static_cast<uint8_t const*>(call.input(kZeroPoints));
-        x.offsets = call.input(kOffsets);
-        x.output = call.output(0, sizes.output);
-        x.tokens = sizes.tokens;
-        if (sizes.tokens == 0 || sizes.layer.outputs == 0)
-            return;
-        void* const scratch = call.scratch(low_bit::scratch_size(sizes.layer, sizes.tokens, call.instruction_set));
-        low_bit::multiply(sizes.layer, x, scratch, call.host, call.instruction_set);
-    }
-
 private:
-    Sizes read_sizes(still::Call const& call) const
+    Layer read_layer(still::Call const& call) const override
     {
         constexpr int64_t word = 32;
         if (super_block_)
@@ -90,10 +56,10 @@ private:
                 still::fail("MatMulNBits: zero_points have ", zeros, " words for ", columns, " blocks of ", bits_, " bits.");
             layer.zero_bytes = 4 * zeros;
         }
-        return {layer, call.size("tokens"), call.tensor("output")};
+        return layer;
     }
 
-    Sizes read_super_blocks(still::Call const& call) const
+    Layer read_super_blocks(still::Call const& call) const
     {
         int64_t const outputs = dimension(call, "O", 0, 1 << 30), inputs = dimension(call, "I", 1, 1 << 24);
         int64_t const words = call.size("IW"), columns = call.size("IS"), supers = inputs / super;
@@ -106,24 +72,28 @@ private:
                 " bits with super_block=", super, ".");
         if (call.has("zero_points") || call.has("offsets") || call.kept != still::Type::kFloat16)
             still::fail("MatMulNBits: super_block=", super, " goes with scales in float16, without zero_points and offsets.");
-        return {layer, call.size("tokens"), call.tensor("output")};
+        return layer;
+    }
+
+    void run(HostCall& call, Sizes const& sizes, void* output) override
+    {
+        low_bit::Tensors const x{call.input("input"), call.input<uint8_t>("blocks"), call.input("scales"),
+            call.input<uint8_t>("zero_points"), call.input("offsets"), output, sizes.all};
+        low_bit::multiply(sizes.layer, x, call);
     }
 
     static constexpr int64_t super = 256;
-    still::Op const& op_;
-    bool half_;
     int bits_;
     int block_;
     int zero_;
     int super_block_;
-    Remembered<Sizes> sizes_;
 };
 
 } // namespace
 
 Entry matmul_nbits_entry()
 {
-    return {"MatMulNBits", [](still::Op const& op, bool half) -> std::unique_ptr<Kernel> { return std::make_unique<Node>(op, half); }};
+    return entry_of<Node>("MatMulNBits");
 }
 
 } // namespace still_cpu

@@ -6,17 +6,19 @@
 
 #include "cpu/common/elements.h"
 #include "cpu/common/simd.h"
-#include "kernels.h"
+#include "matmul_nbits.h"
 
 namespace
 {
 
+typedef Vec Quads;
+constexpr int kStep = kLanes / still_cpu::low_bit::kRows;
+
 #if defined(__AVX512BW__)
 
-constexpr int kStep = 4, kMostTokens = 8;
+constexpr int kMostTokens = 8;
 typedef __m512i Bytes;
 typedef __m512i Sums;
-typedef __m512 Quads;
 
 inline Bytes load_bytes(int8_t const* x)
 {
@@ -89,31 +91,6 @@ inline Quads from_codes(uint32_t const* rows)
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srlv_epi32(all, places), _mm512_set1_epi32((1 << Bits) - 1)));
 }
 
-inline Quads load_quads(float const* x)
-{
-    return _mm512_loadu_ps(x);
-}
-
-inline Quads spread_quads(float x)
-{
-    return _mm512_set1_ps(x);
-}
-
-inline Quads times(Quads a, Quads b)
-{
-    return _mm512_mul_ps(a, b);
-}
-
-inline Quads plus_product(Quads a, Quads b, Quads c)
-{
-    return _mm512_fmadd_ps(a, b, c);
-}
-
-inline Quads minus_product(Quads a, Quads b, Quads c)
-{
-    return _mm512_fnmadd_ps(a, b, c);
-}
-
 // The sums of the rows.
 inline void sum_quads(Quads x, float* rows)
 {
@@ -123,10 +100,9 @@ inline void sum_quads(Quads x, float* rows)
 
 #elif defined(__AVX2__)
 
-constexpr int kStep = 2, kMostTokens = 8;
+constexpr int kMostTokens = 8;
 typedef __m256i Bytes;
 typedef __m256i Sums;
-typedef __m256 Quads;
 
 inline Bytes load_bytes(int8_t const* x)
 {
@@ -204,40 +180,12 @@ inline Quads from_codes(uint32_t const* rows)
     return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srlv_epi32(all, places), _mm256_set1_epi32((1 << Bits) - 1)));
 }
 
-inline Quads load_quads(float const* x)
-{
-    return _mm256_loadu_ps(x);
-}
-
-inline Quads spread_quads(float x)
-{
-    return _mm256_set1_ps(x);
-}
-
-inline Quads times(Quads a, Quads b)
-{
-    return _mm256_mul_ps(a, b);
-}
-
-inline Quads plus_product(Quads a, Quads b, Quads c)
-{
-    return _mm256_fmadd_ps(a, b, c);
-}
-
-inline Quads minus_product(Quads a, Quads b, Quads c)
-{
-    return _mm256_fnmadd_ps(a, b, c);
-}
-
 inline void sum_quads(Quads x, float* rows)
 {
     _mm_storeu_ps(rows, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
 
 #else
-
-constexpr int kStep = 1;
-typedef float Quads __attribute__((vector_size(16)));
 
 #if defined(__aarch64__) // whose whole numbers are in neon.h
 constexpr int kMostTokens = 8;
@@ -304,33 +252,6 @@ template <int>
 inline Quads from_codes(uint32_t const* rows)
 {
     return Quads{static_cast<float>(rows[0]), static_cast<float>(rows[1]), static_cast<float>(rows[2]), static_cast<float>(rows[3])};
-}
-
-inline Quads load_quads(float const* x)
-{
-    Quads found;
-    std::memcpy(&found, x, sizeof found);
-    return found;
-}
-
-inline Quads spread_quads(float x)
-{
-    return Quads{x, x, x, x};
-}
-
-inline Quads times(Quads a, Quads b)
-{
-    return a * b;
-}
-
-inline Quads plus_product(Quads a, Quads b, Quads c)
-{
-    return a * b + c;
-}
-
-inline Quads minus_product(Quads a, Quads b, Quads c)
-{
-    return c - a * b;
 }
 
 inline void sum_quads(Quads x, float* rows)

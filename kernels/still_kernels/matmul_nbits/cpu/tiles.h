@@ -6,30 +6,17 @@
 #pragma once
 
 #include "cpu/common/elements.h"
-#include "kernels.h"
+#include "matmul_nbits.h"
 
 namespace
 {
 
-using still_cpu::low_bit::kChunk;
-using still_cpu::low_bit::kSuper;
-using still_cpu::low_bit::kTile;
-
 constexpr int kPart = kUnit; // inputs whose codes are in registers at once
 
-#if defined(__AVX512BW__)
-constexpr int kWide = 16; // outputs in a vector
-#elif defined(__AVX2__)
-constexpr int kWide = 8;
-#else
-constexpr int kWide = 4;
-#endif
-constexpr int kPieces = kWide < kTile ? kTile / kWide : 1; // of a tile
-constexpr int kOutputs = kPieces * kWide;
+constexpr int kPieces = kLanes < kTile ? kTile / kLanes : 1; // of a tile
+constexpr int kOutputs = kPieces * kLanes;
 
-typedef uint8_t Codes __attribute__((vector_size(4 * kWide))); // four inputs of each output
-typedef int32_t Whole __attribute__((vector_size(4 * kWide)));
-typedef float Floats __attribute__((vector_size(4 * kWide)));
+typedef uint8_t Codes __attribute__((vector_size(4 * kLanes))); // four inputs of each output
 
 template <typename T>
 inline T read(void const* from)
@@ -56,37 +43,37 @@ inline Codes read_codes(Place from)
 #endif
 }
 
-// kWide bytes, signed or not.
+// kLanes bytes, signed or not.
 template <typename Byte>
-inline Whole widened(Place place)
+inline VecInt widened(Place place)
 {
     uint8_t const* const from = place.first;
 #if defined(__AVX512BW__)
     __m128i const bytes = _mm_set_epi64x(read<int64_t>(place.second), read<int64_t>(from));
-    return (Whole)(static_cast<Byte>(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+    return (VecInt)(static_cast<Byte>(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif defined(__AVX2__) // compilers convert element by element
     __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(from));
-    return (Whole)(static_cast<Byte>(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+    return (VecInt)(static_cast<Byte>(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #elif defined(__aarch64__)
-    return (Whole)widened_four<Byte>(from);
+    return (VecInt)widened_four<Byte>(from);
 #else
-    typedef Byte Narrow __attribute__((vector_size(kWide)));
-    return __builtin_convertvector(read<Narrow>(from), Whole);
+    typedef Byte Narrow __attribute__((vector_size(kLanes)));
+    return __builtin_convertvector(read<Narrow>(from), VecInt);
 #endif
 }
 
 // Scales as `dot` takes them.
 #if defined(__AVX512BW__)
-typedef Floats Scales;
+typedef Vec Scales;
 
-inline Scales laid(Whole scales)
+inline Scales laid(VecInt scales)
 {
-    return (Floats)_mm512_cvtepi32_ps((__m512i)scales);
+    return (Vec)_mm512_cvtepi32_ps((__m512i)scales);
 }
 #else
-typedef Whole Scales;
+typedef VecInt Scales;
 
-inline Scales laid(Whole scales)
+inline Scales laid(VecInt scales)
 {
 #if defined(__AVX2__) // twice in each lane
     return (scales & 0xffff) | (scales << 16);
@@ -96,7 +83,7 @@ inline Scales laid(Whole scales)
 }
 #endif
 
-// Codes of kPart inputs of kWide outputs, and the scales of their blocks.
+// Codes of kPart inputs of kLanes outputs, and the scales of their blocks.
 template <int Bits>
 struct Part
 {
@@ -113,8 +100,8 @@ constexpr int kSuperBytes = kScaleBytes<Bits> + kSuper * kTile * Bits / 8;
 template <int Bits>
 inline void unpack(Place super_block, int part, int piece, Part<Bits>& to)
 {
-    Place from = super_block + kScaleBytes<Bits> + part * (kPart * kTile * Bits / 8) + 4 * kWide * piece;
-    super_block = super_block + kWide * piece;
+    Place from = super_block + kScaleBytes<Bits> + part * (kPart * kTile * Bits / 8) + 4 * kLanes * piece;
+    super_block = super_block + kLanes * piece;
     if constexpr (Bits == 4)
     {
         for (int i = 0; i < 4; ++i)
@@ -139,9 +126,9 @@ inline void unpack(Place super_block, int part, int piece, Part<Bits>& to)
 #if defined(__AVX512BW__)
 
 template <int Bits>
-inline Floats dot(Part<Bits> const& part, int8_t const* x)
+inline Vec dot(Part<Bits> const& part, int8_t const* x)
 {
-    Whole halves[2] = {}; // of the inputs; of 6 bits these are blocks
+    VecInt halves[2] = {}; // of the inputs; of 6 bits these are blocks
     for (int i = 0; i < kPart / 8; ++i)
         for (int half = 0; half < 2; ++half) // an instruction of AVX-512 VNNI, with which this set is chosen
         {
@@ -151,7 +138,7 @@ inline Floats dot(Part<Bits> const& part, int8_t const* x)
                 : "v"(part.codes[four]), "m"(*reinterpret_cast<int8_t const(*)[4]>(x + 4 * four)));
         }
     // Products with scales are less than 2^24, and exact.
-    auto const number = [](Whole x) { return (Floats)_mm512_cvtepi32_ps((__m512i)x); };
+    auto const number = [](VecInt x) { return (Vec)_mm512_cvtepi32_ps((__m512i)x); };
     if constexpr (Bits == 4)
         return number(halves[0] + halves[1]) * part.scales[0];
     else
@@ -161,7 +148,7 @@ inline Floats dot(Part<Bits> const& part, int8_t const* x)
 #elif defined(__AVX2__)
 
 template <int Bits>
-inline Floats dot(Part<Bits> const& part, int8_t const* x)
+inline Vec dot(Part<Bits> const& part, int8_t const* x)
 {
     auto const four = [&](int i) { return _mm256_maddubs_epi16((__m256i)part.codes[i], _mm256_set1_epi32(read<int32_t>(x + 4 * i))); };
     auto const eight = [&](int i) { return _mm256_add_epi16(four(i), four(i + 1)); }; // of codes below 64 less than 16 bits hold
@@ -169,38 +156,38 @@ inline Floats dot(Part<Bits> const& part, int8_t const* x)
     {
         // Of codes below 16 so are 32 inputs.
         __m256i const sums = _mm256_add_epi16(_mm256_add_epi16(eight(0), eight(2)), _mm256_add_epi16(eight(4), eight(6)));
-        return (Floats)_mm256_cvtepi32_ps(_mm256_madd_epi16(sums, (__m256i)part.scales[0]));
+        return (Vec)_mm256_cvtepi32_ps(_mm256_madd_epi16(sums, (__m256i)part.scales[0]));
     }
     else
     {
-        auto const scaled = [&](int i) { return (Whole)_mm256_madd_epi16(eight(i), (__m256i)part.scales[i / 4]); };
-        return (Floats)_mm256_cvtepi32_ps((__m256i)((scaled(0) + scaled(2)) + (scaled(4) + scaled(6))));
+        auto const scaled = [&](int i) { return (VecInt)_mm256_madd_epi16(eight(i), (__m256i)part.scales[i / 4]); };
+        return (Vec)_mm256_cvtepi32_ps((__m256i)((scaled(0) + scaled(2)) + (scaled(4) + scaled(6))));
     }
 }
 
 #else
 
 template <int Bits>
-inline Floats dot(Part<Bits> const& part, int8_t const* x)
+inline Vec dot(Part<Bits> const& part, int8_t const* x)
 {
-    Whole total = {};
+    VecInt total = {};
     constexpr int blocks = Bits == 4 ? 1 : 2, groups = kPart / 4 / blocks;
     for (int block = 0; block < blocks; ++block)
     {
 #if defined(__aarch64__)
-        Whole const sums = (Whole)four_sums<groups>(part.codes + groups * block, x + 4 * groups * block);
+        VecInt const sums = (VecInt)four_sums<groups>(part.codes + groups * block, x + 4 * groups * block);
 #else
-        Whole sums = {};
+        VecInt sums = {};
         for (int i = groups * block; i < groups * (block + 1); ++i)
         {
-            Whole const words = (Whole)part.codes[i];
+            VecInt const words = (VecInt)part.codes[i];
             for (int j = 0; j < 4; ++j)
                 sums += (words >> 8 * j & 255) * x[4 * i + j];
         }
 #endif
         total += sums * part.scales[block];
     }
-    return __builtin_convertvector(total, Floats);
+    return __builtin_convertvector(total, Vec);
 }
 
 #endif
@@ -222,33 +209,33 @@ inline Part<Bits> paired(Part<Bits> const& part)
 
 // `dot` of two tokens, of which `x` is the first and the other lies `distance` beyond it.
 template <int Bits>
-inline void pair_dot(Part<Bits> const& part, int8_t const* x, int64_t distance, Whole* found)
+inline void pair_dot(Part<Bits> const& part, int8_t const* x, int64_t distance, VecInt* found)
 {
     constexpr int blocks = Bits == 4 ? 1 : 2, groups = kPart / 4 / blocks;
-    found[0] = found[1] = Whole{};
+    found[0] = found[1] = VecInt{};
     for (int block = 0; block < blocks; ++block)
     {
         Sums sums[2];
         pair_sums<groups>(part.codes + groups * block, x + 4 * groups * block, distance, sums);
         for (int t = 0; t < 2; ++t)
-            found[t] += (Whole)sums[t] * part.scales[block];
+            found[t] += (VecInt)sums[t] * part.scales[block];
     }
 }
 
 #endif
 
 // Of each output one number; those of the next tile lie `apart` of them further.
-inline Floats numbers_of(Half const* from, int64_t apart)
+inline Vec numbers_of(Half const* from, int64_t apart)
 {
 #if defined(__AVX512BW__)
-    return (Floats)_mm512_cvtph_ps(_mm256_set_m128i(read<__m128i>(from + apart), read<__m128i>(from)));
+    return (Vec)_mm512_cvtph_ps(_mm256_set_m128i(read<__m128i>(from + apart), read<__m128i>(from)));
 #elif defined(__F16C__)
     (void)apart;
-    return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
+    return (Vec)_mm256_cvtph_ps(read<__m128i>(from));
 #else
     (void)apart;
-    Floats found;
-    for (int i = 0; i < kWide; ++i)
+    Vec found;
+    for (int i = 0; i < kLanes; ++i)
         found[i] = to_float(from[i]);
     return found;
 #endif
@@ -257,16 +244,7 @@ inline Floats numbers_of(Half const* from, int64_t apart)
 // Rounds a unit of a token, and sums what it stands for, block by block.
 inline void round_part(float const* x, int block, int8_t* codes, float* factor, float* sums)
 {
-    VecInt most = {};
-    for (int i = 0; i < kPart; i += kLanes)
-    {
-        VecInt const magnitude = reinterpret_cast<VecInt>(load(x + i)) & 0x7fffffff; // of NaN larger than of any number
-        most = most > magnitude ? most : magnitude;
-    }
-    int32_t bits_of_most = 0;
-    for (int i = 0; i < kLanes; ++i)
-        bits_of_most = most[i] > bits_of_most ? most[i] : bits_of_most;
-    float const inverse = inverse_of(*factor = read<float>(&bits_of_most) / 127);
+    float const inverse = inverse_of(*factor = step_of(x));
     for (int begin = 0; begin < kPart; begin += block)
     {
         VecInt total = {};
@@ -323,15 +301,15 @@ void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int 
     Place from{begin, begin + (tiles - 1) * bytes};
     uint8_t const *ahead = begin + groups_ahead(tiles * bytes) * tiles * bytes, *asked = ahead;
     Half const* scales = at<Half>(task.tensors->scales, row * supers * numbers / kTile);
-    Floats totals[most][kPieces], sums[most][kPieces];
+    Vec totals[most][kPieces], sums[most][kPieces];
     for (int t = 0; t < count; ++t)
-        for (Floats& total : totals[t])
-            total = Floats{};
+        for (Vec& total : totals[t])
+            total = Vec{};
     for (int64_t super = 0; super < supers; ++super, from = from + kSuperBytes<Bits>)
     {
         for (int t = 0; t < count; ++t)
-            for (Floats& sum : sums[t])
-                sum = Floats{};
+            for (Vec& sum : sums[t])
+                sum = Vec{};
         int64_t const place = token * supers + super * count;
         int8_t const* const x = tokens.codes + place * kSuper;
         float const* const factors = tokens.factors + place * parts;
@@ -351,10 +329,10 @@ void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int 
                 for (; first + 1 < count; first += 2)
                     for (int piece = 0; piece < kPieces; ++piece)
                     {
-                        Whole found[2];
+                        VecInt found[2];
                         pair_dot(pairs[piece], x + first * kSuper + i * kPart, kSuper, found);
                         for (int j = 0; j < 2; ++j)
-                            sums[first + j][piece] += __builtin_convertvector(found[j], Floats) * factors[(first + j) * parts + i];
+                            sums[first + j][piece] += __builtin_convertvector(found[j], Vec) * factors[(first + j) * parts + i];
                     }
             }
 #endif
@@ -365,18 +343,18 @@ void multiply_tile(Task const& task, int64_t row, int tiles, int64_t token, int 
         for (int piece = 0; piece < kPieces; ++piece)
         {
             // Of Q4_K what is subtracted, of Q6_K what makes 32 stand for 0.
-            Floats others[blocks];
+            Vec others[blocks];
             for (int i = 0; i < blocks; ++i)
                 if constexpr (Bits == 4)
-                    others[i] = __builtin_convertvector(widened<uint8_t>(from + (8 + i) * kTile + piece * kWide), Floats);
+                    others[i] = __builtin_convertvector(widened<uint8_t>(from + (8 + i) * kTile + piece * kLanes), Vec);
                 else
-                    others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile + piece * kWide), Floats);
-            Half const* const own = scales + piece * kWide;
-            Floats const scale = numbers_of(own, apart), least = Bits == 4 ? numbers_of(own + kTile, apart) : scale;
+                    others[i] = __builtin_convertvector(32 * widened<int8_t>(from + i * kTile + piece * kLanes), Vec);
+            Half const* const own = scales + piece * kLanes;
+            Vec const scale = numbers_of(own, apart), least = Bits == 4 ? numbers_of(own + kTile, apart) : scale;
             for (int t = 0; t < count; ++t)
             {
                 float const* const of_blocks = tokens.sums + (place + t) * blocks;
-                Floats even = {}, odd = {};
+                Vec even = {}, odd = {};
                 for (int i = 0; i < blocks; i += 2)
                     even += others[i] * of_blocks[i], odd += others[i + 1] * of_blocks[i + 1];
                 totals[t][piece] += sums[t][piece] * scale;

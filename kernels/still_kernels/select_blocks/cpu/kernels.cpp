@@ -1,22 +1,18 @@
 // Sums of keys, and scores of blocks. Compiled once per instruction set; STILL_KERNELS names the table.
-#include "kernels.h"
+#include "select_blocks.h"
 
-#include "cpu/common/elements.h"
-#include "cpu/common/gemm.h"
-#include "cpu/common/room.h"
+#include "cpu/common/columns.h"
 
 namespace
 {
 
-using still_cpu::select::Kernels;
-using still_cpu::select::Layer;
-using still_cpu::select::Task;
+using namespace still_cpu::select;
 
 constexpr float kMost = 1e37f; // where scores end
 
 int64_t width(Layer const& l)
 {
-    return (still_cpu::select::task_tokens(l) * l.group() + 15) / 16 * 16;
+    return (task_tokens(l) * l.group() + 15) / 16 * 16;
 }
 
 size_t room(Layer const& l, int64_t tokens)
@@ -24,7 +20,7 @@ size_t room(Layer const& l, int64_t tokens)
     int64_t const wide = width(l), rows = tokens / l.stride + 1, blocks = tokens / l.block + 1;
     int64_t const dense = wide * ((l.dim + 15) / 16 * 16);
     int64_t const coarse = (tokens / l.lse_stride + 1) * 16;
-    return static_cast<size_t>(dense + l.dim * wide + rows * wide + coarse + still_cpu::select::task_tokens(l) * blocks + 8 * 16);
+    return static_cast<size_t>(dense + l.dim * wide + rows * wide + coarse + task_tokens(l) * blocks + 8 * 16);
 }
 
 float* sums_of(Task const& task)
@@ -119,17 +115,9 @@ float const* score(Task const& task, int64_t& pitch)
     float* const turned = room.take(l.dim * wide);
     float* const products = room.take(rows * wide);
     float* const coarse = room.take((last / l.lse_stride + 1) * 16);
-    for (int i = 0; i < task.count; ++i)
-    {
-        int64_t const token = (task.row * task.tensors->tokens + task.token + i) * l.heads + task.head * group;
-        float* const to = dense + static_cast<int64_t>(i) * group * l.dim;
-        int64_t stride;
-        float const* const from = floats(at<T>(task.tensors->query, token * l.dim), group, l.dim, l.dim, to, stride);
-        if (from != to)
-            std::memcpy(to, from, sizeof(float) * static_cast<unsigned>(group * l.dim));
-    }
-    std::memset(turned, 0, sizeof(float) * static_cast<uint64_t>(wide) * static_cast<unsigned>(l.dim));
-    transpose(dense, columns, l.dim, l.dim, 1 / __builtin_sqrtf(static_cast<float>(l.dim)), turned, wide);
+    int64_t const token = (task.row * task.tensors->tokens + task.token) * l.heads + task.head * group;
+    turned_queries(at<T>(task.tensors->query, token * l.dim), static_cast<int64_t>(l.heads) * l.dim, task.count, group, l.dim, wide, dense,
+        turned);
     gemm(static_cast<int>(rows), static_cast<int>(wide), l.dim, sums_of(task), l.dim, 1, turned, wide, products, wide, false);
     int64_t const fine = complete(last, l.stride, l.length);
     for (int c = 0; c < wide; c += kLanes)

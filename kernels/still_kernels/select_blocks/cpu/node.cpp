@@ -13,21 +13,11 @@ namespace
 
 using select::Layer;
 
-// Places of the inputs.
-enum Input
-{
-    kQuery,
-    kKey,
-    kNewTokens,
-    kPastLength,
-    kPastKeySum
-};
-
-class Node : public StateKernel<Layer>
+class Node : public LayerKernel<Layer>
 {
 public:
     Node(still::Op const& op, bool half)
-        : StateKernel(op, half, {"query", "key", "new_tokens", "past_length", "past_key_sum"}),
+        : LayerKernel(op, half),
           layer_{0, 0, 0, 0, half, integer(op, "block_size", 1), integer(op, "mean_stride", 1), integer(op, "mean_length", 1),
               integer(op, "lse_stride", 1), integer(op, "lse_length", 1), integer(op, "top_blocks", 1), integer(op, "init_blocks", 0),
               integer(op, "local_blocks", 0), integer(op, "dense_length", 1), integer(op, "block_slots", 1),
@@ -39,22 +29,6 @@ public:
             still::fail("SelectBlocks: the node's attributes do not fit each other. Export the model anew.");
     }
 
-    void compute(HostCall& call) override
-    {
-        StateSizes<Layer> const sizes = this->sizes(call);
-        int64_t const *const past = call.counts(kPastLength), *const brought = call.counts(kNewTokens);
-        check_rows(op_.spec(), sizes.batch, past, brought, sizes.tokens, sizes.layer.rows * layer_.stride);
-        select::Tensors x{};
-        x.query = call.input(kQuery), x.key = call.input(kKey);
-        x.blocks = static_cast<int32_t*>(call.output(0, sizes.output));
-        x.sums = static_cast<float*>(call.state(kPastKeySum));
-        x.tokens = sizes.tokens;
-        if (sizes.batch == 0)
-            return;
-        void* const scratch = call.scratch(select::scratch_size(sizes.layer, sizes.batch, past, brought));
-        select::select_blocks(sizes.layer, x, sizes.batch, past, brought, scratch, call.host, call.instruction_set);
-    }
-
 private:
     Layer read_layer(still::Call const& call) const override
     {
@@ -63,6 +37,15 @@ private:
         layer.heads = dimension(call, "H"), layer.kv_heads = dimension(call, "HK"), layer.dim = dimension(call, "D");
         layer.rows = dimension(call, "N", 0, std::numeric_limits<int32_t>::max());
         return layer;
+    }
+
+    void run(HostCall& call, Sizes const& sizes, void* output) override
+    {
+        int64_t const *const past = call.counts("past_length"), *const brought = call.counts("new_tokens");
+        check_rows(op_.spec(), sizes.batch, past, brought, sizes.tokens, sizes.layer.rows * layer_.stride);
+        select::Tensors const x{call.input("query"), call.input("key"), static_cast<int32_t*>(output), call.state<float>("past_key_sum"),
+            sizes.tokens};
+        select::select_blocks(sizes.layer, x, sizes.batch, past, brought, call);
     }
 
     Layer const layer_;

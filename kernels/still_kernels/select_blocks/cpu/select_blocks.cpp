@@ -5,7 +5,6 @@
 #include <functional>
 
 #include "cpu/common/scratch.h"
-#include "kernels.h"
 
 namespace still_cpu::select
 {
@@ -13,33 +12,6 @@ namespace
 {
 
 constexpr size_t kLanes = 16; // tasks that have room at once: a room grows with the context
-
-// How a call is cut, and the rooms of the tasks that run at once; with a null base only their size counts.
-struct Rooms
-{
-    int64_t tokens, tasks, longest = 0;
-    size_t lanes, distance = 0, candidates_distance, size;
-    float* first = nullptr;
-    uint64_t* candidates = nullptr;
-
-    Rooms(Layer const& l, int batch, int64_t const* past, int64_t const* brought, Kernels const& kernels, void* base)
-    {
-        int64_t most = 0;
-        for (int row = 0; row < batch; ++row)
-        {
-            most = std::max(most, brought[row]);
-            longest = std::max(longest, brought[row] ? past[row] + brought[row] : 0);
-        }
-        tokens = task_tokens(l);
-        tasks = (most + tokens - 1) / tokens * batch * l.kv_heads;
-        lanes = std::min(kLanes, static_cast<size_t>(tasks));
-        Scratch scratch(base);
-        first = scratch.take_rooms(lanes, kernels.room(l, longest), distance);
-        candidates_distance = static_cast<size_t>(longest / l.block + 1);
-        candidates = scratch.take<uint64_t>(lanes * candidates_distance);
-        size = scratch.used();
-    }
-};
 
 // Of a token with `own` blocks before its own: those that are chosen, ascending, -1 behind them.
 void choose(Layer const& l, int64_t own, bool dense, float const* scores, uint64_t* candidates, int32_t* to)
@@ -72,16 +44,24 @@ void choose(Layer const& l, int64_t own, bool dense, float const* scores, uint64
 
 } // namespace
 
-size_t scratch_size(Layer const& layer, int batch, int64_t const* past, int64_t const* brought)
+void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, Host& host)
 {
-    return Rooms(layer, batch, past, brought, kernels_of(0, numbers(layer.half)), nullptr).size + 64;
-}
-
-void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_t const* past, int64_t const* brought, void* scratch,
-    Host const& host, int instruction_set)
-{
-    Kernels const& kernels = kernels_of(instruction_set, numbers(layer.half));
-    Rooms const rooms(layer, batch, past, brought, kernels, scratch);
+    Kernels const& kernels = kernels_of(host.instruction_set, numbers(layer.half));
+    int64_t most = 0, longest = 0;
+    for (int row = 0; row < batch; ++row)
+    {
+        most = std::max(most, brought[row]);
+        longest = std::max(longest, brought[row] ? past[row] + brought[row] : 0);
+    }
+    int64_t const tokens = task_tokens(layer), tasks = (most + tokens - 1) / tokens * batch * layer.kv_heads;
+    size_t const lanes = std::min(kLanes, static_cast<size_t>(tasks)), of_lane = static_cast<size_t>(longest / layer.block + 1);
+    Rooms rooms;
+    uint64_t* candidates = nullptr;
+    Scratch const scratch(host, [&](Scratch& from)
+        {
+            rooms = from.take_rooms(lanes, kernels.room(layer, longest));
+            candidates = from.take<uint64_t>(lanes * of_lane);
+        });
     int64_t const of_row = static_cast<int64_t>(layer.kv_heads) * layer.slots;
     std::fill(tensors.blocks, tensors.blocks + batch * tensors.tokens * of_row, -1);
     size_t const heads = static_cast<size_t>(layer.kv_heads), all = static_cast<size_t>(batch) * heads;
@@ -96,12 +76,11 @@ void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_
     {
         int const row = static_cast<int>(index % all / heads), head = static_cast<int>(index % heads);
         // The last tokens have most to score: they come first.
-        int64_t const token = (rooms.tasks / static_cast<int64_t>(all) - 1 - static_cast<int64_t>(index / all)) * rooms.tokens;
-        int64_t const count = std::min(rooms.tokens, brought[row] - token);
+        int64_t const token = (tasks / static_cast<int64_t>(all) - 1 - static_cast<int64_t>(index / all)) * tokens;
+        int64_t const count = std::min(tokens, brought[row] - token);
         if (count <= 0)
             return;
-        Task const task{
-            &layer, &tensors, row, head, token, static_cast<int>(count), past[row] + token, rooms.first + lane * rooms.distance};
+        Task const task{&layer, &tensors, row, head, token, static_cast<int>(count), past[row] + token, rooms.of(lane)};
         int64_t pitch = 0;
         int64_t const end = past[row] + brought[row];
         bool const scored = layer.scored(task.position + count - 1, end);
@@ -110,13 +89,11 @@ void select_blocks(Layer const& layer, Tensors const& tensors, int batch, int64_
         {
             int64_t const position = task.position + i;
             choose(layer, position / layer.block, layer.reads_all(position, end), scores ? scores + i * pitch : nullptr,
-                rooms.candidates + lane * rooms.candidates_distance,
+                candidates + lane * of_lane,
                 tensors.blocks + (row * tensors.tokens + token + i) * of_row + static_cast<int64_t>(head) * layer.slots);
         }
     };
-    if (rooms.tasks)
-        spread(host, rooms.lanes, static_cast<size_t>(rooms.tasks), run);
-    clear(scratch, rooms.size);
+    spread(host, lanes, static_cast<size_t>(tasks), run);
 }
 
 } // namespace still_cpu::select
