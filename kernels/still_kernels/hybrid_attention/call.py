@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attent
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.meaning.whole import covers_whole, whole_hybrid_attention
-from still_kernels.hybrid_attention.plan import refusals as layer_refusals
+from still_kernels.hybrid_attention.plan import KERNELS
 from still_kernels.launcher import Bound
+from still_kernels.plan import Call
 from still_kernels.recompute import fused, recompute
 
 Result = tuple[Tensor, HybridAttentionState]
@@ -27,7 +29,7 @@ Result = tuple[Tensor, HybridAttentionState]
 
 def refusals(config: HybridAttentionConfig, dtype: torch.dtype) -> list[str]:
     """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
-    return layer_refusals(config, str(dtype).removeprefix("torch."))
+    return KERNELS.refusals(Call(config.symbols(), config.attributes(), dtype=str(dtype).removeprefix("torch.")))
 
 
 def demand_kernel(config: HybridAttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,30 +77,19 @@ def _triton(
     state = HybridAttentionState(**tensors)
     output = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     present_length = torch.empty_like(state.length) if tokens == 1 else None
-    given = replace(with_contiguous_heads(with_weights_of_tokens(inputs)), new_tokens=new_tokens)
+    given = replace(as_read(inputs), new_tokens=new_tokens)
     launch_hybrid_attention(given, config, state, output, present_length=present_length)
     if present_length is None:  # decode writes it on its way: a kernel of its own would cost a tenth of a step
         present_length = state.length + new_tokens.to(state.length.dtype)
     return output, replace(state, length=present_length)
 
 
-def with_weights_of_tokens(inputs: Inputs) -> Inputs:
-    """The feature maps contiguous and in the type of the tokens, as the kernels read them."""
-    q_weight, k_weight = (
-        weight.to(inputs.query.dtype).contiguous() for weight in (inputs.feature_q_weight, inputs.feature_k_weight)
-    )
-    return replace(inputs, feature_q_weight=q_weight, feature_k_weight=k_weight)
-
-
-def with_contiguous_heads(inputs: Inputs) -> Inputs:
-    """Query, key, value and gate contiguous: the kernels compute addresses from shapes."""
-    return replace(
-        inputs,
-        query=inputs.query.contiguous(),
-        key=inputs.key.contiguous(),
-        value=inputs.value.contiguous(),
-        gate=None if inputs.gate is None else inputs.gate.contiguous(),
-    )
+def as_read(inputs: Inputs) -> Inputs:
+    """What kernels compute addresses of from shapes contiguous, and the feature maps in the type of the tokens."""
+    names = ("query", "key", "value", "gate", "feature_q_weight", "feature_k_weight")
+    found: dict[str, Any] = {name: x.contiguous() for name in names if (x := getattr(inputs, name)) is not None}
+    maps = {name: found[name].to(inputs.query.dtype) for name in ("feature_q_weight", "feature_k_weight")}
+    return replace(inputs, **{**found, **maps})
 
 
 def kernel_for(device: torch.device) -> Callable[..., Result]:
@@ -192,7 +183,7 @@ class _KernelsWhole(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         output, folds, *tensors = ctx.saved_tensors
-        inputs = with_contiguous_heads(with_weights_of_tokens(Inputs(*tensors)))
+        inputs = as_read(Inputs(*tensors))
         wanted = {name for name, want in zip(vars(inputs), ctx.needs_input_grad[1:], strict=True) if want}
         found = whole_gradients(inputs, ctx.config, output, folds, grad.contiguous(), wanted)
         return None, *(
@@ -209,7 +200,7 @@ def _whole_with_selection(inputs: Inputs, config: HybridAttentionConfig) -> tupl
     query = inputs.query
     demand_kernel(config, query.dtype, query.device)
     state = HybridAttentionState.empty(config, batch, query.dtype, query.device, slots=config.slots_for(tokens))
-    given = replace(with_contiguous_heads(with_weights_of_tokens(inputs)), new_tokens=inputs.counts())
+    given = replace(as_read(inputs), new_tokens=inputs.counts())
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     tiles = (tokens + config.chunk_size - 2) // config.chunk_size + 1
     folds = query.new_empty((batch, tiles + 2, config.select_heads, config.chunk_size), dtype=torch.int8)

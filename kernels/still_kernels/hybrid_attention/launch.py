@@ -131,32 +131,12 @@ def launch_hybrid_attention(
     """Run the kernels on `state`, in place; `state.length` is read and left for the caller to advance.
 
     Args:
-        inputs, state, output, packing, table: As of `laid_out`.
-        present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
-        flags: Gets the selection of a call with T > 1 whose policy is "error", int8 [B, tiles + 2, HS, C] as in the plan.
-    """
-    prepared, tensors = laid_out(inputs, config, state, output, packing, table)
-    tensors["present_length"] = present_length
-    if flags is not None:
-        tensors["flags"] = flags
-    launcher.Launcher().run(prepared, tensors, inputs.query)
-
-
-def laid_out(
-    inputs: Inputs,
-    config: HybridAttentionConfig,
-    state: HybridAttentionState,
-    output: Tensor,
-    packing: Packing | None = None,
-    table: TileTable | None = None,
-) -> tuple[launcher.Prepared, dict[str, Tensor | None]]:
-    """The launches of a call, and its tensors by the kernels' names without p_.
-
-    Args:
         inputs: Contiguous; without a packing `new_tokens` are given.
         state: Of states in pages `Pages.views` and the lengths of the call's rows.
         output: As query.
         table: Block sizes; by default those of the device. With others Triton looks for the compiled kernels at each launch.
+        present_length: [B], not the state's; in decode (T = 1, not packed) it gets the lengths after the call.
+        flags: Gets the selection of a call with T > 1 whose policy is "error", int8 [B, tiles + 2, HS, C] as in the plan.
     """
     query, factor = inputs.query, inputs.factor(config)
     pages = None if packing is None else packing.pages
@@ -172,14 +152,18 @@ def laid_out(
         prepared = _prepared(config, query.device, query.dtype, *kind, *call)
     else:
         prepared = _prepare(config, query.dtype, table, None, factor is not None, pages, *call)
-    return prepared, {
+    tensors: dict[str, Tensor | None] = {
         **as_codes(state.tensors()),
         **vars(inputs),
         "window_factor": factor,
         "output": output,
         "past_length": state.length,
+        "present_length": present_length,
         **({} if packing is None else packing.tensors()),
     }
+    if flags is not None:
+        tensors["flags"] = flags
+    launcher.Launcher().run(prepared, tensors, query)
 
 
 def as_codes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

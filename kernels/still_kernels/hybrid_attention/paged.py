@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from still_graphs.errors import ShapeError
-from still_kernels.hybrid_attention.call import demand_kernel, with_contiguous_heads, with_weights_of_tokens
+from still_kernels.hybrid_attention.call import as_read, demand_kernel
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
@@ -49,7 +49,7 @@ def hybrid_attention_paged(inputs: Inputs, config: HybridAttentionConfig, paged:
     views = pages.views(paged.memory)
     views.pop("kv_rest", None)  # which kernels find behind S
     state = HybridAttentionState(**views, length=paged.length)
-    given = with_contiguous_heads(with_weights_of_tokens(inputs))  # heads come as slices of one projection
+    given = as_read(inputs)  # heads come as slices of one projection
     launch_hybrid_attention(given, config, state, output, paged.packing)
 
 

@@ -18,7 +18,6 @@ class Step:
     """Index tensors of a decode step; S = 2C slots of the ring."""
 
     condition: str
-    slot: str  # of the new token, [B, 1, 1]
     ring_index: str  # [B, 1, HK, 3]: row, head, slot, as ScatterND takes new keys [B, 1, HK, D]
     score_index: str  # [B, H, 1, 1, 3], as it takes scores [B, H, 1, 1]
     own_index: str  # slot of the new token, [B, H, 1, 1]
@@ -66,7 +65,6 @@ def make_step(layer: Layer) -> Step | None:
 
     return Step(
         condition=condition,
-        slot=slot_flat,
         ring_index=b.unsqueeze(index(layer.kv_heads), 1),
         score_index=b.unsqueeze(index(layer.heads), 2, 3),
         own_index=b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1)),

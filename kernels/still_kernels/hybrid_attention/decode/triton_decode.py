@@ -192,7 +192,7 @@ def decode_kernel(
     FUSED: tl.constexpr = EVICT == 0
     SHARED: tl.constexpr = (WG != 0) & (SCOPE == 0) & (RELEASED == 0)
     c: tl.constexpr = Constants(
-        C, D, DP, DK, P, PP, KP, GP, DS, LF, LS, WG, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, FUSED, GATE,
+        C, D, DP, DK, P, PP, KP, GP, DS, LF, LS, DW, BN, SN, BG, SG, BL, BS, RB, WP, FEATURE, SCOPE, RELEASED, FUSED, GATE,
         FACTOR, RAGGED, PAGES, CODES, SETTLE, DOT,
     )  # fmt: skip
     i_role = tl.program_id(0)

@@ -21,7 +21,7 @@ Parts = namedtuple("Parts", "acc ml lin den window")
 """Pointers to the partial results."""
 Constants = namedtuple(
     "Constants",
-    "C D DP DK P PP KP GP DS LF LS WG DW BN SN BG SG BL BS RB WP FEATURE SCOPE RELEASED FUSED "
+    "C D DP DK P PP KP GP DS LF LS DW BN SN BG SG BL BS RB WP FEATURE SCOPE RELEASED FUSED "
     "GATE FACTOR RAGGED PAGES CODES SETTLE DOT",
 )
 """What a build of the kernel fixes: sizes, their powers of two (DP, PP, KP, GP), blocks (see plan.py) and cases."""

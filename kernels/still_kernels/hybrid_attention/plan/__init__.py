@@ -21,7 +21,7 @@ from still_kernels.hybrid_attention.plan.tiles import (
     tile_table,
 )
 from still_kernels.op_kernels import DTYPES, Build, Op, OpKernels, imported
-from still_kernels.plan import Call, Check
+from still_kernels.plan import Check
 from still_kernels.tile import TileTable, changed, pow2
 
 
@@ -192,11 +192,6 @@ def build(variant: Variant, arch: int) -> Build:
         plan_constants(config, table),
         frozenset(absent),
     )
-
-
-def refusals(config: HybridAttentionConfig, dtype: str) -> list[str]:
-    """Why the Triton kernels do not cover a layer, one line per property with what is covered; empty if they do."""
-    return KERNELS.refusals(Call(config.symbols(), config.attributes(), dtype=dtype))
 
 
 _COVERED = (
