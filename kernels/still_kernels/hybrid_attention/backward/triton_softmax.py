@@ -200,10 +200,7 @@ def backward_query_kernel(
 def _towards_keys(
     queries, at, b_key, b_value, b_dk, b_dv, o_query, o_from, factor, scale2, o_dim, D: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
-    """A block of queries into the gradients of keys (without scale) and values; a key is seen from position o_from on.
-
-    queries: Pointers to them, their gradients, lse and delta. at: i_batch, T, H, i_head.
-    """
+    """A block of queries into the gradients of keys (without scale) and values; a key is seen from position o_from on."""
     p_query, p_grad, p_lse, p_delta = queries
     i_batch, T, H, i_head = at
     b_q = load_rows(p_query, i_batch, T, H, i_head, o_query, o_dim, D)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from still_graphs.functions.builder import FLOAT, Body, Scope
-from still_kernels.hybrid_attention.body.decode import make_step, write_decode
+from still_kernels.hybrid_attention.body.decode import Step, write_decode
 from still_kernels.hybrid_attention.body.general import General
 from still_kernels.hybrid_attention.body.layer import Layer
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
@@ -16,14 +16,14 @@ from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[str, int]) -> onnx.FunctionProto:
     """The function of `node`: a short branch for plain decode steps, a general one for everything else."""
     scope = Scope()
-    layer = Layer.of(node, dtype, dims, scope)
+    layer = Layer(node, dtype, dims, scope)
     names = [n for n, given in zip(HYBRID_ATTENTION.output_names(), node.output, strict=False) if given]
     types = [FLOAT if n.endswith(("_score", "_state")) else dtype for n in names]
 
     def branch(suffix: str) -> tuple[Scope, dict[str, str]]:
         return Scope(scope), {n: f"{n}_{suffix}" for n in names}
 
-    step = make_step(layer)
+    step = Step(layer) if layer.local == "chunked" else None
     general, general_names = branch("general")
     General(general, layer).write(general_names)
     general_graph = general.graph("general", list(zip(general_names.values(), types, strict=True)))

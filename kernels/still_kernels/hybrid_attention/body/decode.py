@@ -5,75 +5,55 @@ Everything that depends on counts only stands outside the branch, see Layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from still_graphs.functions.builder import INT64, Scope
 from still_kernels.hybrid_attention.body.features import features
 from still_kernels.hybrid_attention.body.layer import MASKED, Layer
 from still_kernels.hybrid_attention.body.saliency import self_saliency
 
 
-@dataclass
 class Step:
-    """Index tensors of a decode step; S = 2C slots of the ring."""
+    """Index tensors of a decode step, `condition` for one; S = 2C slots of the ring."""
 
-    condition: str
-    ring_index: str  # [B, 1, HK, 3]: row, head, slot, as ScatterND takes new keys [B, 1, HK, D]
-    score_index: str  # [B, H, 1, 1, 3], as it takes scores [B, H, 1, 1]
-    own_index: str  # slot of the new token, [B, H, 1, 1]
-    own: str  # column is the new token, bool [B, 1, 1, S]
-    others: str  # columns of the saliency window without the token itself, bool [B, 1, 1, S]
-    rest: str  # `others` as a mask
-    mask: str  # of the local softmax, [B, 1, 1, S]
-    held: str  # salient rows cached, [B, 1, 1, 1]
+    def __init__(self, layer: Layer) -> None:
+        b, chunk = layer.scope, layer.chunk
+        # Ranges that start at a computed 0 are not folded into separate constants of each layer.
+        zero = b("Sub", b("ReduceMax", "past_length", keepdims=0), b("ReduceMax", "past_length", keepdims=0))
+        offset = b("Mod", "past_length", chunk)
+        # No promotion in this row, and not position 0, which is alone in its window.
+        early = b("And", b("Less", "past_length", 2 * chunk), b("Greater", "past_length", 0))
+        waits = b("Or", b("Greater", offset, 0), early)
+        # Negative lengths are the general branch's to refuse.
+        plain = b.all_of(waits, b("Equal", "new_tokens", 1), b("GreaterOrEqual", "past_length", 0))
+        plain = b("ReduceMin", b("Cast", plain, to=INT64), keepdims=1)  # [1]: 1, or 0 which no T equals
+        self.condition = b("Equal", b.dim("query", 1), plain)
 
+        past = b.reshape("past_length", -1, 1, 1, 1)
+        slot = b("Mod", past, 2 * chunk)  # of the new token
+        column = b("Range", zero, b("Add", zero, 2 * chunk), 1)
+        age = b("Mod", b("Sub", slot, column), 2 * chunk)  # 0 = the new token, [B, 1, 1, S]
+        reach = b("Add", b.reshape(offset, -1, 1, 1, 1), chunk)
+        if not layer.phantom:
+            reach = b("Min", reach, past)
+        self.mask = layer.mask(b, b("LessOrEqual", age, reach))  # of the local softmax, [B, 1, 1, S]
+        # Columns of the saliency window without the token itself, bool [B, 1, 1, S].
+        self.others = b("And", b("Greater", age, 0), b("LessOrEqual", age, b("Min", past, chunk - 1)))
 
-def make_step(layer: Layer) -> Step | None:
-    """Index tensors of the branch, or None where the layer has no short branch."""
-    if layer.local != "chunked":
-        return None
-    b, chunk = layer.scope, layer.chunk
-    # Ranges that start at a computed 0 are not folded into separate constants of each layer.
-    zero = b("Sub", b("ReduceMax", "past_length", keepdims=0), b("ReduceMax", "past_length", keepdims=0))
-    offset = b("Mod", "past_length", chunk)
-    # No promotion in this row, and not position 0, which is alone in its window.
-    early = b("And", b("Less", "past_length", 2 * chunk), b("Greater", "past_length", 0))
-    waits = b("Or", b("Greater", offset, 0), early)
-    # Negative lengths are the general branch's to refuse.
-    plain = b.all_of(waits, b("Equal", "new_tokens", 1), b("GreaterOrEqual", "past_length", 0))
-    plain = b("ReduceMin", b("Cast", plain, to=INT64), keepdims=1)  # [1]: 1, or 0 which no T equals
-    condition = b("Equal", b.dim("query", 1), plain)
+        row = b("Range", zero, b("Add", zero, b("Squeeze", layer.batch)), 1)
+        slot_flat = b.reshape(slot, -1, 1, 1)
 
-    past = b.reshape("past_length", -1, 1, 1, 1)
-    slot = b("Mod", past, 2 * chunk)
-    column = b("Range", zero, b("Add", zero, 2 * chunk), 1)
-    age = b("Mod", b("Sub", slot, column), 2 * chunk)  # 0 = the new token, [B, 1, 1, S]
-    reach = b("Add", b.reshape(offset, -1, 1, 1, 1), chunk)
-    if not layer.phantom:
-        reach = b("Min", reach, past)
-    mask = layer.mask(b, b("LessOrEqual", age, reach))
-    others = b("And", b("Greater", age, 0), b("LessOrEqual", age, b("Min", past, chunk - 1)))
+        def index(heads: int) -> str:
+            head = b("Range", zero, b("Add", zero, heads), 1)
+            shape = b.shape(layer.batch, heads, 1)
+            parts = (b.reshape(row, -1, 1, 1), b.reshape(head, 1, -1, 1), slot_flat)
+            return b("Concat", *(b("Expand", part, shape) for part in parts), axis=2)
 
-    row = b("Range", zero, b("Add", zero, b("Squeeze", layer.batch)), 1)
-    slot_flat = b.reshape(slot, -1, 1, 1)
-
-    def index(heads: int) -> str:
-        head = b("Range", zero, b("Add", zero, heads), 1)
-        shape = b.shape(layer.batch, heads, 1)
-        parts = (b.reshape(row, -1, 1, 1), b.reshape(head, 1, -1, 1), slot_flat)
-        return b("Concat", *(b("Expand", part, shape) for part in parts), axis=2)
-
-    return Step(
-        condition=condition,
-        ring_index=b.unsqueeze(index(layer.kv_heads), 1),
-        score_index=b.unsqueeze(index(layer.heads), 2, 3),
-        own_index=b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1)),
-        own=b("Equal", age, 0),
-        others=others,
-        rest=layer.mask(b, others),
-        mask=mask,
-        held=b.reshape(layer.held_rows(b), -1, 1, 1, 1),
-    )
+        # Row, head and slot, as ScatterND takes new keys [B, 1, HK, D] and scores [B, H, 1, 1].
+        self.ring_index = b.unsqueeze(index(layer.kv_heads), 1)
+        self.score_index = b.unsqueeze(index(layer.heads), 2, 3)
+        self.own_index = b("Expand", slot, b.shape(layer.batch, layer.heads, 1, 1))  # slot of the new token
+        self.own = b("Equal", age, 0)  # column is the new token, bool [B, 1, 1, S]
+        self.rest = layer.mask(b, self.others)
+        self.held = b.reshape(layer.held_rows(b), -1, 1, 1, 1)  # salient rows cached
 
 
 def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) -> None:

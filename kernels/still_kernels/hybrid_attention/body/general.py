@@ -24,7 +24,7 @@ class General:
 
     def __init__(self, scope: Scope, layer: Layer) -> None:
         self.b, self.layer = scope, layer
-        self.grid = Grid.of(scope, layer)
+        self.grid = Grid(scope, layer)
         self.linear = LinearState(scope, layer, self.grid)
         self.split: Split = (0, layer.kv_heads, layer.group, self.grid.chunks, self.grid.rows, -1)
 

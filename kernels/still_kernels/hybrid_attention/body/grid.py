@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from still_graphs.functions.builder import INT64, Scope
@@ -10,67 +9,36 @@ from still_graphs.functions.counts import checked_counts
 from still_kernels.hybrid_attention.body.layer import Layer
 
 
-@dataclass
 class Grid:
     """Index tensors of a call. Shapes: R rows of a grid chunk (C, or 1 when T = 1), A = (chunks + 2) * C aligned positions."""
 
-    scope: Scope
-    layer: Layer
-    tokens: str  # T, [1]
-    chunks: str  # [1]
-    rows: str  # R, [1]
-    cells: str  # chunks * R, [1]
-    first: str  # c0, [B, 1]
-    offset: str  # past_length % C, [B, 1]
-    past: str  # past_length, [B, 1]
-    end: str  # past_length + new_tokens, [B, 1]
-    row: str  # offset of each grid row in its chunk, [B, R]
-    row_base: str  # its first element where R = 1, else 0, [B, 1]
-    number: str  # absolute grid chunk, [B, chunks]
-    position: str  # aligned positions, [B, A]
-    seen: str  # position < past_length, [B, A]
-    source: str  # row of the aligned position in cat([ring, new, zero]), [B, A]
-
-    @classmethod
-    def of(cls, b: Scope, layer: Layer) -> Grid:
-        """The grid of the call that the body gets."""
-        chunk, tokens = layer.chunk, b.dim("query", 1)
-        past, new = checked_counts(b, tokens)
-        first, offset = b("Div", past, chunk), b("Mod", past, chunk)
-        end = b("Add", past, new)
-        single = b("Equal", tokens, [1])
-        need = b("Div", b.total(offset, new, chunk - 1), chunk)
-        chunks = b.reshape(b("Max", b("ReduceMax", need, keepdims=0), 1), 1)
-        rows = b("Where", single, [1], [chunk])
-        row_base = b("Mul", offset, b.cast(single, INT64))
-        row = b("Add", row_base, b.arange(rows))
-        number = b("Add", first, b.arange(chunks))
-        position = b("Add", b("Mul", b("Sub", first, 2), chunk), b.arange(b("Mul", b("Add", chunks, 2), chunk)))
-        seen = b("Less", position, past)
-        ring = b("Mod", position, 2 * chunk)
-        fresh = b.total(b("Sub", position, past), 2 * chunk)
-        zero_row = b("Add", tokens, 2 * chunk)
-        oldest = b("Max", b("Sub", past, 2 * chunk), 0)
-        held = b.all_of(b("GreaterOrEqual", position, oldest), b("Less", position, end))
-        source = b("Where", held, b("Where", seen, ring, fresh), zero_row)
-        return cls(
-            scope=b,
-            layer=layer,
-            tokens=tokens,
-            chunks=chunks,
-            rows=rows,
-            cells=b("Mul", chunks, rows),
-            first=first,
-            offset=offset,
-            past=past,
-            end=end,
-            row=row,
-            row_base=row_base,
-            number=number,
-            position=position,
-            seen=seen,
-            source=source,
-        )
+    def __init__(self, scope: Scope, layer: Layer) -> None:
+        self.scope, self.layer = scope, layer
+        b, chunk = scope, layer.chunk
+        self.tokens = b.dim("query", 1)  # T, [1]
+        self.past, new = checked_counts(b, self.tokens)  # past_length, [B, 1]
+        self.first = b("Div", self.past, chunk)  # c0, [B, 1]
+        self.offset = b("Mod", self.past, chunk)
+        self.end = b("Add", self.past, new)
+        single = b("Equal", self.tokens, [1])
+        need = b("Div", b.total(self.offset, new, chunk - 1), chunk)
+        self.chunks = b.reshape(b("Max", b("ReduceMax", need, keepdims=0), 1), 1)  # [1]
+        self.rows = b("Where", single, [1], [chunk])  # R, [1]
+        self.row_base = b("Mul", self.offset, b.cast(single, INT64))  # offset where R = 1, else 0, [B, 1]
+        self.row = b("Add", self.row_base, b.arange(self.rows))  # offset of each grid row in its chunk, [B, R]
+        self.number = b("Add", self.first, b.arange(self.chunks))  # absolute grid chunk, [B, chunks]
+        begin = b("Mul", b("Sub", self.first, 2), chunk)
+        aligned = b.arange(b("Mul", b("Add", self.chunks, 2), chunk))
+        self.position = b("Add", begin, aligned)  # aligned positions, [B, A]
+        self.seen = b("Less", self.position, self.past)
+        ring = b("Mod", self.position, 2 * chunk)
+        fresh = b.total(b("Sub", self.position, self.past), 2 * chunk)
+        zero_row = b("Add", self.tokens, 2 * chunk)
+        oldest = b("Max", b("Sub", self.past, 2 * chunk), 0)
+        held = b.all_of(b("GreaterOrEqual", self.position, oldest), b("Less", self.position, self.end))
+        # Row of each aligned position in cat([ring, new, zero]), [B, A].
+        self.source = b("Where", held, b("Where", self.seen, ring, fresh), zero_row)
+        self.cells = b("Mul", self.chunks, self.rows)  # [1]
 
     def gather(self, x: str, index: str, heads: int, length: str, *tail: str | int) -> str:
         """Rows of x [B, h, S, ...tail] at index [B, I], the same for all heads: [B, h, I, ...tail]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import onnx
 from onnx import helper
@@ -15,7 +14,6 @@ MASKED = -1e30
 """Added to a logit that must not count: far below any logit, and finite so that a row of nothing else stays free of NaN."""
 
 
-@dataclass
 class Layer:
     """One node: its attributes as Python values, its dimensions and frequent index tensors as values of the outermost scope.
 
@@ -23,60 +21,29 @@ class Layer:
     a runtime that eliminates common subexpressions computes them once per step.
     """
 
-    scope: Scope
-    dtype: int
-    chunk: int
-    salient: int
-    scope_kind: str
-    saliency: str
-    feature_map: str
-    local: str
-    window: int
-    mix_epsilon: float
-    phantom: bool
-    overflow: str
-    gated: bool
-    factored: bool
-    heads: int
-    kv_heads: int
-    dim: int
-    features: int
-    weight_heads: int
-    batch: str = ""
-    weights: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], scope: Scope) -> Layer:
+    def __init__(self, node: onnx.NodeProto, dtype: int, dims: Mapping[str, int], scope: Scope) -> None:
         """Read `node`; absent attributes have their defaults. `dims` are the OpSpec's symbols that do not vary."""
         values = {a.name: a.default for a in HYBRID_ATTENTION.attributes}
         for attribute in node.attribute:
             value = helper.get_attribute_value(attribute)
             values[attribute.name] = value.decode().rstrip("\0") if isinstance(value, bytes) else value
         present = dict(zip(HYBRID_ATTENTION.input_names(), node.input, strict=False))
-        chunk = int(values["chunk_size"])
-        layer = cls(
-            scope=scope,
-            dtype=dtype,
-            chunk=chunk,
-            salient=int(values["salient_per_chunk"]),
-            scope_kind=str(values["select_scope"]),
-            saliency=str(values["saliency"]),
-            feature_map=str(values["feature_map"]),
-            local=str(values["local"]),
-            window=int(values["window_size"]) or chunk,
-            mix_epsilon=float(values["mix_epsilon"]),
-            phantom=bool(values["phantom_first_chunk"]),
-            overflow=str(values["overflow"]),
-            gated=bool(present.get("gate")),
-            factored=bool(present.get("window_factor")),
-            heads=dims["H"],
-            kv_heads=dims["HK"],
-            dim=dims["D"],
-            features=dims["F"],
-            weight_heads=dims["WH"],
-        )
-        layer._prepare()
-        return layer
+        self.scope, self.dtype = scope, dtype
+        self.chunk, self.salient = int(values["chunk_size"]), int(values["salient_per_chunk"])
+        self.scope_kind, self.saliency = str(values["select_scope"]), str(values["saliency"])
+        self.feature_map, self.local = str(values["feature_map"]), str(values["local"])
+        self.window = int(values["window_size"]) or self.chunk
+        self.mix_epsilon = float(values["mix_epsilon"])
+        self.phantom, self.overflow = bool(values["phantom_first_chunk"]), str(values["overflow"])
+        self.gated, self.factored = bool(present.get("gate")), bool(present.get("window_factor"))
+        self.heads, self.kv_heads, self.dim = dims["H"], dims["HK"], dims["D"]
+        self.features, self.weight_heads = dims["F"], dims["WH"]
+        self.batch = scope.dim("past_length", 0)
+        # A vector, not a scalar: fused into MatMul as a factor it would cost the fast path for one row.
+        self.weights = {"scale": scope.constant([self.dim**-0.5] * self.dim, "float32")}
+        for name in ("q", "k"):
+            # [H or 1, D, P]: constants, folded when the model is loaded.
+            self.weights[name] = scope("Transpose", self.wide(scope, f"feature_{name}_weight"), perm=[0, 2, 1])
 
     @property
     def per_query_head(self) -> bool:
@@ -92,15 +59,6 @@ class Layer:
     def select_heads(self) -> int:
         """HS, heads of the selection and of the salient cache."""
         return self.heads if self.per_query_head else self.kv_heads
-
-    def _prepare(self) -> None:
-        b = self.scope
-        self.batch = b.dim("past_length", 0)
-        # A vector, not a scalar: fused into MatMul as a factor it would cost the fast path for one row.
-        self.weights["scale"] = b.constant([self.dim**-0.5] * self.dim, "float32")
-        for name in ("q", "k"):
-            # [H or 1, D, P]: constants, folded when the model is loaded.
-            self.weights[name] = b("Transpose", self.wide(b, f"feature_{name}_weight"), perm=[0, 2, 1])
 
     def wide(self, b: Scope, x: str) -> str:
         """`x` in float32."""

@@ -36,12 +36,8 @@ class LinearState:
 
         phi = features(b, layer, pick(keys), self.weight_k, (0, layer.kv_heads, layer.group, -1))
         phi = b.unsqueeze(b("Transpose", phi, perm=[0, 1, 2, 4, 3]), 3)  # [B, HK, G, 1, F, Q]
-        when = b(
-            "GatherElements",
-            leaves,
-            b("Expand", b.unsqueeze(index, 1), b.shape(layer.batch, grid.chunks, most)),
-            axis=2,
-        )
+        places = b("Expand", b.unsqueeze(index, 1), b.shape(layer.batch, grid.chunks, most))
+        when = b("GatherElements", leaves, places, axis=2)
         when = b.unsqueeze(when, 1, 2, 4)  # [B, 1, 1, chunks, 1, Q]
         phi = b("Mul", phi, when)
         return b("MatMul", phi, b.unsqueeze(pick(values), 3)), b("ReduceSum", phi, [-1])

@@ -132,14 +132,8 @@ class Window:
         old = b("Less", position, grid.past)
         source = b("Where", old, slot, b("Add", b("Sub", position, grid.past), slots))
         for name, both in (("window_key", self.keys), ("window_value", self.values)):
-            b(
-                "Identity",
-                grid.gather(both, source, layer.kv_heads, self.length, layer.dim),
-                out=outputs[f"present_{name}"],
-            )
+            rows = grid.gather(both, source, layer.kv_heads, self.length, layer.dim)
+            b("Identity", rows, out=outputs[f"present_{name}"])
         source = b("Where", old, slot, self._score_source(position, old))
-        b(
-            "Identity",
-            grid.gather(self.all_scores, source, layer.heads, self.score_length),
-            out=outputs["present_window_score"],
-        )
+        scores = grid.gather(self.all_scores, source, layer.heads, self.score_length)
+        b("Identity", scores, out=outputs["present_window_score"])

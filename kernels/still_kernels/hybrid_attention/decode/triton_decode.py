@@ -44,11 +44,8 @@ def _merge(
     g, heads, i_group, i_out, i_part, i_score, length, live, promoting, count, room, epsilon, parts, p_window_factor,
     p_window_score, p_output, c: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partials of query head g of a group against their global maximum; store output and score.
-
-    i_group, i_out, i_score: The group's first head in the workspace, the activations, the scores. i_part: Its first part of
-    `count`, each with GR rows. All loads are on their way before anything is reduced: one trip to L2 in place of one per value.
-    """
+    """Combine the `count` partials of query head g of a group, from part i_part on, against their maximum; store output and score."""
+    # All loads are on their way before anything is reduced: one trip to L2 in place of one per value.
     o_dim = tl.arange(0, c.DP)
     m_dim = o_dim < c.D
     p_acc = parts.acc + (i_part * heads.GR + g) * c.D

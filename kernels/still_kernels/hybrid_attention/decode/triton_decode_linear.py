@@ -76,11 +76,7 @@ def _half_of(b_direction, b_square, b_keep, b_scale, o_feature, half: tl.constex
 def _fold_chunk(
     at, states, heads, i_kv, b_phi, b_psi, old, length, p_weight, p_state, p_rest, p_mass, m_mass, o_column, K, c: tl.constexpr
 ):  # fmt: skip
-    """Add the unselected tokens of chunk `old`, which lies in the ring, to a slice of S and to z, in memory.
-
-    Returns:
-        What they add to phi(q)^T S [DS] and phi(q)^T z [PP, to be summed], from phi(q) in its halves b_phi and b_psi [PP].
-    """
+    """Unselected tokens of chunk `old` into a slice of S and z; gives what they add to phi(q)^T S [DS] and, unsummed, phi(q)^T z [PP]."""
     o_feature = tl.arange(0, c.PP)
     o_dim = tl.arange(0, c.DK)
     b_selected = _selected_of(at, states, heads, i_kv, old, length, o_feature, p_weight, K, c)
@@ -113,18 +109,13 @@ def _fold_chunk(
 
 @triton.jit
 def _add_rows(b_rows, b_query, b_v, held, p_state, p_rest, p_mass, o_feature, o_column, m_mass, c: tl.constexpr):
-    """Add phi^T v of rows to one half of a slice of S, and the sum of the same rounded phi to z, as prefill does.
-
-    In pages what is not `held` is another row's, and counts as 0.
-
-    Returns the same as seen by phi(q): [DS], and before the sum over features [PP]. Matrix instructions add up the rows: without
-    them the sums of columns are most of a promotion's instructions.
-    """
+    """Add phi^T v and rounded phi of rows to half of a slice of S and z, 0 where not `held`; gives what `_fold_chunk` does."""
     b_rows = b_rows.to(b_v.dtype)
     m_slice = (o_feature < c.P)[:, None] & (o_column < c.D)[None, :]
     p_slice = p_state + o_feature[:, None] * c.D + o_column[None, :]
     p_taken = p_rest + o_feature[:, None] * c.D + o_column[None, :]
     b_more = tl.dot(tl.trans(b_rows), b_v, input_precision=c.DOT)
+    # Without matrix instructions the sums of columns are most of a promotion's.
     b_ones = tl.full([b_rows.shape[0], 16], 1.0, b_rows.dtype)
     b_mass = tl.max(tl.dot(tl.trans(b_rows), b_ones, input_precision=c.DOT), 1)
     m_z = m_mass

@@ -55,10 +55,7 @@ def _load_scales(at, p_key_scale, p_value_scale, low, high, o_row, c: tl.constex
 
 @triton.jit
 def _absorb(b_k, b_v, b_ks, b_vs, low, seen, o_row, b_q, b_max, b_sum, b_acc, c: tl.constexpr):
-    """Add a block of rows to a running softmax that every row of the block keeps for itself.
-
-    Scales of rows in 8 bits stay outside of the sums, which are of codes: a number costs half the instructions so.
-    """
+    """Add a block of rows to a running softmax that every row keeps for itself; sums of codes take half the instructions."""
     m_row = low + o_row < seen
     b_logit = tl.sum(wide(b_k, c.CODES, c.SETTLE) * b_q[None, :], 1)
     if c.CODES:

@@ -169,11 +169,7 @@ def _routed(near: Near, selected: Tensor, grid: Grid, config: HybridAttentionCon
 
 
 def _softmax_part(q: Tensor, logits: Tensor, v: Tensor, promotion: Promotion, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Weighted values [B, H, chunks, R, D] and weights [B, H, chunks, R, 1] of window and salient cache, by the true row maximum.
-
-    Args:
-        logits: Of the window, -inf for what is not in the softmax.
-    """
+    """Weighted values [B, H, chunks, R, D] and weights [..., 1] of cache and window, whose logits are -inf outside of the softmax."""
     seen = promotion.visible.flatten(0, 2).any(0)  # a cache with room for more has many entries that nobody sees
     keys, values, visible = promotion.keys[:, :, seen], promotion.values[:, :, seen], promotion.visible[..., seen]
     by_select_head = q.unflatten(1, (keys.shape[1], -1))

@@ -44,10 +44,7 @@ def self_saliency(logits: Tensor, own: Tensor, slot: Tensor, valid: Tensor, conf
 def _released_score(
     logits: Tensor, others: Tensor, own: Tensor, slot: Tensor, valid: Tensor, alone: Tensor, chunk: int
 ) -> Tensor:
-    """Divergence that the released training code ranks by, its constant in slot C-1 included.
-
-    Slots without a token have probability 0 and still count, once each, in the sum.
-    """
+    """Divergence that the released code ranks by, its constant in slot C-1 included; slots without a token count once each."""
     eps = RELEASED_EPSILON
     safe = valid | own
     p = torch.where(safe, torch.where(safe, logits, -torch.inf).softmax(-1), 0)

@@ -79,13 +79,7 @@ def _turns(total):
 
 @gluon.jit
 def _tile(turn, at, n: Sizes, c: gl.constexpr):
-    """The tile of a turn: where its queries lie, and how many blocks of the cache they see. All roles compute the same.
-
-    Returns:
-        i_batch, i_head; row, start, length as of `row_of`; end of the row's tokens; first position of the tile; c0, the chunk that the
-        segment begins with; limit of the positions that the segment writes; whether a query is in the tile; blocks of the cache that
-        one of them sees at least in part.
-    """
+    """The tile of a turn, the same for all roles; `limit` ends what the segment writes, `blocks` of the cache are seen at least in part."""
     programs = gl.num_programs(0)
     i_program = gl.program_id(0)
     n_blocks = (n.n_tiles * c.C + 2 * BM - 1) // (2 * BM)
@@ -206,11 +200,8 @@ def _absorb(
     entry, before, b_acc, b_max, b_sum, b_p, query, held, bars, seen, scale2, GROUP: gl.constexpr, SLOTS: gl.constexpr,
     dots: gl.constexpr, sums: gl.constexpr,
 ):  # fmt: skip
-    """The first `seen` keys of block `entry` into the running softmax, the values of block `before` behind it.
-
-    b_p are the weights of block `before`, b_acc is without them; returned are those of `entry`. They are carried, not the dot
-    products: accumulators carried around a loop make ptxas wait after each product (C7511).
-    """
+    """The first `seen` keys of block `entry` into the running softmax, behind them the values of block `before` by their weights b_p."""
+    # Weights are carried: accumulators carried around a loop make ptxas wait after each product (C7511).
     k_slot = entry % SLOTS
     v_slot = before % SLOTS
     mbarrier.wait(bars.k_full.index(k_slot), (entry // SLOTS) & 1)

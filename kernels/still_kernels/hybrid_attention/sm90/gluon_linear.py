@@ -45,11 +45,7 @@ Constants = namedtuple("Constants", "C D P FEATURE RAGGED CODES")
 
 @gluon.jit
 def _turns_of(groups, H, B):
-    """Of `groups` tiles of each head and row, one behind the other, those of this program.
-
-    Returns:
-        i_batch, i_head, number in its head of the first one; how many there are.
-    """
+    """Of `groups` tiles of each head and row, those of this program: i_batch, i_head, number in its head of the first; how many."""
     i_program = gl.program_id(0)
     programs = gl.num_programs(0)
     total = groups * H * B
@@ -88,12 +84,7 @@ def _half_of_features(b_x, b_scale):
 
 @gluon.jit
 def _tile(i_batch, group, at, n: Sizes, c: gl.constexpr):
-    """Where tile `group` of a head lies. All roles compute the same.
-
-    Returns:
-        row, start, length as of `row_of`; end of the row's tokens; its first chunk; whether a query of it sees S; whether a chunk was
-        promoted between its two.
-    """
+    """Where tile `group` of a head lies; whether a query of it sees S, and whether a chunk was promoted between its two."""
     row, start, length, count = row_of_call(i_batch, *at, n.T, c.RAGGED)
     if c.CODES:
         row = i_batch.to(gl.int64)  # rings are those of the call, unpacked
