@@ -117,7 +117,6 @@ def tile_table(arch: int, head_dim: int, chunk_size: int, feature_rows: int, wid
             tiles[f"decode_{blocks}"] = KernelTile(
                 {"CL": blocks, "GR": 1, "NST": stages_, "MINB": least}, 9, 1, None, True
             )
-    if linear_tma:
         tiles["linear_tma"] = KernelTile({}, 4, 1, blocks=_linear_blocks(head_dim, feature_rows))
         tiles["scan_tma"] = KernelTile(
             {"SLOTS": 4}, 4, 1, blocks=dict.fromkeys(("value", "phi_k", "prefix_kv"), (64, 64))
