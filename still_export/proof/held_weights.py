@@ -58,7 +58,7 @@ class Stored:
         step: Reads the steps [n, blocks] of the rows' codes.
         bits: Of its codes.
         unit: Relative rounding of what the step is stored in.
-        least: Rounding of a step that is too small for that: float16's below 6e-5.
+        least: Rounding of a step, and of the weight itself, that is too small for that: float16's below 6e-5.
         place: File and offset of its bytes; None: in the graph itself.
     """
 
@@ -335,7 +335,7 @@ class _Judge:
         if held.bits < 8:
             off = torch.full_like(off, HALF_STEP)
         allowed = wide * off * (1 + 2.0**-10) + found.abs() * held.unit + largest * (coarse if pairs else 2.0**-20)
-        allowed = allowed + held.least * (off + found.abs() / wide.clamp_min(torch.finfo(torch.float32).tiny))
+        allowed = allowed + held.least * (1 + off + found.abs() / wide.clamp_min(torch.finfo(torch.float32).tiny))
         coarser = (step > most).repeat_interleave(right.shape[-1] // step.shape[-1], -1).reshape(right.shape)
         return allowed.masked_fill(coarser, -1.0)
 
