@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROOF_VERSION = 11
+PROOF_VERSION = 12
 """Of the judge: cases, reference and bounds. It grows with every change that could change a verdict."""
 
 # --- absolute ---

@@ -32,7 +32,7 @@ def other_lengths(chunk: int) -> tuple[int, ...]:
 def check_other_graphs(
     package: Package,
     compared: Subject,
-    cases: Callable[[], CaseSource],
+    cases: Callable[[bool], CaseSource],
     progress: Progress = silent,
     most: int | None = None,
 ) -> Verdict:
@@ -40,10 +40,11 @@ def check_other_graphs(
     kernels for GPUs, and its portable graph.
 
     Args:
+        cases: Made anew; whether ONNX Runtime's CUDA provider multiplies blocks of codes (`by_cuda` of the package's proof).
         progress: Called with phases, of each graph.
         most: Cases that are asked at most, the first ones; None: all.
     """
-    verdict, drawn = Verdict(), DrawnOnce(cases(), most)
+    verdict = Verdict()
     providers = [compared.provider]
     if (package.manifest.get("native") or {}).get("archs"):
         if compared.provider == "cpu" and (missing := cuda_missing()):
@@ -59,7 +60,12 @@ def check_other_graphs(
             targets[f"{MODEL} without the native kernels{on}"] = Subject(package, "ort", provider, bodies=True)
     if PORTABLE in package.manifest["files"]:
         targets[PORTABLE] = Subject(package, "ort", bodies=True, graph=PORTABLE)
-    verdict.checks += [_compare(what, package, target, drawn, progress) for what, target in targets.items()]
+    drawn: dict[bool, DrawnOnce] = {}
+    for what, target in targets.items():
+        by_cuda = target.provider == "cuda" and target.bodies and package.manifest.get("quantization") is not None
+        if by_cuda not in drawn:
+            drawn[by_cuda] = DrawnOnce(cases(by_cuda), most)
+        verdict.checks.append(_compare(what, package, target, drawn[by_cuda], progress))
     return verdict
 
 

@@ -62,16 +62,18 @@ def held_source(
     manifest: dict[str, Any],
     pairs: Mapping[str, tuple[Pair, ...]] = MappingProxyType({}),
     device: str = "cpu",
+    rounded: torch.dtype | None = None,
 ) -> Source:
     """The source of `held_model`, whose weights are read when they are asked for.
 
     Args:
         pairs: Of an adapter that is added while the package runs, by weight.
         device: Where quantized weights are read to.
+        rounded: The type to which products of a scale and a zero point are rounded, as ONNX Runtime's CUDA provider does; None: to none.
     """
     from still_export.models.read.source import find_source
 
-    source = with_held_weights(find_source(options), folder, manifest, device)
+    source = _with_held(find_source(options), folder / MODEL, manifest, device, rounded)
     weights: dict[str, Weight] = dict(source.weights)
     for name, own in pairs.items():
         held = weights[name]
@@ -90,12 +92,14 @@ def with_held_head(source: Source, folder: Path, manifest: dict[str, Any]) -> So
     return _with_held(source.ahead(), folder / HEAD, manifest)
 
 
-def _with_held(source: Source, graph: Path, manifest: dict[str, Any], device: str = "cpu") -> Source:
+def _with_held(
+    source: Source, graph: Path, manifest: dict[str, Any], device: str = "cpu", rounded: torch.dtype | None = None
+) -> Source:
     if manifest.get("quantization") is None:
         return source
     names = {weight_name(name, graph.name == HEAD): name for name in source.weights}
     sizes = {name: int(source.weights[own].shape[0]) for name, own in names.items() if source.weights[own].shape}
-    held = held_rows(graph, manifest["quantization"]["block_size"], sizes, device)
+    held = held_rows(graph, manifest["quantization"]["block_size"], sizes, device, rounded)
     weights: dict[str, Weight] = dict(source.weights)
     for name, read in held.items():
         known = weights[names[name]]
@@ -144,10 +148,14 @@ def _as_type(
 
 
 def held_rows(
-    path: Path, block_size: int, sizes: Mapping[str, int], device: str = "cpu"
+    path: Path,
+    block_size: int,
+    sizes: Mapping[str, int],
+    device: str = "cpu",
+    rounded: torch.dtype | None = None,
 ) -> dict[str, Callable[[slice], Tensor]]:
     """Readers of rows of the quantized weights of a graph by the model's names, float32; `sizes` are the outputs of each weight. What is
-    nothing but blocks is computed on `device`, from where its codes go."""
+    nothing but blocks is computed on `device`, from where its codes go, and `rounded` as `held_source` says."""
     import onnx_ir as ir
 
     from still_export.graph.weights_file import load_graph
@@ -202,8 +210,9 @@ def held_rows(
             zero_points = values(names, "zero_points", 0, rows)
             zero_points = None if zero_points is None else zero_points.reshape(len(scales), -1)
             held = BlockWeight(packed, scales, zero_points, packed.shape[-1] * 8 // block_size)
-            if device != "cpu" and not any(f"{names}.{part}" in parts for part in (ORDER, LEAST, "offsets", "outer")):
-                return _dequantized(held, device).reshape(*whole[:-1], -1)
+            plain = not any(f"{names}.{part}" in parts for part in (ORDER, LEAST, "offsets", "outer"))
+            if plain and (device != "cpu" or rounded is not None):
+                return _dequantized(held, device, rounded).reshape(*whole[:-1], -1)
             total = held.dequantized().reshape(*whole[:-1], -1)
         if (order := values(names, ORDER, 0, slice(None))) is not None:
             assert isinstance(total, np.ndarray)
@@ -242,8 +251,8 @@ def held_rows(
     return readers
 
 
-def _dequantized(held: BlockWeight, device: str | torch.device) -> Tensor:
-    """`BlockWeight.dequantized` on a device, bit for bit."""
+def _dequantized(held: BlockWeight, device: str | torch.device, rounded: torch.dtype | None = None) -> Tensor:
+    """`BlockWeight.dequantized` on a device, bit for bit, where no product with a zero point is `rounded`."""
     packed, scales = (
         torch.from_numpy(np.require(x, requirements=("C", "W"))).to(device) for x in (held.packed, held.scales)
     )
@@ -252,7 +261,10 @@ def _dequantized(held: BlockWeight, device: str | torch.device) -> Tensor:
     if held.zero_points is not None:
         points = unpack(held.zero_points, held.bits)[:, : packed.shape[1], None]
         zero = torch.from_numpy(np.ascontiguousarray(points)).to(device)
-    return ((values.float() - zero) * scales[..., None].float()).flatten(1)
+    steps = scales[..., None].float()
+    if rounded is None or not isinstance(zero, Tensor):
+        return ((values.float() - zero) * steps).flatten(1)
+    return (values.float() * steps - (zero * steps).to(rounded).float()).flatten(1)
 
 
 def round_activations(

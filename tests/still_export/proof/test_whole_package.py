@@ -291,7 +291,7 @@ def compared(package: Package, most: int | None = None) -> Verdict:
     lengths, subject = other_lengths(StateTable.of(package.manifest).period)[-(most or 0) :], Subject(package)
     subject.native = True
     return check_other_graphs(
-        package, subject, lambda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"), most=most
+        package, subject, lambda by_cuda: _torch_cases(package, None, lengths, STEPS, 0, {}, "cpu"), most=most
     )
 
 

@@ -25,6 +25,7 @@ from still_export.graph.quantization.quantizers import quantize
 from still_export.graph.quantization.read import (
     eight_bits,
     held_names,
+    held_source,
     round_activations,
     with_held_weights,
 )
@@ -174,6 +175,26 @@ def test_another_device_reads_the_same_weights(quantized: Any) -> None:
     here, there = (with_held_weights(source, quantized.path, quantized.manifest, d).weights for d in ("cpu", "cpu:0"))
     for name, weight in here.items():
         assert torch.equal(value_of(weight), value_of(there[name])), name
+
+
+@pytest.mark.slow
+def test_a_product_with_a_zero_point_is_rounded_as_by_the_cuda_provider(quantized: Any) -> None:
+    """All numbers of a block are off by as much, half a unit of float16 of a scale times its zero point; without zero points by nothing."""
+    options = ExportOptions.from_manifest(quantized.manifest)
+    plain, rounded = (
+        held_source(options, quantized.path, quantized.manifest, rounded=kind).weights for kind in (None, torch.float16)
+    )
+    most = 0.0
+    for name in plain:
+        if value_of(plain[name]).dim() == 2:
+            here, there = (value_of(side[name]).float().unflatten(1, (-1, 32)) for side in (plain, rounded))
+            off = there - here
+            assert torch.allclose(off, off[..., :1].expand_as(off), rtol=0, atol=2.0**-20 * float(here.abs().max())), (
+                name
+            )
+            assert (off.abs() <= 2.0**-11 * 2 * here.abs().amax(-1, keepdim=True) + 1e-9).all(), name
+            most = max(most, float(off.abs().max() / here.abs().max()))
+    assert (most > 2.0**-14) == (quantized.manifest["quantization"]["scheme"] == "int4")
 
 
 def test_threads_are_as_many_behind_rounding() -> None:
