@@ -226,9 +226,11 @@ class Report:
 
 
 def _of_itself(own: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """In what parts of their size PyTorch's own rows err [2, 1, ..]: roots of mean squares of both, in which small rows count little."""
+    """In what parts of their size PyTorch's own rows err [2, 1, ..]: roots of mean squares of both, in which small rows count little; 0
+    where all rows are zeros."""
     rows, sizes = (np.where(np.isfinite(own), x, 0).reshape(2, -1).astype(np.float64) for x in (own, size))
-    share = np.linalg.norm(rows, axis=1) / np.maximum(np.linalg.norm(sizes, axis=1), np.finfo(np.float64).tiny)
+    size = np.linalg.norm(sizes, axis=1)
+    share = np.divide(np.linalg.norm(rows, axis=1), size, out=np.zeros(2), where=size > 0)
     return np.asarray(share.reshape(2, *[1] * (own.ndim - 1)))
 
 

@@ -145,6 +145,18 @@ def test_a_large_row_may_err_as_far_as_others_do_in_parts_of_their_size(off: flo
         assert judged.report(name, Bounds([case], sharp=True)).passed == (passes and bool(times))
 
 
+@pytest.mark.parametrize(("off", "passes"), [(10.0, True), (1e4, False)])
+def test_rows_that_are_all_zeros_are_judged(off: float, passes: bool) -> None:
+    """Where PyTorch's own run says something else: parts of no size bound nothing, and are no NaN, which would hide every row."""
+    name = "present_kv_state.1"
+    right = np.zeros((1, 2, 4096, 4), np.float32)
+    case = Case("case", [], [], own=[{name: row_errors(right, right + np.float32(10))}], own_mean={name: 10.0})
+    found = right + np.float32(10)
+    found[0, 1, 7] = off
+    judged = Judged.of(case, [({name: right}, {name: found})], summed={name: LAYER_UNIT}, times=SHARP_ROW)
+    assert judged.report(name, Bounds([case], sharp=True, fixed={name})).passed == passes
+
+
 @pytest.mark.parametrize(("value", "passes"), [(23296.0, True), (23312.0, False)])
 def test_a_layers_output_may_be_the_next_number_of_float16(value: float, passes: bool) -> None:
     """SmolLM2's first token at layer 27: both neighbours of what is right, where PyTorch's own run happens to be near."""
