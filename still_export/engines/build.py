@@ -140,6 +140,8 @@ def load_tensorrt(trt: TrtOptions, package: Path) -> Any:
     again = f"Run on a machine that has it: still-export build {package}"
     try:
         module = importlib.import_module(name)
+        if not hasattr(module, "__version__"):
+            raise ImportError(f"a folder of that name lies on the path: {', '.join(module.__path__)}")
     except ImportError as error:
         raise NoBuilderError(
             f"the Python module {name} is not installed ({error}): {installation(name)}. {again}"

@@ -77,6 +77,11 @@ def test_without_tensorrt_the_package_is_complete_and_says_where_to_go(
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
     with pytest.raises(NoBuilderError, match=f"still-export build {package.path}"):
         build_engines(package)
+    monkeypatch.delitem(__import__("sys").modules, "tensorrt")
+    (tmp_path / "path/tensorrt").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    with pytest.raises(NoBuilderError, match="a folder of that name lies on the path"):
+        build_engines(package)
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", types.SimpleNamespace(__version__="10.3.0"))
     monkeypatch.setattr("still_export.engines.build.has_gpu", lambda: False)
     with pytest.raises(NoBuilderError, match="no CUDA device"):
