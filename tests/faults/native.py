@@ -82,7 +82,7 @@ def build(folder: Path) -> Path:
     return library
 
 
-HYBRID, SELECTION, HEAD = (f"hybrid_attention/{name}" for name in ("hybrid_attention.cpp", "selection.cpp", "head.h"))
+HYBRID, SELECTION, HEAD = (f"hybrid_attention/{name}" for name in ("hybrid_attention.cpp", "selection.h", "head.h"))
 ROWS = "hybrid_attention/kernels.cpp"
 native(
     "a ring read before it is written",
@@ -300,22 +300,22 @@ native(
     "the scale of a quantized block times 1.1",
     NBITS,
     "Quads const scale = numbers(rows.scales, unit, units, shift);",
-    f"Quads const scale = times(numbers(rows.scales, unit, units, shift), spread_quads(FAULT && {HERE} ? 1.1f : 1.0f));",
+    f"Quads const scale = numbers(rows.scales, unit, units, shift) * spread(FAULT && {HERE} ? 1.1f : 1.0f);",
     (
         NBITS,
         "Quads const scale = load_numbers(rows.scales, unit, units);",
-        f"Quads const scale = times(load_numbers(rows.scales, unit, units), spread_quads(FAULT && {HERE} ? 1.1f : 1.0f));",
+        f"Quads const scale = load_numbers(rows.scales, unit, units) * spread(FAULT && {HERE} ? 1.1f : 1.0f);",
     ),
 )
 native(
     "the zero point of a quantized block off by one",
     NBITS,
-    ": spread_quads(static_cast<float>(task.layer->zero))",
-    f": spread_quads(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
+    ": spread(static_cast<float>(task.layer->zero))",
+    f": spread(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
     (
         NBITS,
-        "minus_product(spread_quads(static_cast<float>(task.layer->zero))",
-        f"minus_product(spread_quads(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
+        "Quads{} - spread(static_cast<float>(task.layer->zero))",
+        f"Quads{{}} - spread(static_cast<float>(task.layer->zero + (FAULT && {HERE})))",
     ),
 )
 native(
@@ -358,8 +358,9 @@ native(
 native(
     "softmax scaled for another size of head",
     SOFTMAX,
-    "1 / __builtin_sqrtf(static_cast<float>(l.dim))",
-    "1 / __builtin_sqrtf(static_cast<float>(l.dim + FAULT))",
+    "queries, wide, logits, wide, false);",
+    "queries, wide, logits, wide, false);\n        for (int64_t n = 0; FAULT && n < count * wide; ++n)\n"
+    "            logits[n] *= __builtin_sqrtf(static_cast<float>(l.dim) / static_cast<float>(l.dim + 1));",
 )
 native(
     "a tile's values not moved to the new maximum",

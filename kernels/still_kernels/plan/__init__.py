@@ -32,210 +32,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import OpSpec
-from still_graphs.spec import dimension
-from still_kernels.plan.expressions import Environment, symbols
+from still_kernels.plan.compiled import Compiled
+from still_kernels.plan.parts import (
+    ELEMENTS,
+    Alias,
+    Branch,
+    Buffer,
+    Call,
+    Check,
+    Launch,
+    Launched,
+    Launches,
+    Let,
+    Loop,
+    Matrix,
+    Region,
+    Step,
+)
 
-if TYPE_CHECKING:
-    from still_kernels.plan.compiled import Compiled
-
-ELEMENTS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int32": 4, "int64": 8}
-"""Bytes of an element of a region."""
-MAX_STEPS = 1 << 18
-"""Steps of one call, loops unrolled."""
-NESTING = 8
-"""Depth of loops and branches."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """What a call must fulfil, whatever was compiled; `message` has expressions in braces and says what to do."""
-
-    condition: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Region:
-    """A buffer of workspace, uninitialised, or a persistent one, zero between launches.
-
-    Args:
-        element: A key of `ELEMENTS`, "T" for the type of the activations, or a name of `Plan.types`.
-        when: The region exists where this holds; two regions of one name must not both exist.
-    """
-
-    name: str
-    element: str
-    shape: tuple[str | int, ...]
-    when: str = "1"
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Kernels know the tensor `tensor` as `name` too, where `when` holds."""
-
-    name: str
-    tensor: str
-    when: str = "1"
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A tensor as rows one behind the other, of which kernels copy blocks: they take it as a descriptor of its name."""
-
-    tensor: str
-    rows: str
-    columns: str
-
-
-@dataclass(frozen=True, init=False)
-class Launch:
-    """One launch on a grid (x, y, z), with integers of its own. A grid with a 0 launches nothing."""
-
-    kernel: str
-    grid: tuple[str, str, str]
-    arguments: Mapping[str, str]
-
-    def __init__(self, kernel: str, grid: tuple[str, str, str], **arguments: str) -> None:
-        for name, value in (("kernel", kernel), ("grid", grid), ("arguments", arguments)):
-            object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True)
-class Let:
-    """A name for the steps that follow in the same body."""
-
-    name: str
-    value: str
-
-
-@dataclass(frozen=True)
-class Loop:
-    """`body` for name = start, start + step, ... below stop."""
-
-    name: str
-    start: str
-    stop: str
-    step: str
-    body: Sequence[Step]
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One body or the other."""
-
-    condition: str
-    then: Sequence[Step]
-    otherwise: Sequence[Step] = ()
-
-
-Step = Launch | Let | Loop | Branch
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A region of one call."""
-
-    name: str
-    element: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A launch of one call; `arguments` are its own, beside those of all."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    arguments: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Launches:
-    """A plan evaluated for one call: what to allocate and to launch."""
-
-    workspace: tuple[Buffer, ...] = ()
-    persistent: tuple[Buffer, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    arguments: Mapping[str, int | float] = field(default_factory=dict)
-    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    steps: tuple[Launched, ...] = ()
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a plan sees of a call.
-
-    Args:
-        sizes: By symbol of the OpSpec, as far as known; B and T as above.
-        attributes: All of the op's.
-        constants: Of the variant.
-        dtype, count_dtype: Types of activations and of counts, "float16", "int64"; None where they are not known.
-        present: Tensors of the call that are optional in the op, by plain name.
-        shapes: Of the tensors that the plan asks for with dim().
-        tokens, rows: Of packed sequences; None = padded.
-    """
-
-    sizes: Mapping[str, int]
-    attributes: Mapping[str, Any]
-    constants: Mapping[str, int] = field(default_factory=dict)
-    dtype: str | None = None
-    count_dtype: str | None = None
-    present: frozenset[str] = frozenset()
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    tokens: int | None = None
-    rows: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        spec: OpSpec,
-        shapes: Mapping[str, tuple[int, ...]],
-        attributes: Mapping[str, Any],
-        dtype: str | None,
-        count_dtype: str | None,
-    ) -> Call:
-        """The call of an op with these inputs.
-
-        Args:
-            shapes: Of the inputs that are there, by their names in the op (`past_<state>`); 0 or less is a dimension that is not known.
-                The last two dimensions of an activation may be joined.
-        """
-        spec = spec.resolve(attributes)
-        known = {
-            name: tensor for name, tensor in zip(spec.input_names(), spec.all_inputs(), strict=True) if name in shapes
-        }
-        sizes = {name: attributes[name] for name in symbols(spec) if name in attributes}
-        for weights in (False, True):  # their 1 stands for all heads
-            found = [
-                (shapes[name], tensor.shape) for name, tensor in known.items() if (tensor.role == "weight") == weights
-            ]
-            for got, dims in found:
-                for dim, size in zip(dims, got, strict=False) if len(got) == len(dims) else ():
-                    if size > 0 and isinstance(dim, str):
-                        factor, symbol, divisor = dimension(dim)
-                        sizes.setdefault(symbol, size * divisor // factor)
-            for got, dims in found:
-                if len(got) == len(dims) - 1 and got[-1] > 0 and sizes.get(str(dims[-1])):
-                    sizes.setdefault(str(dims[-2]), got[-1] // sizes[str(dims[-1])])
-        plain = {
-            tensor.name: shapes[name] for name, tensor in reversed(known.items())
-        }  # an input goes before a state of its name
-        return cls(sizes, attributes, {}, dtype, count_dtype, frozenset(plain), plain)
-
-    def environment(self) -> Environment:
-        """Values by the names that compiled expressions use; names without a value are left out."""
-        call = {"dtype": self.dtype, "count_dtype": self.count_dtype, "tokens": self.tokens, "rows": self.rows}
-        if self.tokens is None and {"B", "T"} <= set(self.sizes):
-            call |= {"tokens": self.sizes["B"] * self.sizes["T"], "rows": self.sizes["B"]}
-        env: Environment = {"present": self.present, "shapes": self.shapes}
-        env |= {f"call {name}": value for name, value in call.items() if value is not None}
-        for kind, values in (("size", self.sizes), ("attribute", self.attributes), ("constant", self.constants)):
-            env |= {f"{kind} {name}": value for name, value in values.items()}
-        return env
+__all__ = [
+    "ELEMENTS",
+    "Alias",
+    "Branch",
+    "Buffer",
+    "Call",
+    "Check",
+    "Launch",
+    "Launched",
+    "Launches",
+    "Let",
+    "Loop",
+    "Matrix",
+    "Plan",
+    "Region",
+    "Step",
+]
 
 
 @dataclass(frozen=True)
@@ -277,8 +112,6 @@ class Plan:
     @cached_property
     def compiled(self) -> Compiled:
         """The plan with its expressions checked."""
-        from still_kernels.plan.compiled import Compiled  # which imports this module
-
         return Compiled(self)
 
     @cached_property

@@ -5,10 +5,11 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from still_graphs.errors import ConfigError
-from still_kernels.plan import (
+from still_kernels.plan.expressions import Environment, Expression, Scope, compile_expression, symbols
+from still_kernels.plan.parts import (
     ELEMENTS,
     MAX_STEPS,
     NESTING,
@@ -20,11 +21,12 @@ from still_kernels.plan import (
     Launches,
     Let,
     Loop,
-    Plan,
     Region,
     Step,
 )
-from still_kernels.plan.expressions import Environment, Expression, Scope, compile_expression, symbols
+
+if TYPE_CHECKING:
+    from still_kernels.plan import Plan
 
 Rule = tuple[Expression, list[str | Expression]]
 """A condition and the parts of its message."""
