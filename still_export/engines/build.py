@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from still_export.options import option
 from still_export.package.folder import BEFORE, GENERATED, MANIFEST, Package, open_package, write_manifest
 from still_export.package.trust import trust
 from still_export.runtime.tensorrt import TrtModel
-from still_export.runtime.trt_engine import TrtError
+from still_export.runtime.trt_engine import TrtError, import_tensorrt
 from still_export.targets.target import BuildError, NoBuilderError
 from still_export.targets.trt.options import RtxOptions, TrtOptions
 
@@ -139,9 +138,7 @@ def load_tensorrt(trt: TrtOptions, package: Path) -> Any:
     name = trt.module
     again = f"Run on a machine that has it: still-export build {package}"
     try:
-        module = importlib.import_module(name)
-        if not hasattr(module, "__version__"):
-            raise ImportError(f"a folder of that name lies on the path: {', '.join(module.__path__)}")
+        module = import_tensorrt(name)
     except ImportError as error:
         raise NoBuilderError(
             f"the Python module {name} is not installed ({error}): {installation(name)}. {again}"

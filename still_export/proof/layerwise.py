@@ -64,8 +64,8 @@ class LayerwiseModel:
 
     @property
     def rounds(self) -> bool:
-        """Whether linear layers round what they compute in a wider type."""
-        return self.dtype == torch.float16 and self.device.type == "cpu"
+        """Whether linear layers round what they sum in a wider type."""
+        return self.dtype == torch.float16
 
     def drawn(self, number: int) -> LayerwiseModel:
         """The same model, whose linear layers round up or down by chance, where they round: another draw of what rounding does."""
@@ -155,7 +155,7 @@ class Passage:
     """
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
-        self._layers, self._linear = layers, _Linear(layers.draw)
+        self._layers, self._linear = layers, _Linear(layers.draw, layers.device)
         every = np.concatenate([call.tokens.ravel() for chain in chains for call in chain.calls])
         tokens = np.unique(every.clip(0))  # -1, where an embedding is given, needs any row
         with torch.no_grad():
@@ -386,18 +386,19 @@ class _Chain:
 
 
 class _Linear:
-    """Linear layers over tokens, padding left out; of half precision on a CPU in float32, their results rounded. A weight is widened once
-    until `forget`.
+    """Linear layers over tokens, padding left out; of half precision on a CPU, or rounded by chance, in float32, their results rounded. A
+    weight is widened once until `forget`.
 
     Args:
         draw: Seed of rounding up or down by chance, as near as the number lies; 0: to nearest.
+        device: Where the layers are.
 
     Attributes:
         real: Which tokens [B, T] of the call are no padding; None: all.
     """
 
-    def __init__(self, draw: int = 0) -> None:
-        self._random = torch.Generator().manual_seed(draw) if draw else None
+    def __init__(self, draw: int = 0, device: torch.device | str = "cpu") -> None:
+        self._random = torch.Generator(device).manual_seed(draw) if draw else None
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self.real: Tensor | None = None
 
@@ -415,14 +416,20 @@ class _Linear:
         return self._product(input, weight, bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype != torch.float16 or x.device.type != "cpu":
+        if x.dtype != torch.float16 or (x.device.type != "cpu" and self._random is None):
             return _linear(x, weight, bias)
-        found = _linear(x.float(), self._widened(weight), self._widened(bias))
-        if self._random is not None:
-            # Of a number m 2^e, m from a half to 1, float16's last place is 2^(e - 11); below its least normal number 2^-24.
-            place = (found.frexp().exponent - 11).clamp_min(-24)
-            found += torch.ldexp(torch.rand(found.shape, generator=self._random) - 0.5, place)
-        return found.to(x.dtype)
+        if self._random is None:
+            return _linear(x.float(), self._widened(weight), self._widened(bias)).to(x.dtype)
+        found = self._by_chance(_linear(x.float(), self._widened(weight)), self._random)
+        # A graph adds a bias to a product that is rounded already: PyTorch rounds their sum alone.
+        return found if bias is None else self._by_chance(found.float() + self._widened(bias), self._random)
+
+    @staticmethod
+    def _by_chance(x: Tensor, random: torch.Generator) -> Tensor:
+        """`x` in float16, up or down by chance."""
+        # Of a number m 2^e, m from a half to 1, float16's last place is 2^(e - 11); below its least normal number 2^-24.
+        place = (x.frexp().exponent - 11).clamp_min(-24)
+        return (x + torch.ldexp(torch.rand(x.shape, generator=random, device=x.device) - 0.5, place)).half()
 
     def _widened(self, weight: Any) -> Any:
         if weight is None:

@@ -6,6 +6,7 @@ Exports copy this file into the package, for run_trt.py.
 from __future__ import annotations
 
 import ctypes
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ one token and all guesses behind it."""
 
 class TrtError(RunError):
     """The engine cannot run here, or not this request; the message says why and what to do."""
+
+
+def import_tensorrt(name: str = "tensorrt") -> Any:
+    """TensorRT's Python module, or that of TensorRT for RTX.
+
+    Raises:
+        ImportError: It is not installed; a folder of that name on the path is not it.
+    """
+    module = importlib.import_module(name)
+    if not hasattr(module, "__version__"):
+        raise ImportError(f"a folder of that name lies on the path: {', '.join(module.__path__)}")
+    return module
 
 
 def find_plugin_library(module: Any, folder: Path, manifest: dict[str, Any], plugin: Path | None = None) -> Path:
@@ -132,12 +145,11 @@ class TrtEngine:
             )
         self.entry: dict[str, Any] = self.manifest["engines"][0]
         try:
-            import tensorrt
+            self.module = tensorrt = import_tensorrt()
         except ImportError as error:
             raise TrtError(
                 f"the Python module tensorrt is not installed ({error}). Install version {self.entry['tensorrt']}."
             ) from error
-        self.module = tensorrt
         try:
             self.driver = Driver(device)
         except CudaError as error:

@@ -153,3 +153,16 @@ def test_draws_round_up_or_down_by_chance() -> None:
     off = (draws.mean(0) - exact) / unit
     assert off.abs().mean() < 0.06 < ((nearest - exact) / unit).abs().mean()
     assert torch.equal(product(3), product(3)) and not torch.equal(product(3), product(4))
+
+
+def test_draws_round_a_product_before_its_bias() -> None:
+    """As graphs do: a bias that undoes a large product leaves the rounding of that product, beside which the sum's own is nothing."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(8, 32, generator=random).half(), 512 * torch.ones(1, 32).half()
+    exact = torch.nn.functional.linear(x[:1].double(), weight.double())
+    bias = -exact[0].half()
+    for draw, rounds in ((0, False), (1, True)):
+        with _Linear(draw):
+            found = torch.stack([torch.nn.functional.linear(x[:1], weight, bias) for _ in range(64)]).double()
+        off = (found - exact - bias.double()).abs()
+        assert (off.max() > 2.0**-13 * exact.abs()).item() is rounds
