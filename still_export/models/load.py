@@ -1,4 +1,5 @@
-"""Reading a model: Hugging Face folder, hub id or GGUF file; plain, STILL, released or LoLCATs."""
+"""Opening a model: the files of a Hugging Face folder, hub id or GGUF file are read, their kind configures the layers (kinds.py), and the
+model is built."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from still_export.errors import (
     CheckpointError,
     ConfigError,
     ModelNotFoundError,
-    NotLinearizedError,
     UnsupportedModelError,
     unknown,
 )
@@ -27,37 +27,18 @@ from still_export.folders.weights import weight_files
 from still_export.mixers.config import LayersConfig, StillConfig
 from still_export.models.ahead import SHARED, ahead_config, ahead_family, ahead_tensors
 from still_export.models.build import build_model, complete_weights, family_of, read_generation, still_family_config
-from still_export.models.families.linear_names import language_model, published_names
+from still_export.models.families.linear_names import language_model
 from still_export.models.families.softmax_families import Family
 from still_export.models.families.vision import Vision, take_vision
 from still_export.models.gguf import read_gguf, read_tokenizer
+from still_export.models.kinds import Checkpoint, Wanted, kind_of
 from still_export.models.read import convert
-from still_export.models.read.checkpoint import (
-    open_tensors,
-    read_config,
-    stored_dtype,
-)
+from still_export.models.read.checkpoint import open_tensors, read_config, stored_dtype
 from still_export.models.read.tokenizer_file import tokenizer_of
 from still_export.models.read.weights import Weight, Weights, stand_ins, value_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class _Checkpoint:
-    """What the files hold, before it becomes a model."""
-
-    model_type: str
-    config: dict[str, Any]
-    tensors: dict[str, Weight]
-    adapter: dict[str, Any] | None = None
-    generation: dict[str, Any] = field(default_factory=dict)
-    still: StillConfig | None = None
-    configured: Path | None = None  # the file that `still` is from
-    added: list[Path] = field(default_factory=list)  # files of overlays' tensors
-    own_embedding: Path | None = None  # PEFT's adapter with a trained embedding and no head
-    sight: dict[str, Any] | None = None  # config.json of a model that sees images
 
 
 @dataclass(frozen=True)
@@ -133,67 +114,35 @@ def open_source(
         UnsupportedModelError: The family or a variant of its attention is not covered.
         ConfigError: Configurations contradict each other.
     """
-    wanted = _dtype(dtype)
-    found = _read(resolve_source(source, revision), wanted)
-    for overlay in overlays:
-        _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
-    found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, str(source))
-    sees = take_vision(found.sight, found.tensors, str(source)) if vision else None
+    found = _opened(source, revision, overlays, _dtype(dtype))
+    sees = take_vision(found.sight, found.tensors, found.source) if vision else None
     if sees is not None:
         found.config["vision_config"] = sees.config.to_dict()
-    fresh, others = False, dict[str, dict[str, Weight]]()
-    released = found.model_type == "still" or convert.is_released(found.tensors)
-    if attach_untrained and (released or found.model_type.startswith("still_") or convert.is_lolcats(found.tensors)):
+    kind = kind_of(found)
+    if attach_untrained and kind.linearized:
         raise ConfigError(
             f"{source} is linearized: it has feature maps of its own. Leave out --attach-untrained, or give the softmax model that it "
             "was made of."
         )
-    if found.model_type.startswith("still_"):
-        if still_config is not None:
-            raise _trained(f"{source} is a STILL model")
-        if not isinstance(found.config.get("still_config"), dict):
-            raise ConfigError(
-                f"config.json of {source} has no still_config. Save the model again with save_pretrained."
-            )
-        still: LayersConfig = StillConfig.from_dict(
-            found.config["still_config"], f"config.json of {source}: still_config"
-        )
-    elif released:
-        if found.model_type == "still":
-            found.model_type = convert.released_family(found.config, found.tensors)
-        found.tensors = convert.convert_released(found.tensors)
-        still = convert.released_config(found.config, still_config)
-        types = convert.layers_with_maps(found.tensors, _layers(found.config, source))
-        if still.layer_types is None and types is not None:
-            still = replace(still, layer_types=types)
-    elif convert.is_lolcats(found.tensors):
-        family_of(found.model_type)
-        found.tensors, still = convert.convert_lolcats(found.tensors, still_config, _layers(found.config, source))
-    elif family_of(found.model_type).linear:
-        if attach_untrained or still_config is not None or found.still is not None:
-            raise ConfigError(
-                f"{source} is a {found.model_type} model, whose layers are linear already: it is exported as it is. Leave out "
-                "--attach-untrained, adapters and options of STILL; --capacity-tokens may be given."
-            )
-        found.tensors, others = published_names(found.model_type, found.tensors, found.config)
-        still = LayersConfig()
-    else:
-        if not attach_untrained and found.still is None and overlays:
-            raise NotLinearizedError(
-                f"{source} is a plain softmax {found.model_type} model, and adapter_config.json of {' and '.join(map(str, overlays))} has "
-                "no still_config: no adapter that linearize wrote. Give one, or pass --attach-untrained."
-            )
-        if not attach_untrained and found.still is None:
-            raise NotLinearizedError(
-                f"{source} is a plain softmax {found.model_type} model: it is not linearized, it has no feature maps and gates. "
-                "Linearize it first, or pass --attach-untrained to give it untrained STILL attention, whose answers are the base "
-                "model's only within the first two chunks (128 tokens)."
-            )
-        if found.still is not None and still_config is not None:
-            raise _trained("the adapter")
-        found.tensors, others = published_names(found.model_type, found.tensors, found.config)
-        still, fresh = found.still or still_config or StillConfig(), True
+    still = kind.configure(found, Wanted(attach_untrained, still_config))
     still = replace(still, deployment=replace(still.deployment, **deployment or {}))
+    return _built(found, still, kind.fresh, sees)
+
+
+def _opened(
+    source: str | Path, revision: str | None, overlays: Sequence[str | Path], dtype: torch.dtype | None
+) -> Checkpoint:
+    """What the files of a model and of its overlays hold, LoRA merged."""
+    found = _read(source, revision, dtype)
+    found.overlays = overlays
+    for overlay in overlays:
+        _overlay(found, resolve_source(overlay, None), next(iter(found.tensors.values())).dtype)
+    found.tensors = convert.merge_lora(convert.plain_names(found.tensors), found.adapter, found.source)
+    return found
+
+
+def _built(found: Checkpoint, still: LayersConfig, fresh: bool, sees: Vision | None) -> Source:
+    """The model of a checkpoint; `fresh`: STILL attention that has no tensors starts untrained."""
     family = family_of(found.model_type)
     config = still_family_config(family, found.config, still)
     if config.tie_word_embeddings and found.own_embedding is not None:
@@ -205,23 +154,24 @@ def open_source(
     try:
         weights = complete_weights(family, config, found.tensors, fresh)
     except ConfigError as error:  # fields that each are good and do not fit each other
-        raise ConfigError(f"{found.configured or f'config.json of {source}'}: {error}") from error
+        raise ConfigError(f"{found.configured or f'config.json of {found.source}'}: {error}") from error
     except (CheckpointError, UnsupportedModelError) as error:
         if not found.added:
             raise
         files = [*([found.configured] if found.configured else []), *found.added]
-        raise type(error)(f"{source} with {', '.join(map(str, files))}: {error}") from error
+        raise type(error)(f"{found.source} with {', '.join(map(str, files))}: {error}") from error
     try:
         generation = read_generation(found.generation or _generation_of(config))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"generation_config.json of {source} is not valid: {reason} Fix the named value."
+            f"generation_config.json of {found.source} is not valid: {reason} Fix the named value."
         ) from error
-    ahead, values = None, ahead_config(config, found.config) if AHEAD in others else None
+    ahead, values = None, ahead_config(config, found.config) if AHEAD in found.others else None
     if values is not None:
-        ahead = partial(_ahead, family, values, still, {**_shared(weights), **ahead_tensors(others[AHEAD])}, generation)
-    counts = {what: len(tensors) for what, tensors in others.items()}
+        tensors = {**_shared(weights), **ahead_tensors(found.others[AHEAD])}
+        ahead = partial(_ahead, family, values, still, tensors, generation)
+    counts = {what: len(tensors) for what, tensors in found.others.items()}
     return Source(family, config, weights, generation, counts, ahead, sees)
 
 
@@ -251,14 +201,6 @@ def source_dtype(source: str | Path, revision: str | None = None) -> torch.dtype
     """
     path = resolve_source(source, revision)
     return torch.float32 if path.is_file() else stored_dtype(read_config(path))
-
-
-def _trained(what: str) -> ConfigError:
-    """Options that contradict what was trained."""
-    return ConfigError(
-        f"{what} has a configuration of its own, which fixes what was trained (chunk size, salient tokens, scope, maps). Leave out those "
-        "options; --capacity-tokens and --overflow may be given."
-    )
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
@@ -322,11 +264,12 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return DTYPES[dtype]
 
 
-def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
+def _read(source: str | Path, revision: str | None, dtype: torch.dtype | None) -> Checkpoint:
+    path = resolve_source(source, revision)
     if path.is_file():
         check_file(path)
         model_type, values, blocks = read_gguf(path, dtype or torch.float32)
-        return _Checkpoint(model_type, language_model(values), dict(blocks))
+        return Checkpoint(str(source), model_type, language_model(values), dict(blocks))
     config = whole_config(path, read_config(path))
     quantized = config.pop("quantization_config", None)
     sight, config = config, language_model(config)
@@ -339,7 +282,8 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
         family_of(known)  # before gigabytes are read
     tensors: dict[str, Weight] = dict(open_tensors(weight_files(path), dtype or stored_dtype(config), quantized))
     adapter, generation = path / "adapter_config.json", path / "generation_config.json"
-    return _Checkpoint(
+    return Checkpoint(
+        str(source),
         known,
         config,
         tensors,
@@ -349,7 +293,7 @@ def _read(path: Path, dtype: torch.dtype | None) -> _Checkpoint:
     )
 
 
-def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
+def _overlay(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
     """Add the tensors of an adapter or of distilled feature maps; those that the model has are replaced."""
     if path.is_file():
         files, adapter = [path], path.parent / "adapter_config.json"
@@ -375,13 +319,6 @@ def _overlay(found: _Checkpoint, path: Path, dtype: torch.dtype) -> None:
     if any("lora_" in name for name in added):
         found.tensors = convert.merge_lora(found.tensors, found.adapter, ", ".join(map(str, files)))
         found.adapter = None
-
-
-def _layers(config: dict[str, Any], source: str | Path) -> int:
-    """num_hidden_layers, which checkpoints of other projects must say."""
-    if config.get("num_hidden_layers") is None:
-        raise CheckpointError(f"config.json of {source} has no num_hidden_layers. Fetch the model again.")
-    return int(config["num_hidden_layers"])
 
 
 def _generation_of(config: Any) -> dict[str, Any]:
