@@ -24,8 +24,9 @@ def option(default: Any, text: str, **more: Any) -> Any:
         default: Without the flag.
         text: The flag's help.
         more: `flag`: its name, where that is not the field's with dashes. `shown`: the default in words. `panel`: title of the flags that
-            it stands among. `least`: smallest number. `below`: what it is smaller than. `choices`: all that it may be, of which the flag
-            says nothing. `commas`: of a tuple, values stand in one text; otherwise the flag is repeated.
+            it stands among. `least`, `most`: smallest and largest number. `below`: what it is smaller than. `choices`: all that it may
+            be, of which the flag says nothing. `commas`: of a tuple, values stand in one text; otherwise the flag is repeated. `env`:
+            variable of the environment that stands for the flag.
     """
     return field(default=default, metadata={"help": text, **more})
 
@@ -33,6 +34,11 @@ def option(default: Any, text: str, **more: Any) -> Any:
 def names_of(kind: type) -> tuple[str, ...]:
     """Fields of the dataclass `kind` that are flags."""
     return tuple(entry.name for entry in fields(kind) if "help" in entry.metadata)
+
+
+def options_of(kind: type, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `asked`, values by name, are options of the dataclass `kind`."""
+    return {name: asked[name] for name in names_of(kind) if name in asked}
 
 
 def flag_of(kind: type, name: str) -> str:
@@ -51,6 +57,8 @@ def check_options(record: Any) -> None:
             raise unknown(value, allowed["choices"], typed)
         if "least" in allowed and value < allowed["least"]:
             raise ConfigError(f"{typed}: it must be at least {allowed['least']}.")
+        if "most" in allowed and value > allowed["most"]:
+            raise ConfigError(f"{typed}: it must be at most {allowed['most']}.")
         if "below" in allowed and value >= allowed["below"]:
             raise ConfigError(f"{typed}: it must be less than {allowed['below']}.")
 

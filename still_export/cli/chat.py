@@ -25,7 +25,6 @@ HELP = f"""\
 /exit    leave
 {KEYS}
 What you type during an answer is your next message."""
-WHEN_FULL = ("ask", "drop", "stop")
 
 
 def talk(conversation: Conversation, output: Output, when_full: str) -> None:

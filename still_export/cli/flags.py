@@ -98,7 +98,8 @@ def _flag(record: type, entry: Field[Any], **changes: Any) -> inspect.Parameter:
     hint = get_type_hints(record)[entry.name]
     kind = next(part for part in (get_args(hint) or (hint,)) if part is not type(None))
     flag = flag_of(record, entry.name)
-    more: dict[str, Any] = {"min": said["least"]} if "least" in said else {}
+    limits = {"least": "min", "most": "max", "env": "envvar"}
+    more: dict[str, Any] = {name: said[limit] for limit, name in limits.items() if limit in said}
     if "tuple" in str(hint):
         item: type = next((t for t in (float, int) if t.__name__ in str(hint)), str)
         kind = tuple if said.get("commas") else list[item]  # type: ignore[valid-type]

@@ -40,7 +40,7 @@ def _root(
 
 PLAIN: dict[str, Any] = {}
 RECIPE = {"records": ("still_export.linearization.recipe.Recipe",), "without": ("base", "texts")}
-LOAD = {"records": ("still_export.runtime.options.LoadOptions",)}
+LOAD = "still_export.runtime.options.LoadOptions"
 MODEL = ("still_export.graph.options.ExportOptions", "still_export.mixers.choices.StillChoices")
 VERBS: dict[str, dict[str, Any]] = {
     "export": {"records": MODEL, "targets": True},
@@ -50,8 +50,8 @@ VERBS: dict[str, dict[str, Any]] = {
     "bench": {"records": ("still_export.evaluation.bench.BenchOptions",)},
     "prove": {"records": ("still_export.evaluation.prove.ProveOptions",)},
     "evaluate": {"records": ("still_export.evaluation.evaluate.EvaluationOptions",)},
-    "run": LOAD,
-    "serve": LOAD,
+    "run": {"records": ("still_export.runtime.options.AnswerOptions", LOAD)},
+    "serve": {"records": ("still_export.serving.options.ServeOptions", LOAD)},
     "inspect": PLAIN,
     "linearize": RECIPE,
     "doctor": PLAIN,

@@ -11,6 +11,7 @@ import typer
 
 from still_export.cli.output import Output, TrustNative
 from still_export.errors import ConfigError, PackageError
+from still_export.options import options_of
 from still_export.sources import demand_package
 
 EXAMPLES = """
@@ -47,17 +48,6 @@ def run(
         str | None,
         typer.Option(help="Arguments of the model's chat template, as JSON: '{\"enable_thinking\": false}'."),
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to generate at most.", show_default="128; of a talk's answer 512")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
-    when_full: Annotated[
-        str, typer.Option(help="Chat at the end of the capacity: ask, drop the oldest turns, or stop.")
-    ] = "ask",
     save_state: Annotated[
         Path | None, typer.Option(help="Read the prompt, write the state into this file, answer nothing.")
     ] = None,
@@ -66,13 +56,6 @@ def run(
         Path | None,
         typer.Option(help="LoRA adapter to add to the weights of a package that was exported with --adapters."),
     ] = None,
-    prefix_cache: Annotated[
-        str,
-        typer.Option(help="Chat: memory for states of earlier turns, so that /back reads nothing again; 0 = none."),
-    ] = "1GiB",
-    prefix_dir: Annotated[
-        Path | None, typer.Option(help="Chat: folder in which they outlive the program; as large as the cache at most.")
-    ] = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens, text and timings as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
@@ -80,10 +63,11 @@ def run(
     """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
     demand_package(package, "run")
     from still_export.api import load
-    from still_export.cli.chat import ENDS, WHEN_FULL, talk
+    from still_export.cli.chat import ENDS, talk
     from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
+    from still_export.runtime.options import AnswerOptions, LoadOptions
     from still_export.runtime.prefix_folder import open_prefixes
     from still_export.runtime.sampling import RunError, Sampling
     from still_export.runtime.snapshot import Snapshot
@@ -97,8 +81,7 @@ def run(
         raise typer.BadParameter(
             "give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input"
         )
-    if when_full not in WHEN_FULL:
-        raise typer.BadParameter(f"--when-full {when_full} is unknown; known: {', '.join(WHEN_FULL)}")
+    wanted, opening = AnswerOptions(**options_of(AnswerOptions, asked)), options_of(LoadOptions, asked)
     if save_state and not given:
         raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
     arguments = _arguments(chat_template_kwargs)
@@ -108,22 +91,22 @@ def run(
         check_overlay(adapter)
     out = Output(as_json, quiet)
     package = package_of(package, out)
-    if not asked.get("check", True):
+    if not opening.get("check", True):
         print("--no-check: damaged weights go unnoticed", file=sys.stderr)
     try:
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling = Sampling(wanted.temperature, wanted.top_k, wanted.top_p, wanted.seed)
         with out.waiting(f"opening {package}"):
-            model = load(package, trust_native=trust_native, adapter=adapter, **asked)
+            model = load(package, trust_native=trust_native, adapter=adapter, **opening)
         prefix = Snapshot.load(load_state) if load_state else None
         if not given:
-            cache = open_prefixes(model.runner, prefix_cache, prefix_dir)
-            most, table = tokens or TALK_TOKENS, model.runner.table
-            if tokens is None and table.bounded:
+            cache = open_prefixes(model.runner, wanted.prefix_cache, wanted.prefix_dir)
+            most, table = wanted.tokens or TALK_TOKENS, model.runner.table
+            if wanted.tokens is None and table.bounded:
                 most = max(1, min(most, table.capacity_tokens // 4))
             talk(
-                Conversation(model.runner, model.text, most, sampling, system, stop or (), prefix, cache, arguments),
+                Conversation(model.runner, model.text, most, sampling, system, wanted.stop, prefix, cache, arguments),
                 out,
-                when_full,
+                wanted.when_full,
             )
             if cache is not None:
                 cache.close()
@@ -148,9 +131,9 @@ def run(
             request = _ids(prompt_ids) or (messages if chat else content)
             answer = model.answer(
                 request,
-                tokens or TOKENS,
+                wanted.tokens or TOKENS,
                 sampling,
-                stop or (),
+                wanted.stop,
                 as_text=prompt_ids is None,
                 progress=progress,
                 chat_template_kwargs=arguments,

@@ -1,11 +1,13 @@
-"""How a package is opened: what verbs that run one share, as flags and as arguments of `still_export.load`."""
+"""How a package is opened, what verbs that run one share as flags and as arguments of `still_export.load`, and what `run` is asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from still_export.options import option
+from still_export.options import check_options, option
+
+WHEN_FULL = ("ask", "drop", "stop")
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,27 @@ class LoadOptions(RunnerOptions):
         shown="mtp where there is one, else lookup",
     )
     check: bool = option(True, "Compare the weights with their hashes.", flag="--check/--no-check", shown="check")
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How `run` answers."""
+
+    tokens: int | None = option(None, "Tokens to generate at most.", shown="128; of a talk's answer 512", least=1)
+    temperature: float = option(0.0, "0 = greedy.", least=0)
+    top_k: int = option(0, "0 = all.", least=0)
+    top_p: float = option(1.0, "1 = all.", least=0, most=1)
+    seed: int = option(0, "Of the sampling; -1 = another each time.", least=-1)
+    stop: tuple[str, ...] = option((), "Text that ends an answer; repeatable.")
+    when_full: str = option(
+        "ask", "Chat at the end of the capacity: ask, drop the oldest turns, or stop.", choices=WHEN_FULL
+    )
+    prefix_cache: str = option(
+        "1GiB", "Chat: memory for states of earlier turns, so that /back reads nothing again; 0 = none."
+    )
+    prefix_dir: Path | None = option(
+        None, "Chat: folder in which they outlive the program; as large as the cache at most."
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from still_export.cli.output import Output
 from still_export.errors import ConfigError
 from still_export.graph.options import ExportOptions
 from still_export.options import flag_of
+from still_export.runtime.options import AnswerOptions
+from still_export.serving.options import ServeOptions
 from still_export.targets.registry import TARGETS
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import plain_model, still_model
@@ -409,6 +413,7 @@ def test_arguments_are_looked_at_before_the_work(
 
 SWALLOWED = """
 import sys, time
+from importlib import import_module
 from pathlib import Path
 import still_export.engines.build as engines
 from still_export.cli.main import main
@@ -450,3 +455,29 @@ def test_the_help_groups_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     places = [shown.index(f"─ {panel} ─") for panel in PANELS]
     assert places == sorted(places) and len(set(places)) == len(PANELS)
     assert sorted(verb for verbs in PANELS.values() for verb in verbs) == sorted([*VERBS, "kernels"])
+
+
+@pytest.mark.parametrize("verb", ["run", "serve", "bench", "prove", "evaluate", "build", "lower", "export"])
+def test_defaults_and_limits_stand_in_records(verb: str) -> None:
+    """What a verb states itself are files and switches."""
+    function = getattr(import_module(f"still_export.cli.{verb}"), verb)
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "asked"]
+    flags = [(p, next(iter(getattr(p.annotation, "__metadata__", ())))) for p in own]
+    assert VERBS[verb]
+    assert not [p.name for p, flag in flags if p.default not in (None, False, inspect.Parameter.empty)]
+    assert not [p.name for p, flag in flags if (flag.min, flag.max) != (None, None)]
+
+
+def test_a_servers_key_may_stand_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    """As of `env` of an option, and within the limits of its record."""
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setenv("STILL_API_KEY", " ")
+    assert call("serve", tmp_path) == 2 and "--api-key (or STILL_API_KEY) is empty" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"--api-key \(or STILL_API_KEY\) is empty"):
+        ServeOptions(api_key=" ")
+    with pytest.raises(ConfigError, match="--port 70000: it must be at most 65535"):
+        ServeOptions(port=70000)
+    with pytest.raises(ConfigError, match="--when-full wait is unknown; known: ask, drop, stop"):
+        AnswerOptions(when_full="wait")

@@ -1,0 +1,47 @@
+"""What a server is asked for, as flags of `serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from still_export.errors import ConfigError
+from still_export.options import check_options, option
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """A server: its address, who may ask it, how much it answers at once."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 = every one of this machine.")
+    port: int = option(8000, "0 = a free one.", least=0, most=65535)
+    name: str | None = option(None, "The model's name in requests.", shown="the folder's name")
+    api_key: str | None = option(None, "Asked of every request to /v1.", shown="none", env="STILL_API_KEY")
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Name by which requests may ask for the server, beside localhost and addresses; repeatable.",
+        shown="only these on this machine's own address, else any",
+    )
+    rows: int = option(4, "Requests that run at the same time.", least=1, most=1024)
+    max_queue: int = option(64, "Requests that wait; more are refused with 429.", least=0)
+    max_context: int | None = option(
+        None, "Tokens of a prompt and its answer.", shown="the package's capacity", least=2
+    )
+    max_body_kb: int | None = option(None, "Of a request.", shown="64, and 64 bytes a token of the context", least=1)
+    piece_tokens: int = option(256, "Of a prompt, read between two tokens of the other answers.", least=1)
+    prefix_cache: str | None = option(
+        None,
+        "Memory for states of prompts and answers, which are not read again; 0 = none.",
+        shown="1GiB on a CPU, 0 on a GPU",
+    )
+    prefix_dir: Path | None = option(None, "Folder in which they outlive the server; as large as the cache at most.")
+    reproducible: bool = option(
+        False,
+        "Answers are the same to the last bit alone and among others, in one piece or many, cold or behind kept states.",
+    )
+    stop_timeout: int = option(30, "Seconds that SIGTERM leaves to what runs.", least=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("--api-key (or STILL_API_KEY) is empty: give a key, or leave it out.")
