@@ -19,7 +19,7 @@ from still_graphs.conditions import no_functions
 from still_graphs.edits import drop_unused, put_in_place
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN, OPS
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import Pass
 
 COMMUTES = ("Add", "Mul")
 """Ops whose two inputs are found in either order."""
@@ -189,14 +189,14 @@ def fused(*fusions: Fusion) -> Callable[[ir.Model], str]:
     return check
 
 
-def fusing(name: str, reason: str, *fusions: Fusion) -> Step:
-    """The pass `name`, which is `fuse` with these, as a step of a pipeline; results keep their names."""
+def fusing(name: str, reason: str, *fusions: Fusion) -> Pass:
+    """The pass `name`, which is `fuse` with these, of a pipeline; results keep their names."""
 
     def run(model: ir.Model) -> int:
         return fuse(model, *fusions)
 
     run.__name__ = name
-    return Step(run, reason, requires=no_functions, ensures=fused(*fusions))
+    return Pass(run, reason, requires=no_functions, ensures=fused(*fusions))
 
 
 def _result(pattern: Op | Result) -> Result:

@@ -1,6 +1,6 @@
-"""Ordered steps that bring a graph to a target: each says what it requires and what it ensures, and both are checked.
+"""Ordered passes that bring a graph to a target: each says what it requires and what it ensures, and both are checked.
 
-Steps of one op stand in its folder's fuse.py: `STEPS` by host, and `AFTER`, the folders of ops whose steps come before.
+Passes of one op stand in its folder's fuse.py: `PASSES` by host, and `AFTER`, the folders of ops whose passes come before.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 PLUGINS, CUDA, CPU = "plugins", "cuda", "cpu"
-"""Hosts that steps of ops are for: plugins of TensorRT 8.6, ONNX Runtime on GPUs, and on CPUs with kernels of this project."""
+"""Hosts that passes of ops are for: plugins of TensorRT 8.6, ONNX Runtime on GPUs, and on CPUs with kernels of this project."""
 
 
 @dataclass(frozen=True)
-class Step:
+class Pass:
     """One pass over a graph: `run` edits it in place and counts its changes; `reason` says why the target needs it.
 
     `requires` and `ensures` hold before and after it (still_graphs.conditions) and give what is wrong, or nothing; None: nothing beyond
-    what all graphs have, which is to be `whole`. `only`: traits of the model or its deployment without which the step is left out.
+    what all graphs have, which is to be `whole`. `only`: traits of the model or its deployment without which the pass is left out.
     """
 
     run: Callable[[ir.Model], int]
@@ -42,42 +42,42 @@ class Step:
         return self.run.__name__
 
 
-def steps_of_ops(host: str) -> tuple[Step, ...]:
-    """The steps of all ops' folders for a host, in the order that `AFTER` asks for and otherwise in that of the folders' names."""
+def passes_of_ops(host: str) -> tuple[Pass, ...]:
+    """The passes of all ops' folders for a host, in the order that `AFTER` asks for and otherwise in that of the folders' names."""
     places = {spec.torch_name: f"{spec.package}.fuse" for spec in OPS.values()}
     found = {op: import_module(place) for op, place in places.items() if find_spec(place)}
     order = TopologicalSorter({op: getattr(fuse, "AFTER", ()) for op, fuse in found.items()}).static_order()
-    return tuple(step for op in order for step in found[op].STEPS.get(host, ()))
+    return tuple(each for op in order for each in found[op].PASSES.get(host, ()))
 
 
 Dump = Callable[[str, "ir.Model"], None]
-"""Called with each step's name and the graph after it."""
+"""Called with the name of each pass and the graph after it."""
 
 
-def run_steps(
-    model: ir.Model, steps: Sequence[Step], dump: Dump | None = None, traits: Collection[str] = ()
+def run_passes(
+    model: ir.Model, passes: Sequence[Pass], dump: Dump | None = None, traits: Collection[str] = ()
 ) -> dict[str, int]:
-    """Run `steps` over `model`, in place.
+    """Run `passes` over `model`, in place.
 
     Returns:
-        Changes by step.
+        Changes by pass.
 
     Raises:
-        UnsupportedError: A step cannot take the graph; the message names it.
+        UnsupportedError: A pass cannot take the graph; the message names it.
     """
     counts = {}
-    for step in steps:
-        if not set(step.only) <= set(traits):
+    for each in passes:
+        if not set(each.only) <= set(traits):
             continue
-        _demand(step.requires, model, f"before the pass {step.name}")
+        _demand(each.requires, model, f"before the pass {each.name}")
         try:
-            counts[step.name] = step.run(model)
+            counts[each.name] = each.run(model)
         except UnsupportedError as error:
-            raise UnsupportedError(f"pass {step.name}: {error}") from error
-        for ensured in (whole, step.ensures):
-            _demand(ensured, model, f"after the pass {step.name}")
+            raise UnsupportedError(f"pass {each.name}: {error}") from error
+        for ensured in (whole, each.ensures):
+            _demand(ensured, model, f"after the pass {each.name}")
         if dump is not None:
-            dump(step.name, model)
+            dump(each.name, model)
     return counts
 
 

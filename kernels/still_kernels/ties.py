@@ -23,7 +23,7 @@ COARSE = 2.0
 """Times PyTorch's own error that a runtime's may have where turned choices are counted."""
 CHOSEN = "chosen"
 """What PyTorch's run tells of a layer whose states show what is chosen: places of the tokens [B, HS, n, k], -1: none."""
-FAR = 12.0
+SAME_TOKEN = 12.0
 """Times the error of PyTorch's own run in a number that a target's may differ by where both mean the same token: as any row of a half
 precision state may (`still_export.proof.judge`)."""
 

@@ -123,13 +123,13 @@ void add_launch(Launches& launches, std::string const& op, Kernel const& kernel,
     if (grid[0] % kernel.cluster != 0)
         fail(op, ": kernel ", kernel.name, " has clusters of ", kernel.cluster, " blocks, of which ", grid[0],
             " are no multiple. Compile the archive again.");
-    Step step;
-    step.name = kernel.name;
-    step.function = load_function(kernel);
+    Launch launch;
+    launch.name = kernel.name;
+    launch.function = load_function(kernel);
     for (size_t i = 0; i < 3; ++i)
-        step.grid[i] = static_cast<unsigned>(grid[i]);
-    step.threads = kernel.threads;
-    step.shared_bytes = kernel.shared_bytes;
+        launch.grid[i] = static_cast<unsigned>(grid[i]);
+    launch.threads = kernel.threads;
+    launch.shared_bytes = kernel.shared_bytes;
     for (KernelArgument const& argument : kernel.arguments)
     {
         std::string const& name = argument.name;
@@ -144,38 +144,38 @@ void add_launch(Launches& launches, std::string const& op, Kernel const& kernel,
         if ((integer || real) == (type == "ptr" || described) || real != (type == "f32"))
             fail(op, ": kernel ", kernel.name, " takes ", name, " as ", type,
                 "; the launch plan passes something else. Compile the archive again.");
-        step.arguments.push_back(*value);
-        step.values.push_back(integer || real ? bits(kernel.name, name, type, *value) : 0);
+        launch.arguments.push_back(*value);
+        launch.values.push_back(integer || real ? bits(kernel.name, name, type, *value) : 0);
         if (!described)
             continue;
         Matrix const* const sizes = find(matrices, name);
         if (!sizes)
             fail(op, ": kernel ", kernel.name, " takes the descriptor ", name, ", of which the launch plan has no matrix. ",
                 "Compile the archive again.");
-        step.descriptors.push_back(describe(kernel, argument, *sizes));
-        step.descriptors.back().argument = step.arguments.size() - 1;
+        launch.descriptors.push_back(describe(kernel, argument, *sizes));
+        launch.descriptors.back().argument = launch.arguments.size() - 1;
         std::pair<char const*, int64_t> const more[] = {{"i32", sizes->rows}, {"i32", sizes->columns}, {"i64", sizes->columns}, {"i64", 1}};
         for (auto const& [kind, size] : more)
         {
-            step.arguments.push_back({Argument::Kind::kInteger, 0, size, 0.0});
-            step.values.push_back(bits(kernel.name, name, kind, step.arguments.back()));
+            launch.arguments.push_back({Argument::Kind::kInteger, 0, size, 0.0});
+            launch.values.push_back(bits(kernel.name, name, kind, launch.arguments.back()));
         }
     }
-    step.arguments.resize(step.arguments.size() + kernel.trailing_nulls);
-    step.values.resize(step.values.size() + kernel.trailing_nulls);
-    launches.steps.push_back(std::move(step));
+    launch.arguments.resize(launch.arguments.size() + kernel.trailing_nulls);
+    launch.values.resize(launch.values.size() + kernel.trailing_nulls);
+    launches.all.push_back(std::move(launch));
 }
 
 void add_copy(Launches& launches, Argument target, Argument source, size_t bytes)
 {
     if (bytes == 0 || target.kind == Argument::Kind::kNull)
         return;
-    Step step;
-    step.kind = Step::Kind::kCopy;
-    step.name = "copy";
-    step.arguments = {target, source};
-    step.bytes = bytes;
-    launches.steps.push_back(std::move(step));
+    Launch launch;
+    launch.kind = Launch::Kind::kCopy;
+    launch.name = "copy";
+    launch.arguments = {target, source};
+    launch.bytes = bytes;
+    launches.all.push_back(std::move(launch));
 }
 
 void forget_functions()
@@ -237,33 +237,33 @@ void run(Launches const& launches, void const* const* inputs, void* const* outpu
     std::vector<uint64_t> values;
     std::vector<void*> pointers;
     std::vector<TensorMap> maps;
-    for (Step const& step : launches.steps)
+    for (Launch const& launch : launches.all)
     {
-        if (step.kind == Step::Kind::kCopy)
+        if (launch.kind == Launch::Kind::kCopy)
         {
-            uint64_t const target = address(step.arguments[0]);
-            uint64_t const source = address(step.arguments[1]);
+            uint64_t const target = address(launch.arguments[0]);
+            uint64_t const source = address(launch.arguments[1]);
             if (target != source)
-                driver.check(driver.memcpyDtoDAsync(target, source, step.bytes, stream), "cuMemcpyDtoDAsync");
+                driver.check(driver.memcpyDtoDAsync(target, source, launch.bytes, stream), "cuMemcpyDtoDAsync");
             continue;
         }
-        values = step.values;
+        values = launch.values;
         pointers.resize(values.size());
         for (size_t i = 0; i < values.size(); ++i)
         {
-            Argument::Kind const kind = step.arguments[i].kind;
+            Argument::Kind const kind = launch.arguments[i].kind;
             if (kind != Argument::Kind::kInteger && kind != Argument::Kind::kFloat)
-                values[i] = address(step.arguments[i]);
+                values[i] = address(launch.arguments[i]);
             pointers[i] = &values[i];
         }
         maps.clear();
-        for (Descriptor const& descriptor : step.descriptors)
-            maps.push_back(encode(descriptor, values[descriptor.argument], step.name));
+        for (Descriptor const& descriptor : launch.descriptors)
+            maps.push_back(encode(descriptor, values[descriptor.argument], launch.name));
         for (size_t i = 0; i < maps.size(); ++i)
-            pointers[step.descriptors[i].argument] = &maps[i];
-        int const status = driver.launchKernel(step.function, step.grid[0], step.grid[1], step.grid[2], step.threads, 1, 1,
-            step.shared_bytes, stream, pointers.data(), nullptr);
-        driver.check(status, ("cuLaunchKernel of " + step.name).c_str());
+            pointers[launch.descriptors[i].argument] = &maps[i];
+        int const status = driver.launchKernel(launch.function, launch.grid[0], launch.grid[1], launch.grid[2], launch.threads, 1, 1,
+            launch.shared_bytes, stream, pointers.data(), nullptr);
+        driver.check(status, ("cuLaunchKernel of " + launch.name).c_str());
     }
 }
 

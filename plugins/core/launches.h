@@ -34,7 +34,7 @@ struct Matrix
 // What the descriptor of a matrix is made of at launch, beside its address.
 struct Descriptor
 {
-    size_t argument{}; // that is its address, in the step's order; sizes and strides follow as numbers
+    size_t argument{}; // that is its address, in the launch's order; sizes and strides follow as numbers
     Matrix matrix;
     int element{}; // CUtensorMapDataType
     uint32_t element_bytes{};
@@ -42,7 +42,7 @@ struct Descriptor
     int swizzle{};
 };
 
-struct Step
+struct Launch
 {
     enum class Kind { kKernel, kCopy };
     Kind kind{Kind::kKernel};
@@ -59,7 +59,7 @@ struct Step
 
 struct Launches
 {
-    std::vector<Step> steps;
+    std::vector<Launch> all;
     size_t workspace_bytes{};
     size_t persistent_bytes{}; // zeroed once; every launch leaves it zero
 };

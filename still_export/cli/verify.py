@@ -186,7 +186,7 @@ def verify(
         lines = [*map(str, own.checks), *(f"not asked: {line}" for line in own.not_asked)]
         out.result(said, *lines, f"{'PASSED' if own.passed else 'FAILED'} {AGAINST}")
         raise typer.Exit(0 if own.passed else 1)
-    content, target, loss = found.to_dict(), found.target, found.loss
+    content, ran, loss = found.to_dict(), found.subject, found.loss
     with staged_files(folder) as work:
         (work / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if as_json:
@@ -196,7 +196,7 @@ def verify(
         beside = (
             "PyTorch's run with activations rounded to 8 bits" if rounded else "PyTorch's own run in the package's type"
         )
-        _print(found.report, folder, target.title, target.native, beside, repeatable=options.adapter is None)
+        _print(found.report, folder, ran.title, ran.native, beside, repeatable=options.adapter is None)
         if loss is not None:
             print(loss)
         for line in found.report.not_asked:
@@ -206,7 +206,7 @@ def verify(
         write_junit(content, package.name, junit)
     if report is not None:
         try:
-            write_report(looks.page(content, target.title, str(package), machine(), command_line()), report)
+            write_report(looks.page(content, ran.title, str(package), machine(), command_line()), report)
             out.log(f"report to look at: {report}")
         except Exception as error:  # of a library that draws: the verdict stands
             out.say(f"the report could not be drawn: {error}")

@@ -157,7 +157,7 @@ def only(model: Any, traced: Collection[int]) -> Iterator[Hidden]:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _Traced:
     """A traced layer: its nodes in their order, the hidden states that it reads and gives, who reads those."""
 
     nodes: list[ir.Node]
@@ -204,7 +204,7 @@ def repeat_layers(
         values[:] = [by_name[name] for name in names]
 
 
-def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Layer]:
+def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Traced]:
     """The traced layers: what their hidden states and states are made of, and layers before them are not."""
     results = {str(value.name): value for value in graph.outputs}
     hidden = results[FIRST]
@@ -218,7 +218,7 @@ def _layers(graph: ir.Graph, traced: Sequence[int]) -> dict[int, _Layer]:
         known |= made
         owner |= dict.fromkeys(made, layer)
         readers = [use for use in result.uses() if use.node not in made]
-        found[layer] = _Layer([node for node in graph if node in made], hidden, result, readers)
+        found[layer] = _Traced([node for node in graph if node in made], hidden, result, readers)
         hidden = result
     dependent = {results[FIRST]}
     for node in graph:
@@ -248,7 +248,7 @@ def _made_of(values: Iterable[ir.Value], known: set[ir.Node]) -> set[ir.Node]:
 
 def _copy(
     graph: ir.Graph,
-    layer: _Layer,
+    layer: _Traced,
     numbers: tuple[int, int],
     constants: Constants,
     hidden: ir.Value,

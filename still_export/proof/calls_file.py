@@ -26,11 +26,11 @@ PART = 3 << 20
 class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
     """Both files; polygraphy's own `save_json` holds all calls in memory, four times."""
 
-    def __init__(self, folder: Path, target: Subject) -> None:
+    def __init__(self, folder: Path, subject: Subject) -> None:
         from polygraphy.comparator import RunResults
         from polygraphy.json import to_json
 
-        self.target, self.count = target, 0
+        self.subject, self.count = subject, 0
         around: dict[str, Any] = {"inputs": [CALLS], "outputs": RunResults([("pytorch", [CALLS])])}
         # `to_json` teaches the encoder NumPy's arrays, too.
         self.parts = {name: to_json(calls).split(f'"{CALLS}"') for name, calls in around.items()}
@@ -43,7 +43,7 @@ class CallsFile(contextlib.AbstractContextManager["CallsFile"]):
         from polygraphy.comparator import IterationResult
 
         answers = [{name: x for name, x in out.items() if name not in in_codes(out)} for out in case.expected]
-        for feed, out in zip(*self.target.saved(case.feeds, answers), strict=True):
+        for feed, out in zip(*self.subject.saved(case.feeds, answers), strict=True):
             for file in self.files.values():
                 file.write(b", " if self.count else b"")
             _write(self.files["inputs"], feed, dict)

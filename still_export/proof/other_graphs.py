@@ -19,7 +19,7 @@ from still_export.proof.verify import Verifier
 STEPS = 4
 """Single tokens behind the prompts."""
 NEAR = 1e-3
-"""Of the largest number of what two targets selected in a layer that the same tokens' numbers may be apart; others' are further."""
+"""Of the largest number of what two runtimes selected in a layer that the same tokens' numbers may be apart; others' are further."""
 SHOWN = 4
 """Further outputs that a verdict names."""
 
@@ -51,21 +51,21 @@ def check_other_graphs(
             verdict.not_asked.append(f"the package's kernels for GPUs: {missing}")
         else:
             providers = ["cpu", "cuda"]
-    targets: dict[str, Subject] = {}
+    subjects: dict[str, Subject] = {}
     for provider in providers:
         on = " on CUDA" if provider == "cuda" else ""
         if provider != compared.provider:
-            targets[MODEL + (on or " on the CPU")] = Subject(package, "ort", provider)
+            subjects[MODEL + (on or " on the CPU")] = Subject(package, "ort", provider)
         if provider != compared.provider or compared.native:
-            targets[f"{MODEL} without the native kernels{on}"] = Subject(package, "ort", provider, bodies=True)
+            subjects[f"{MODEL} without the native kernels{on}"] = Subject(package, "ort", provider, bodies=True)
     if PORTABLE in package.manifest["files"]:
-        targets[PORTABLE] = Subject(package, "ort", bodies=True, graph=PORTABLE)
+        subjects[PORTABLE] = Subject(package, "ort", bodies=True, graph=PORTABLE)
     drawn: dict[bool, DrawnOnce] = {}
-    for what, target in targets.items():
-        by_cuda = target.provider == "cuda" and target.bodies and package.manifest.get("quantization") is not None
+    for what, subject in subjects.items():
+        by_cuda = subject.provider == "cuda" and subject.bodies and package.manifest.get("quantization") is not None
         if by_cuda not in drawn:
             drawn[by_cuda] = DrawnOnce(cases(by_cuda), most)
-        verdict.checks.append(_compare(what, package, target, drawn[by_cuda], progress))
+        verdict.checks.append(_compare(what, package, subject, drawn[by_cuda], progress))
     return verdict
 
 
@@ -85,13 +85,13 @@ def cuda_missing() -> str:
 
 
 class DrawnOnce:
-    """PyTorch's answers for targets that are asked the same. They follow the choices of the first target.
+    """PyTorch's answers for subjects that are asked the same. They follow the choices of the first subject.
 
     Args:
         most: Of its cases the first so many; None: all.
 
     Attributes:
-        again: Answers for an earlier target are given out.
+        again: Answers for an earlier subject are given out.
     """
 
     def __init__(self, source: CaseSource, most: int | None = None) -> None:
@@ -119,7 +119,7 @@ class DrawnOnce:
         return self.source.by_layer(answers)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """As of CaseSource; where the target may have chosen as the first one did, its answers."""
+        """As of CaseSource; where the subject may have chosen as the first one did, its answers."""
         self.again = bool(self._drawn) and all(
             decisions.is_like(self._decisions[number], NEAR) for number, decisions in follow.items()
         )
@@ -131,25 +131,25 @@ class DrawnOnce:
         self._drawn = []
 
 
-def _compare(what: str, package: Package, target: Subject, cases: DrawnOnce, progress: Progress) -> Check:
+def _compare(what: str, package: Package, subject: Subject, cases: DrawnOnce, progress: Progress) -> Check:
     name = f"{what} computes what PyTorch computes"
 
     def say(phase: str, done: int, total: int) -> None:
         progress(f"{what}: {phase}", done, total)
 
     with tempfile.TemporaryDirectory() as folder:
-        verifier = Verifier(package, cases, target, STEPS)
+        verifier = Verifier(package, cases, subject, STEPS)
         try:
             report = verifier.run(Path(folder), say)
             if cases.again and (not report.passed or report.selections.near_ties):  # what it chose may be another token
                 cases.forget()
                 report = verifier.run(Path(folder), say)
         except RunError as error:
-            return Check(name, False, str(error), target.graph)
+            return Check(name, False, str(error), subject.graph)
     wrong = [each.describe() for each in report.mismatches]
     if report.selections.wrong:
         wrong.append(f"{report.selections.wrong} selections differ without a near tie")
     wrong += [str(check) for check in report.checks if not check.passed]
     return Check(
-        name, report.passed, wrong[0] if wrong else "", target.graph * bool(wrong), notes=tuple(wrong[1 : 1 + SHOWN])
+        name, report.passed, wrong[0] if wrong else "", subject.graph * bool(wrong), notes=tuple(wrong[1 : 1 + SHOWN])
     )

@@ -66,26 +66,26 @@ def verify_own(path: Path, provider: str, seed: int, reason: str, progress: Prog
     return verdict
 
 
-def _compare(name: str, package: Package, target: Subject, seed: int, right: list[np.ndarray]) -> Check:
+def _compare(name: str, package: Package, subject: Subject, seed: int, right: list[np.ndarray]) -> Check:
     bound = OFF_ROUNDED if rounds_activations(package.manifest) else OFF[package.manifest["model"]["dtype"]]
     what = f"{name} computes what {MODEL} does"
     try:
-        found = _logits(package, target, seed)
+        found = _logits(package, subject, seed)
     except RunError as error:
-        return Check(what, False, str(error), target.graph)
+        return Check(what, False, str(error), subject.graph)
     off = max(float(np.abs(a - b).mean() / max(float(b.std()), 1e-30)) for a, b in zip(found, right, strict=True))
     passed = off <= bound
-    return Check(what, passed, "" if passed else "logits differ, of their spread", target.graph, off, bound)
+    return Check(what, passed, "" if passed else "logits differ, of their spread", subject.graph, off, bound)
 
 
-def _logits(package: Package, target: Subject, seed: int) -> list[np.ndarray]:
+def _logits(package: Package, subject: Subject, seed: int) -> list[np.ndarray]:
     """Of every prompt and every step, float64."""
     manifest = package.manifest
     table = StateTable.of(manifest)
     words = asked_tokens(package.path, manifest)
     prompts = Prompts(manifest, partial(empty_feed, table), other_lengths(table.period), STEPS, seed, words)
     found = []
-    with target.open() as session:
+    with subject.open() as session:
         for number in range(prompts.count):
             asked = prompts.begin(number)
             outputs = session.carry(asked.feeds)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from still_export.errors import ConfigError, ModelNotFoundError, PackageError
 from still_export.extras import demand
 from still_export.loading.runtimes import runtime_of
-from still_export.options import option
+from still_export.options import check_options, option
 from still_export.package.files import HEAD
 from still_export.package.folder import Package, as_package_errors, open_package
 from still_export.proof.answers import Progress, silent
@@ -54,9 +54,12 @@ class VerifyOptions:
     text: Path | None = option(
         None, "Quantized packages: a text to measure the quantization loss on, in bits per byte."
     )
-    reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
+    reference_device: str | None = option(
+        None, "Where PyTorch answers: cpu or cuda.", shown="cpu", choices=("cpu", "cuda")
+    )
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.quick and (self.lengths or self.decode_steps is not None or self.calls is not None):
             raise ConfigError("--quick says which prompts there are: leave out --lengths, --decode-steps and --calls.")
         if self.adapter is not None and self.calls is not None:
@@ -70,7 +73,7 @@ class VerifyResult:
     """What was found; `loss` of a quantized package is what its bits cost."""
 
     report: Report
-    target: Subject
+    subject: Subject
     loss: QuantizationLoss | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,17 +105,17 @@ def verify(
         from still_export.models.read.adapters import adapter_inputs, read_pairs
 
         pairs, added = read_pairs(options.adapter, manifest), adapter_inputs(options.adapter, manifest)
-    target = proof.ready(added)
+    subject = proof.ready(added)
     held = _weights_held(proof, progress)
     cases = proof.cases(pairs)
     if output is None:
         output = folder / "verify"
         output.mkdir(exist_ok=True)
     try:
-        report = Verifier(proof.package, cases, target, proof.steps).run(output, progress)
+        report = Verifier(proof.package, cases, subject, proof.steps).run(output, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
-    report = report.including(held).including(_all_that_runs(proof, target, pairs, progress))
+    report = report.including(held).including(_all_that_runs(proof, subject, pairs, progress))
     if options.quick:
         report = report.including(Verdict([], QUICK_LEAVES_OUT))
     if manifest.get("vision") and options.calls is None:
@@ -122,14 +125,14 @@ def verify(
         with as_package_errors():
             report = report.including(Verdict.of([vision_check(proof.package, asked, options.seed)]))
     if options.calls is not None or not proof.quantized:
-        return VerifyResult(report, target)
+        return VerifyResult(report, subject)
     if options.quick and options.text is None:
-        return VerifyResult(report.including(Verdict([], [QUICK_LOSS])), target)
+        return VerifyResult(report.including(Verdict([], [QUICK_LOSS])), subject)
     from still_export.proof.quantized import quantization_loss_of
 
     wide = _options(proof.package, options.model, "float32")
     device = options.reference_device or "cpu"
-    return VerifyResult(report, target, quantization_loss_of(wide, folder, manifest, options.text, device))
+    return VerifyResult(report, subject, quantization_loss_of(wide, folder, manifest, options.text, device))
 
 
 def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
@@ -175,7 +178,7 @@ def _asked_type(package: Package, model: str | None) -> str:
 
 
 def _all_that_runs(
-    proof: _Proof, target: Subject, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress
+    proof: _Proof, subject: Subject, pairs: Mapping[str, tuple[Pair, ...]], progress: Progress
 ) -> Verdict:
     """What a user runs beside the graph and the runtime that were compared."""
     from still_export.proof.other_graphs import STEPS, check_other_graphs, other_lengths
@@ -209,7 +212,7 @@ def _all_that_runs(
         return _torch_cases(package, options.model, lengths, STEPS, options.seed, {}, device, by_cuda=by_cuda)
 
     most = len(lengths) if proof.quick else None
-    verdict.add(check_other_graphs(package, target, cases, progress, most))
+    verdict.add(check_other_graphs(package, subject, cases, progress, most))
     return verdict
 
 
@@ -292,13 +295,13 @@ def select(
     manifest = proof.package.manifest
     if not ties_of(manifest).shown.each:
         raise ConfigError(f"{package} selects nothing that its states show: record PyTorch's answers without --follow.")
-    target = proof.ready({})
+    subject = proof.ready({})
     open_package(proof.package.path)  # it is about to run
     lengths = options.lengths or affordable(manifest["model"]["parameters"], options.reference_device or "cpu")
     words = asked_tokens(proof.package.path, manifest)
     prompts = Prompts(manifest, partial(empty_feed, StateTable.of(manifest)), lengths, proof.steps, options.seed, words)
     try:
-        with target.open() as session:
+        with subject.open() as session:
             write_selections(session, prompts, proof.package, path, progress)
     except (RunError, CudaError) as error:
         raise PackageError(str(error)) from error
@@ -426,8 +429,6 @@ def _torch_cases(
     from still_export.proof.prompts import affordable
     from still_export.proof.torch_cases import TorchCases
 
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--reference-device {device} is unknown; known: cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
     dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)

@@ -1,4 +1,4 @@
-"""The proof of a package: PyTorch and the target on the same inputs, compared row by row of every output."""
+"""The proof of a package: PyTorch and the subject on the same inputs, compared row by row of every output."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NO_PROMPT = (
 
 @dataclass
 class Answers:
-    """All that a target answered.
+    """All that a subject answered.
 
     Args:
         cases, guessed: By number of a case; `guessed`: the same with guessed tokens in the steps.
@@ -88,20 +88,20 @@ class Verifier:
         replays: Tokens of the runtime's own checks.
     """
 
-    def __init__(self, package: Package, cases: CaseSource, target: Subject, replays: int = DECODE_STEPS) -> None:
+    def __init__(self, package: Package, cases: CaseSource, subject: Subject, replays: int = DECODE_STEPS) -> None:
         check_dtype(package)
-        self.package, self.cases, self.target, self.replays = package, cases, target, replays
+        self.package, self.cases, self.subject, self.replays = package, cases, subject, replays
         self.asked: tuple[list[Question], Answers] | None = None  # a second run asks nothing
         self.ties = ties_of(package.manifest)
         table = StateTable.of(package.manifest)
         self.by_token = {s.present: s.growth["axis"] for s in table if s.growth and _by_token(s.growth)}
-        target.watch = tuple(op.watched for op in self.ties.each if op.watched)
+        subject.watch = tuple(op.watched for op in self.ties.each if op.watched)
         rounded = has_narrow_caches(package.manifest) or rounds_activations(package.manifest)
         self.dtype = "float16" if rounded else package.manifest["model"]["dtype"]
         self.sharp, self.open_layers = self.dtype == "float16" and not rounded, BY_LAYER
         sums = {(op.name, state.name) for op in OPS.values() for state in op.states if state.features}
         summed = [s.present for s in table if (s.op, s.name.rpartition(".")[0]) in sums]
-        coarse = target.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
+        coarse = subject.coarse > 1 and package.manifest["model"]["dtype"] == "float16"
         self.summed = dict.fromkeys(summed if coarse else (), UNIT)
         self.fixed = {s.present for s in table if not s.growth}
         wide = [s.present for s in table if not s.growth and s.dtype == "float32"]
@@ -112,12 +112,12 @@ class Verifier:
         self.written = dict.fromkeys(behind_norms, NORMED * LAYER_UNIT)
 
     def run(self, folder: Path, progress: Progress = silent) -> Report:
-        """Ask the target, then PyTorch, which follows the target's choices, and judge. Saves the calls to `folder` (inputs.json,
+        """Ask the subject, then PyTorch, which follows the subject's choices, and judge. Saves the calls to `folder` (inputs.json,
         outputs.json) for polygraphy's own command.
 
         Args:
             folder: Made where missing; polygraphy.sh there is the command.
-            progress: Called with cases that the target answered, layers that PyTorch did, and cases that were compared.
+            progress: Called with cases that the subject answered, layers that PyTorch did, and cases that were compared.
         """
         import polygraphy.comparator  # noqa: F401  # writes the calls at the end: where it is missing, that is said first
 
@@ -125,7 +125,7 @@ class Verifier:
         if self.asked is None:
             questions = [self.cases.begin(number) for number in range(self.cases.count)]
             progress(self._cost(questions), 0, 1)
-            with self.target.open() as session:  # a runtime that is missing says so before PyTorch takes its time
+            with self.subject.open() as session:  # a runtime that is missing says so before PyTorch takes its time
                 self.asked = questions, self.ask(session, questions, progress)
             runner = weakref.ref(session.model)
             del session  # what it holds is more than opening it costs
@@ -139,7 +139,7 @@ class Verifier:
         drawn.reverse()
         judged: list[Judged] = []
         sharp = self._by_layer(questions, progress)
-        with staged_files(folder) as work, CallsFile(work, self.target) as calls:
+        with staged_files(folder) as work, CallsFile(work, self.subject) as calls:
             for number in range(self.cases.count):
                 case = drawn.pop()
                 judged += self.compare(number, case, answers)
@@ -147,10 +147,10 @@ class Verifier:
                 case.forget()
                 progress("comparing", number + 1, self.cases.count)
                 free_memory()
-            answers.checks += self.target.checks(self.replays)
+            answers.checks += self.subject.checks(self.replays)
             judged.sort(key=lambda each: each.guessed)
-            bounds = Bounds([each.case for each in judged], self.target.coarse, self.dtype)
-            command = self.target.command()
+            bounds = Bounds([each.case for each in judged], self.subject.coarse, self.dtype)
+            command = self.subject.command()
             command += ["--load-inputs", str(folder / "inputs.json"), "--load-outputs", str(folder / "outputs.json")]
             line = shlex.join(command + bounds.arguments(half=self.package.manifest["model"]["dtype"] != "float32"))
             (work / "polygraphy.sh").write_text(line + "\n", encoding="utf-8")
@@ -159,14 +159,14 @@ class Verifier:
     def _by_layer(self, questions: Sequence[Question], progress: Progress) -> list[Judged]:
         """In half precision, where the graph can have further outputs: calls once more, where PyTorch's layers read what the runtime's
         read."""
-        if not self.sharp or not self.cases.follows or not self.target.record.graphs:
+        if not self.sharp or not self.cases.follows or not self.subject.record.graphs:
             return []
-        names = layer_inputs(self.package.path / self.target.graph, self.package.manifest["model"]["layers"])
+        names = layer_inputs(self.package.path / self.subject.graph, self.package.manifest["model"]["layers"])
         asked = chosen_for_layers(questions)
         self.open_layers = BY_LAYER if not names or asked else NO_PROMPT
         if not names or not asked:
             return []
-        with self.target.open(names) as session:
+        with self.subject.open(names) as session:
             return self.by_layer(session, asked, progress)
 
     def by_layer(self, session: Session, asked: Mapping[int, Question], progress: Progress = silent) -> list[Judged]:
@@ -197,10 +197,10 @@ class Verifier:
         return f"{said}, about {WORK * parameters * tokens / _rate() / 60:.1f} minutes of PyTorch on this CPU"
 
     def ask(self, session: Session, questions: Sequence[Question], progress: Progress = silent) -> Answers:
-        """All that the target answers, before the reference is asked."""
+        """All that the subject answers, before the reference is asked."""
         found = Answers()
         for number, question in enumerate(questions):
-            progress(f"asking {self.target.title}", number, len(questions))
+            progress(f"asking {self.subject.title}", number, len(questions))
             found.cases[number] = ask(session, question, self.ties.shown)
             if question.steps and self.replays:
                 found.checks += session.checks(question.feeds[0], min(self.replays, len(question.steps)))
@@ -211,7 +211,7 @@ class Verifier:
         return found
 
     def compare(self, number: int, case: Case, answers: Answers) -> list[Judged]:
-        """What the target answered in a case, and with guessed tokens in its steps, beside what PyTorch did."""
+        """What the subject answered in a case, and with guessed tokens in its steps, beside what PyTorch did."""
         found = [self._compared(case, answers.cases[number], answers.selections, self._followed)]
         if number in answers.guessed:
             table, guessed = StateTable.of(self.package.manifest), answers.guessed[number]
@@ -222,7 +222,7 @@ class Verifier:
 
     @property
     def _followed(self) -> bool:
-        """Whether PyTorch chose what this target did."""
+        """Whether PyTorch chose what this subject did."""
         return self.cases.follows or bool(getattr(self.cases, "followed", False))
 
     def _compared(
@@ -238,7 +238,7 @@ class Verifier:
         pairs = case.pairs(answer.outputs)
         if guessed is not None:
             pairs = [(empty_unread(guessed, ours), empty_unread(guessed, theirs)) for ours, theirs in pairs]
-        if self.target.watch and not (answer.decisions.seen and self.cases.follows):
+        if self.subject.watch and not (answer.decisions.seen and self.cases.follows):
             case.unreported = self.ties.open_tokens(case.leads)
         found = self.ties.compare(pairs, case.leads, case.own[: len(pairs)])
         found.expected, found.untold = expected_ties(case.leads), int(case.open_tokens().sum())
@@ -247,7 +247,7 @@ class Verifier:
         if summed is None:
             judged = Judged.of(case, pairs, self.by_token, self.summed, turned)
         else:
-            times = SHARP_ROW * self.target.coarse
+            times = SHARP_ROW * self.subject.coarse
             read = [name for name in pairs[0][0] if name.startswith(f"present_{HIDDEN}.")]
             written = self.written | dict.fromkeys(read, RESIDUAL_SUMS * LAYER_UNIT)
             judged = Judged.of(case, pairs, self.by_token, summed, turned, times, written, self.averaged)
@@ -261,7 +261,7 @@ class Verifier:
             return []
         case, pairs, check = cases.judged(session)
         checks.append(check)
-        bounds = Bounds([case], self.target.coarse, self.dtype)
+        bounds = Bounds([case], self.subject.coarse, self.dtype)
         judged = Judged.of(case, pairs)
         return [judged.report(output, bounds) for output in pairs[0][0]]
 
@@ -292,7 +292,7 @@ class Verifier:
         taken for its input are others."""
         if not sharp:
             return [], [self.open_layers] if self.sharp else []
-        bounds = Bounds([each.case for each in sharp], self.target.coarse, self.dtype, sharp=True, fixed=self.fixed)
+        bounds = Bounds([each.case for each in sharp], self.subject.coarse, self.dtype, sharp=True, fixed=self.fixed)
         reports = [each.report(output, bounds) for each in sharp for output in each.errors[0]]
         far = [o for each in sharp for o in each.errors[0] if HIDDEN in o and each.distance(o) > 2 * (1 - ALIKE)]
         return ([], [BY_LAYER]) if far and whole else (reports, [])
@@ -347,7 +347,7 @@ def _not_compared(selections: Choices, rows: int) -> list[str]:
         )
     if rows:
         found.append(
-            f"{rows} rows behind near ties in which PyTorch did not choose as the target. To compare them: still-export verify PACKAGE "
+            f"{rows} rows behind near ties in which PyTorch did not choose as the runtime. To compare them: still-export verify PACKAGE "
             "--selections FILE, then --record CALLS --follow FILE where PyTorch is"
         )
     return found

@@ -25,7 +25,7 @@ from still_export.targets import registry
 from still_export.targets.portable.narrow import demand_narrow, narrow_package
 from still_export.targets.registry import target_of, targets_of
 from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Target
-from still_graphs.pipelines import Dump, run_steps
+from still_graphs.pipelines import Dump, run_passes
 
 SMALL_BYTES = 1024
 """Constants up to this size stay in dumped graphs."""
@@ -158,7 +158,7 @@ def lower_into(
 
     Args:
         bring: Copies or moves a file that the target takes as it is: no links, onnx refuses weights that have two names.
-        dump: Gets the graph after each step.
+        dump: Gets the graph after each pass.
         command: In the place of the export's in the manifest.
     """
     manifest = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
@@ -214,9 +214,9 @@ def state_identity(content: dict[str, Any]) -> str:
 
 
 def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:
-    """Run the target's steps and write the graph, and the weights where steps changed them; whether they did."""
+    """Run the target's passes and write the graph, and the weights where passes changed them; whether they did."""
     path, model = lowering.folder / MODEL, load_graph(source / PORTABLE)
-    lowering.passes |= run_steps(model, target.steps, lowering.dump, traits)
+    lowering.passes |= run_passes(model, target.passes, lowering.dump, traits)
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())
     if rewritten:
         save_streaming(model, path, DATA, lambda done, total: lowering.say("writing the weights", done, total))

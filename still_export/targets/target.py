@@ -1,4 +1,4 @@
-"""A target is one record: allowed types and options, the steps to it, its files and its runtime. Everything else asks the record."""
+"""A target is one record: allowed types and options, the passes to it, its files and its runtime. Everything else asks the record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_export.errors import ConfigError, StillExportError, UnsupportedError
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.policy import RUNTIME, Layout
 from still_export.options import names_of
-from still_graphs.pipelines import Dump, Step
+from still_graphs.pipelines import Dump, Pass
 
 FLOAT_WEIGHTS = "float weights"
 """Trait of a package whose weights are not quantized."""
@@ -34,8 +34,8 @@ class Lowering:
 
     Args:
         manifest: The portable package's, to be changed.
-        dump: Gets the graph after each step.
-        passes: Changes by step.
+        dump: Gets the graph after each pass.
+        passes: Changes by pass.
         changed: Files of the portable package that the target wrote anew.
     """
 
@@ -66,10 +66,10 @@ class Target:
         caches: Types of keys and values beside that of the activations.
         lacks: Ops of models that it has no form of, or none that was proven.
         options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
-        steps: From the portable graph to the target's, in order; they read no weight, but may say what is written in its place.
+        passes: From the portable graph to the target's, in order; they read no weight, but may say what is written in its place.
         finish: Writes the target's own files and completes the manifest; called with the graph.
         derived: Texts of files that follow from a package's folder and manifest, by name.
-        traits: Of a package and the options, which steps ask for.
+        traits: Of a package and the options, which passes ask for.
         demand: Raises ConfigError for what the target with its options cannot have of an export.
         check: Raises for what it cannot have of a model, given its manifest and the options.
         ready: Makes the tools that the options need ready; raises where one is not here.
@@ -89,7 +89,7 @@ class Target:
     dtypes: tuple[str, ...]
     layout: Layout
     options: Any
-    steps: tuple[Step, ...]
+    passes: tuple[Pass, ...]
     finish: Callable[[Lowering, Any], None]
     layouts: dict[str, Layout] = field(default_factory=dict)
     own_layouts: Callable[[Any], bool] | None = None

@@ -31,7 +31,7 @@ from tests.plugins.test_adapters import (
     stand_in_driver,
 )
 from tests.still_graphs import test_functions as body
-from tests.still_graphs.steps import attach_functions
+from tests.still_graphs.passes import attach_functions
 
 Call = tuple[OpSpec, dict[str, Any], set[str], dict[str, int], tuple[str, ...]]
 

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper
 from still_graphs.ops import DOMAIN, OPS
 from still_graphs.spec import CACHE
 from tests.still_export.fake_cuda import HostDriver
+from tests.still_graphs.passes import attach_functions
 from tests.still_graphs.protos import Rewriter, attribute, dimensions, drop_attribute, set_opset, value_names
 from tests.still_graphs.small_graph import split_heads
-from tests.still_graphs.steps import attach_functions
 
 NUMPY = {"float": "f4", "float16": "f2", "int32": "i4"}
 TYPES = {"tensor(float)": "DataType.FLOAT", "tensor(float16)": "DataType.HALF", "tensor(int32)": "DataType.INT32"}

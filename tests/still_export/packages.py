@@ -123,7 +123,7 @@ def trt_package(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "flo
     folder.mkdir(parents=True)
     # Products stay apart, so that an engine has norms and products of every kind.
     target = target_of("trt8")
-    target = replace(target, steps=tuple(s for s in target.steps if s.name != "merge_linear_layers"))
+    target = replace(target, passes=tuple(s for s in target.passes if s.name != "merge_linear_layers"))
     portable = onnx_package(folder / "portable", dtype)
     lower_into(portable.path, folder, target, TrtOptions(**{"batch": 2} | options))
     package = open_package(folder, check_hashes=False)

@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper
 
 from still_graphs.ops import DOMAIN, FUSED_OPSET, OpSpec
-from tests.still_graphs.steps import attach_functions
+from tests.still_graphs.passes import attach_functions
 
 ort = pytest.importorskip("onnxruntime")
 

@@ -10,8 +10,8 @@ from still_graphs.ops import DOMAIN, OPS
 from still_graphs.spec import CACHE, OpSpec
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from still_kernels.round_key_value.spec import ROUND_KEY_VALUE
+from tests.still_graphs.passes import attach_functions
 from tests.still_graphs.protos import Rewriter
-from tests.still_graphs.steps import attach_functions
 
 VOCABULARY, HIDDEN = 23, 20
 SIZES = {"H": 6, "HK": 3, "HS": 6, "D": 4, "P": 5, "F": 10, "C": 8}

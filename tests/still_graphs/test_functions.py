@@ -22,7 +22,7 @@ from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs import node_model as nodes
 from tests.still_graphs.node_model import WRONG_COUNTS, close, refused, session
-from tests.still_graphs.steps import attach_functions
+from tests.still_graphs.passes import attach_functions
 from tests.tolerances import REFERENCE
 
 # Whole rows, single steps over a promotion, ragged rows, rows without tokens, a call longer than the window.

@@ -18,7 +18,7 @@ from still_kernels.low_rank_matmul.fuse import fuse_low_rank, fuse_low_rank_floa
 from still_kernels.rotary_qkv.fuse_embeddings import fuse_rotary_embeddings
 from still_kernels.swi_glu.fuse import fuse_all_gates
 from tests.still_graphs import written
-from tests.still_graphs.steps import applied, attach_functions, run_steps
+from tests.still_graphs.passes import applied, attach_functions, run_passes
 from tests.still_graphs.written import demand_unchanged, outputs_of
 
 WIDTH, RANK, SIZE, HEADS, KV_HEADS, MIDDLE, VOCABULARY = 48, 5, 8, 4, 2, 20, 77
@@ -99,7 +99,7 @@ def test_a_layer() -> None:
     """The four passes behind each other: what is left of the layer, in an order that runs, with the same numbers."""
     model = model_of()
     expected = run(model)
-    assert set(run_steps(model, ON_GPUS).values()) == {1, 2}
+    assert set(run_passes(model, ON_GPUS).values()) == {1, 2}
     ours = {"LowRankMatMul": 2, "RotaryQkv": 1, "SwiGlu": 1, "GreedyToken": 1}
     assert kinds(model) == {**ours, "MatMul": 3, "Neg": 1, "Mul": 1}
     onnx.checker.check_model(model)  # sorted, among others
@@ -110,14 +110,14 @@ def test_a_layer() -> None:
     for name, value in expected.items():
         np.testing.assert_allclose(found[name].astype(float), value.astype(float), rtol=4e-3, atol=4e-3, err_msg=name)
     applied(strip_functions, model)
-    assert not any(count for count in run_steps(model, ON_GPUS).values())
+    assert not any(count for count in run_passes(model, ON_GPUS).values())
 
 
 def test_bodies_of_standard_ops() -> None:
     """Those for other runtimes compute the same."""
     first, second = model_of(), model_of()
     for model, own in ((first, True), (second, False)):
-        run_steps(model, ON_GPUS)
+        run_passes(model, ON_GPUS)
         attach_functions(model, onnxruntime=own)
     other = run(second)
     for name, value in run(first).items():

@@ -13,7 +13,7 @@ from still_graphs.ops import DOMAIN
 from still_kernels.dense_matmul.fuse import fuse_linear_layers, sum_in_float32
 from still_kernels.gated_mlp.fuse import fuse_feed_forward
 from tests.still_graphs import written
-from tests.still_graphs.steps import applied, attach_functions
+from tests.still_graphs.passes import applied, attach_functions
 from tests.still_graphs.written import kinds, outputs_of
 
 WIDTH, MIDDLE, EPSILON = 24, 40, 3e-4

@@ -14,8 +14,8 @@ from still_kernels.add_rms_norm.fuse import fuse_norms
 from still_kernels.dense_matmul.fuse import sum_in_float32
 from still_kernels.swi_glu.fuse import fuse_gates
 from tests.still_graphs import written
+from tests.still_graphs.passes import applied, attach_functions
 from tests.still_graphs.protos import attribute
-from tests.still_graphs.steps import applied, attach_functions
 from tests.still_graphs.written import demand_unchanged, kinds, outputs_of
 
 WIDTH, MIDDLE, THIN, EPSILON = 32, 64, 8, 3e-4

@@ -12,8 +12,8 @@ from onnx import TensorProto, helper
 from still_graphs.ops import DOMAIN
 from still_kernels.rotary_qkv.fuse import fuse_rotary
 from tests.still_graphs import written
+from tests.still_graphs.passes import applied, attach_functions
 from tests.still_graphs.protos import attribute
-from tests.still_graphs.steps import applied, attach_functions
 from tests.still_graphs.written import demand_unchanged, kinds, outputs_of
 
 HEADS, KV_HEADS, SIZE, VALUE, GATE = 5, 3, 8, 12, 28

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
 from still_kernels.round_key_value.fuse import fuse_rounding
-from tests.still_graphs.steps import applied, attach_functions
+from tests.still_graphs.passes import applied, attach_functions
 from tests.still_graphs.written import demand_unchanged
 
 SHAPE: list[str | int] = ["b", "t", 3, 8]

@@ -11,9 +11,9 @@ from still_export.targets.trt8.merge_heads import merge_heads
 from still_graphs.errors import UnsupportedError
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.fix_shapes import fix_shapes
+from tests.still_graphs.passes import applied
 from tests.still_graphs.protos import Rewriter, attribute, value_names
 from tests.still_graphs.small_graph import SIZES, small_graph, split_heads
-from tests.still_graphs.steps import applied
 from tests.still_graphs.test_passes_trt import assert_same, rollout
 from tests.still_graphs.written import parsed
 

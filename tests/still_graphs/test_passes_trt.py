@@ -22,9 +22,9 @@ from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.spec import CACHE
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
+from tests.still_graphs.passes import applied
 from tests.still_graphs.protos import attribute, dimensions, opset_version, walk_nodes
 from tests.still_graphs.small_graph import HYBRID, VOCABULARY, small_graph
-from tests.still_graphs.steps import applied
 from tests.still_graphs.written import outputs_of, outputs_of_calls, parsed
 
 SLOTS = 20

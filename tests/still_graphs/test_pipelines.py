@@ -11,10 +11,10 @@ import pytest
 from still_export.targets.registry import target_of
 from still_graphs.errors import ConfigError, UnsupportedError
 from still_graphs.ops import DOMAIN
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import Pass
+from tests.still_graphs.passes import run_passes
 from tests.still_graphs.protos import opset_version, walk_nodes
 from tests.still_graphs.small_graph import small_graph
-from tests.still_graphs.steps import run_steps
 from tests.still_graphs.test_passes_trt import assert_same, rollout
 
 
@@ -23,8 +23,8 @@ from tests.still_graphs.test_passes_trt import assert_same, rollout
 def test_graph_for_tensorrt_8_is_valid_and_typed(dtype: str, one_row: bool) -> None:
     model = small_graph(dtype)
     traits = {"one row"} if one_row else set()
-    counts = run_steps(model, target_of("trt8").steps, traits=traits)
-    assert list(counts) == [s.name for s in target_of("trt8").steps if set(s.only) <= traits]
+    counts = run_passes(model, target_of("trt8").passes, traits=traits)
+    assert list(counts) == [s.name for s in target_of("trt8").passes if set(s.only) <= traits]
     assert counts["sum_in_float32"] == (4 if dtype == "float16" else 0)
     without = [name for name, count in counts.items() if not count and name != "sum_in_float32"]
     assert without == [
@@ -52,7 +52,7 @@ def test_graph_for_tensorrt_8_is_valid_and_typed(dtype: str, one_row: bool) -> N
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_graph_for_tensorrt_10_has_no_plugin_but_attention(dtype: str) -> None:
     model = small_graph(dtype)
-    counts = run_steps(model, target_of("trt").steps)
+    counts = run_passes(model, target_of("trt").passes)
     assert counts["sum_products_in_float32"] == (4 if dtype == "float16" else 0)
     assert opset_version(model) == 21 and not model.functions
     assert [n.op_type for n in model.graph.node if n.domain == DOMAIN] == ["HybridAttention"]
@@ -62,15 +62,15 @@ def test_the_graph_for_tensorrt_10_has_no_plugin_but_attention(dtype: str) -> No
 def test_trt_rtx_graph_has_no_op_of_ours_and_keeps_every_output() -> None:
     expected = rollout(small_graph())
     model = small_graph()
-    run_steps(model, target_of("trt-rtx").steps)
+    run_passes(model, target_of("trt-rtx").passes)
     assert not [n for n in walk_nodes(model.graph) if n.domain == DOMAIN or n.op_type in ("NonZero", "If")]
     assert_same(model, expected, 1e-5)
 
 
 def test_dump_sees_every_pass() -> None:
     seen: list[str] = []
-    run_steps(small_graph(), target_of("trt").steps, lambda name, model: seen.append(name))
-    assert seen == [s.name for s in target_of("trt").steps if not s.only]
+    run_passes(small_graph(), target_of("trt").passes, lambda name, model: seen.append(name))
+    assert seen == [s.name for s in target_of("trt").passes if not s.only]
 
 
 def test_a_pass_that_loses_a_value_is_named() -> None:
@@ -82,22 +82,22 @@ def test_a_pass_that_loses_a_value_is_named() -> None:
     with pytest.raises(
         UnsupportedError, match=r"after the pass lose the graph has the .* that nothing before it makes"
     ):
-        run_steps(small_graph(), [Step(lose, "it is wrong")])
+        run_passes(small_graph(), [Pass(lose, "it is wrong")])
 
 
 def test_a_pass_that_breaks_its_promise_is_named() -> None:
-    steps = [replace(s, run=lambda model: 0) if s.name == "lower_opset" else s for s in target_of("trt").steps]
+    steps = [replace(s, run=lambda model: 0) if s.name == "lower_opset" else s for s in target_of("trt").passes]
     with pytest.raises(
         UnsupportedError, match=r"after the pass <lambda> the graph has opset 23, above 21\. .*--dump-dir"
     ):
-        run_steps(small_graph(), steps)
+        run_passes(small_graph(), steps)
 
 
 def test_a_graph_that_a_pass_cannot_take_is_refused_before_it() -> None:
     model = small_graph()
     next(n for n in model.graph.node if n.domain == DOMAIN).op_type = "HybridMixer"
     with pytest.raises(UnsupportedError, match="before the pass strip_functions the graph has nodes of the unknown op"):
-        run_steps(model, target_of("trt").steps)
+        run_passes(model, target_of("trt").passes)
 
 
 def test_unknown_targets_are_listed() -> None:

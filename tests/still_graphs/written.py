@@ -11,7 +11,7 @@ import onnxruntime
 from onnx import helper, numpy_helper
 
 from still_graphs.ops import DOMAIN
-from tests.still_graphs.steps import applied
+from tests.still_graphs.passes import applied
 
 Shape = Sequence[int | str]
 

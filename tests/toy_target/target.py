@@ -11,7 +11,7 @@ from still_export.package.programs import write_programs
 from still_export.targets.target import Lowering, Target
 from still_graphs.conditions import known_ops, no_still_nodes
 from still_graphs.passes.inline_functions import inline_functions
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import Pass
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ TOY = Target(
     ("float32",),
     ONNXRUNTIME,
     ToyOptions,
-    steps=(Step(inline_functions, "nobody has these ops", requires=known_ops, ensures=no_still_nodes),),
+    passes=(Pass(inline_functions, "nobody has these ops", requires=known_ops, ensures=no_still_nodes),),
     finish=finish,
     runtime="ort",
     decode_steps=8,

@@ -92,8 +92,8 @@ def _add(match: Match, norm: ir.Node, terms: list[ir.Value | None]) -> Sequence[
 
 
 FUSIONS = Fusion((NORM, TOTAL), _fuse_sum, _is_sum, at=TOTAL), Fusion((FIRST,), _fuse_first, _is_first)
-STEP = fusing("fuse_norms", "the same between products that do not take norms", *FUSIONS)
-fuse_norms = STEP.run
+PASS = fusing("fuse_norms", "the same between products that do not take norms", *FUSIONS)
+fuse_norms = PASS.run
 
 AFTER = ("gated_mlp",)
-STEPS = {PLUGINS: (STEP,)}
+PASSES = {PLUGINS: (PASS,)}

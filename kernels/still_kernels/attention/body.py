@@ -17,7 +17,7 @@ MASKED = -1e30
 
 
 @dataclass(frozen=True)
-class Call:
+class Queries:
     """What a body attends with, M being the most tokens that a sequence brings and F the longest sequence after the call.
 
     query: [B, M, H, D] over sqrt(D), float32.
@@ -47,7 +47,7 @@ def cached_body(
     dtype: int,
     opset: int,
     dims: Mapping[str, int],
-    attend: Callable[[Scope, Call], str] | None = None,
+    attend: Callable[[Scope, Queries], str] | None = None,
 ) -> onnx.FunctionProto:
     """The function of a `node` of `spec`: writes the new tokens into their rows of the cache, then attends to what is filled of it.
 
@@ -99,7 +99,7 @@ def cached_body(
         mixed = b("MatMul", b("Reshape", weights, b.shape(0, kv_heads, -1, b.unsqueeze(filled, 0))), cache["value"])
         mixed = b("Transpose", b.reshape(mixed, 0, heads, -1, dim), perm=[0, 2, 1, 3])
     else:
-        mixed = attend(b, Call(scaled, token, position, mask, filled, longest, dtype))
+        mixed = attend(b, Queries(scaled, token, position, mask, filled, longest, dtype))
     padding = b("Sub", b.dim("query", 1), b.unsqueeze(longest, 0))
     pads = b("Concat", [0, 0, 0, 0, 0], padding, [0, 0], axis=0)
     b.narrow(dtype, "output", "Pad", b("Where", real, mixed, 0.0), pads, 0.0)

@@ -19,7 +19,7 @@ from still_graphs.edits import attribute, drop_unused, is_standard, is_weight, o
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.patterns import Fusion, Match, Op, Val, fusing
-from still_graphs.pipelines import PLUGINS, Step
+from still_graphs.pipelines import PLUGINS, Pass
 from still_kernels.dense_matmul.spec import DENSE_MATMUL
 
 
@@ -128,9 +128,9 @@ FUSIONS = Fusion((OF_NORM,), _with_norm, _takes_norm), Fusion((TOTAL,), _with_re
 LINEAR_LAYERS = fusing("fuse_linear_layers", "what lies between two plugins is compiled and launched apart", *FUSIONS)
 fuse_linear_layers = LINEAR_LAYERS.run
 
-STEPS = {
+PASSES = {
     PLUGINS: (
-        Step(
+        Pass(
             sum_in_float32,
             "8.6 sums products of prompts in half precision",
             requires=no_functions,

@@ -30,8 +30,8 @@ def _layer(match: Match) -> Sequence[ir.Value]:
 
 
 FUSION = Fusion((LAYER,), _layer, lambda match: halved(match.node(SPLIT)))
-STEP = fusing("fuse_feed_forward", "the same between the products of a feed-forward layer", FUSION)
-fuse_feed_forward = STEP.run
+PASS = fusing("fuse_feed_forward", "the same between the products of a feed-forward layer", FUSION)
+fuse_feed_forward = PASS.run
 
 AFTER = ("dense_matmul",)
-STEPS = {PLUGINS: (STEP,)}
+PASSES = {PLUGINS: (PASS,)}

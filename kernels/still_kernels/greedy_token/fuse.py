@@ -13,7 +13,7 @@ from still_graphs.edits import Writer
 from still_graphs.later_ir import ir
 from still_graphs.ops import DOMAIN
 from still_graphs.passes.add_greedy_token import add_token, gives_next_token
-from still_graphs.pipelines import CUDA, Step
+from still_graphs.pipelines import CUDA, Pass
 from still_graphs.states import NEXT_TOKEN
 from still_kernels.greedy_token.spec import GREEDY_TOKEN
 
@@ -28,8 +28,8 @@ def _node(writer: Writer, graph: ir.Graph, logits: ir.Value) -> ir.Value:
     return writer.node(GREEDY_TOKEN.name, [logits], NEXT_TOKEN, domain=DOMAIN)
 
 
-STEPS = {
+PASSES = {
     CUDA: (
-        Step(add_greedy_node, "greedy decoding stays on the device", requires=no_functions, ensures=gives_next_token),
+        Pass(add_greedy_node, "greedy decoding stays on the device", requires=no_functions, ensures=gives_next_token),
     )
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from still_kernels.ties import CHOSEN, FAR, TIE, Arrays, Choices, Leads, Pairs, Scores, followed
+from still_kernels.ties import CHOSEN, SAME_TOKEN, TIE, Arrays, Choices, Leads, Pairs, Scores, followed
 
 KEY = "present_salient_key."
 VALUE = "present_salient_value."
@@ -182,7 +182,7 @@ def _differs(expected: Arrays, actual: Arrays, layer: str, own: Arrays | None = 
     a, b = (outputs[KEY + layer].astype(np.float32) for outputs in (expected, actual))
     least = ALIKE * np.abs(a).max(-1, initial=0)
     if own and KEY + layer in own:
-        least = np.maximum(least, FAR * np.nan_to_num(own[KEY + layer][0], posinf=0))
+        least = np.maximum(least, SAME_TOKEN * np.nan_to_num(own[KEY + layer][0], posinf=0))
     return ~(np.abs(a - b).max(-1, initial=0) <= least + 1e-6)
 
 

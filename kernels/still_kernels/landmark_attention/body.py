@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import FLOAT, Body, Scope
-from still_kernels.attention.body import MASKED, Call, cached_body
+from still_kernels.attention.body import MASKED, Queries, cached_body
 from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 
 
@@ -31,21 +31,23 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
             LANDMARK_ATTENTION, node, dtype, opset, dims, partial(_retrieve, heads, kept, dim, size, top, frequency)
         )
 
-    def attend(b: Scope, call: Call) -> str:
-        filled = b.unsqueeze(call.filled, 0)
-        key, value = (b.wide(b("Slice", f"present_{name}", [0], filled, [2]), call.dtype) for name in ("key", "value"))
-        query = b.reshape(b("Transpose", call.query, perm=[0, 2, 1, 3]), 0, kept, -1, dim)
+    def attend(b: Scope, queries: Queries) -> str:
+        filled = b.unsqueeze(queries.filled, 0)
+        key, value = (
+            b.wide(b("Slice", f"present_{name}", [0], filled, [2]), queries.dtype) for name in ("key", "value")
+        )
+        query = b.reshape(b("Transpose", queries.query, perm=[0, 2, 1, 3]), 0, kept, -1, dim)
         logits = b("Reshape", b("MatMul", query, b("Transpose", key, perm=[0, 1, 3, 2])), b.shape(0, heads, -1, filled))
         count = b("Div", b("Add", filled, size - 1), size)
         missing = b("Sub", b("Mul", count, size), filled)
         pads = b("Concat", [0] * 7, missing, axis=0)
         blocks = b("Reshape", b("Pad", logits, pads, 0.0), b.shape(0, 0, 0, -1, size))  # [B, H, M, blocks, size]
         tokens, landmark = b("Slice", blocks, [0], [size - 1], [4]), b("Slice", blocks, [size - 1], [size], [4])
-        own = b("Equal", b.arange(count), b("Div", call.position, size))  # [B, M, blocks]
+        own = b("Equal", b.arange(count), b("Div", queries.position, size))  # [B, M, blocks]
         shared = b("Add", b("Sub", tokens, b("ReduceLogSumExp", tokens, [4], keepdims=1)), landmark)
         chosen = b("Where", b.unsqueeze(own, 1, 4), tokens, shared)
         flat = b("Reshape", b("Pad", chosen, [0] * 9 + [1], MASKED), b.shape(0, 0, 0, -1))
-        weights = b("Softmax", b("Add", b("Slice", flat, [0], filled, [3]), call.mask), axis=-1)
+        weights = b("Softmax", b("Add", b("Slice", flat, [0], filled, [3]), queries.mask), axis=-1)
         mixed = b("MatMul", b("Reshape", weights, b.shape(0, kept, -1, filled)), value)
         return b("Transpose", b.reshape(mixed, 0, heads, -1, dim), perm=[0, 2, 1, 3])
 
@@ -53,7 +55,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
 
 
 def _retrieve(
-    heads: int, kept: int, dim: int, size: int, top: int, frequency: list[float], b: Scope, call: Call
+    heads: int, kept: int, dim: int, size: int, top: int, frequency: list[float], b: Scope, queries: Queries
 ) -> str:
     """The output of tokens that read `top` blocks each beside their own. Distances, not places, are turned by: they stay small."""
 
@@ -78,18 +80,18 @@ def _retrieve(
             row,
         )
         index = b("Concat", *(b.unsqueeze(b("Expand", part, dims), -1) for part in parts), axis=-1)
-        return b.wide(b("GatherND", f"present_{name}", index), call.dtype)
+        return b.wide(b("GatherND", f"present_{name}", index), queries.dtype)
 
-    query = b("Transpose", call.query, perm=[0, 2, 1, 3])  # [B, H, M, D]
+    query = b("Transpose", queries.query, perm=[0, 2, 1, 3])  # [B, H, M, D]
     longest = b.dim(query, 2)
-    own = b.unsqueeze(b("Div", call.position, size), 1)  # [B, 1, M, 1]
+    own = b.unsqueeze(b("Div", queries.position, size), 1)  # [B, 1, M, 1]
     late = b("Sub", own, top)  # the first of the latest blocks
-    place = b.unsqueeze(call.position, 1)
-    count = b.unsqueeze(b("Div", b("Add", call.filled, size - 1), size), 0)
+    place = b.unsqueeze(queries.position, 1)
+    count = b.unsqueeze(b("Div", b("Add", queries.filled, size - 1), size), 0)
     number = b.arange(count)
 
-    last = b("Min", b("Add", b("Mul", number, size), size - 1), b("Sub", call.filled, 1))
-    marks = b.wide(b("Gather", "present_key", last, axis=2), call.dtype)  # [B, HK, C, D]
+    last = b("Min", b("Add", b("Mul", number, size), size - 1), b("Sub", queries.filled, 1))
+    marks = b.wide(b("Gather", "present_key", last, axis=2), queries.dtype)  # [B, HK, C, D]
     behind = b("Squeeze", b("Sub", place, b("Mul", late, size)), [3])  # [B, 1, M]
     grouped = b.reshape(turned(query, b("Add", behind, 1)), 0, kept, -1, dim)
     far = b("MatMul", grouped, b("Transpose", marks, perm=[0, 1, 3, 2]))

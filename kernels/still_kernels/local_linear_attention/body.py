@@ -8,7 +8,7 @@ import onnx
 
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.builder import BOOL, DOUBLE, FLOAT, INT64, Body, Scope
-from still_kernels.attention.body import Call, cached_body
+from still_kernels.attention.body import Queries, cached_body
 from still_kernels.local_linear_attention.spec import LARGEST, LOCAL_LINEAR_ATTENTION, MOST, NEAR, fault_of
 
 LEAST = 2.2250738585072014e-308
@@ -22,24 +22,24 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     heads, kept, dim = dims["H"], dims["HK"], dims["D"]
     exact = "ridge" in given
 
-    def attend(b: Scope, call: Call) -> str:
+    def attend(b: Scope, queries: Queries) -> str:
         def wide(x: str) -> str:
-            return b.cast(x, DOUBLE) if exact else b.wide(x, call.dtype)
+            return b.cast(x, DOUBLE) if exact else b.wide(x, queries.dtype)
 
         def grouped(x: str) -> str:
             """[B, M, H, D] as [B, HK, G * M, D]."""
             return b.reshape(b("Transpose", x, perm=[0, 2, 1, 3]), 0, kept, -1, dim)
 
-        filled = b.unsqueeze(call.filled, 0)
+        filled = b.unsqueeze(queries.filled, 0)
         key, value = (wide(b("Slice", f"present_{name}", [0], filled, [2])) for name in ("key", "value"))
         turned = b("Transpose", key, perm=[0, 1, 3, 2])
         of_heads = b.shape(0, heads, -1, filled)
         if exact:
-            query = grouped(b.cast(b("GatherND", "query", call.token, batch_dims=1), DOUBLE))
+            query = grouped(b.cast(b("GatherND", "query", queries.token, batch_dims=1), DOUBLE))
             products = b("Mul", b("MatMul", query, turned), b.constant(dim**-0.5, "float64"))
-            logits = b("Add", b("Reshape", products, of_heads), b.cast(call.mask, DOUBLE))  # [B, H, M, F]
+            logits = b("Add", b("Reshape", products, of_heads), b.cast(queries.mask, DOUBLE))  # [B, H, M, F]
         else:
-            logits = b("Add", b("Reshape", b("MatMul", grouped(call.query), turned), of_heads), call.mask)
+            logits = b("Add", b("Reshape", b("MatMul", grouped(queries.query), turned), of_heads), queries.mask)
         weights = b("Reshape", b("Softmax", logits, axis=-1), b.shape(0, kept, -1, filled))
         if exact:
             mean = b("MatMul", weights, key)
@@ -49,7 +49,7 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
             ridge = b.reshape(ridge, 0, kept, -1, 1)
             right = _solved(b, (weights, key, turned, mean, ridge), b("Sub", mean, query))
         else:
-            right = grouped(wide(b("GatherND", "correction", call.token, batch_dims=1)))
+            right = grouped(wide(b("GatherND", "correction", queries.token, batch_dims=1)))
         scores = b("MatMul", right, turned)
         scores = b("Sub", scores, b("ReduceSum", b("Mul", weights, scores), [-1], keepdims=1))
         one = b.constant(1.0, "float64" if exact else "float32")

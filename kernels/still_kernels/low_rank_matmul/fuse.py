@@ -73,4 +73,4 @@ OF_FLOATS = fusing(
 )
 fuse_low_rank, fuse_low_rank_floats = OF_HALVES.run, OF_FLOATS.run
 
-STEPS = {CPU: (OF_FLOATS,), CUDA: (OF_HALVES,)}
+PASSES = {CPU: (OF_FLOATS,), CUDA: (OF_HALVES,)}

@@ -101,8 +101,8 @@ def _heads(match: Match, rotation: _Rotation, flat: ir.Value) -> ir.Value:
 
 
 FUSIONS = [_fusion(gated, (query, key)) for gated, query, key in product((True, False), repeat=3)]
-STEP = fusing("fuse_rotary", "the same between a product and its attention", *FUSIONS)
-fuse_rotary = STEP.run
+PASS = fusing("fuse_rotary", "the same between a product and its attention", *FUSIONS)
+fuse_rotary = PASS.run
 
 AFTER = ("low_rank_matmul", "swi_glu")
-STEPS = {PLUGINS: (STEP,), CUDA: (OF_EMBEDDINGS,)}
+PASSES = {PLUGINS: (PASS,), CUDA: (OF_EMBEDDINGS,)}

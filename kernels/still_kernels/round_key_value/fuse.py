@@ -63,8 +63,8 @@ def _replace(match: Match) -> Sequence[ir.Value]:
 
 
 PAIR = Fusion((ROUNDED[0], ROUNDED[1]), _replace, _is_pair, alone=False)
-STEP = fusing("fuse_rounding", "the same of caches in 8 bits", PAIR)
-fuse_rounding = STEP.run
+PASS = fusing("fuse_rounding", "the same of caches in 8 bits", PAIR)
+fuse_rounding = PASS.run
 
 AFTER = ("rotary_qkv",)
-STEPS = {PLUGINS: (STEP,)}
+PASSES = {PLUGINS: (PASS,)}

@@ -12,7 +12,7 @@ from still_kernels.route.ties import MARGINS, RoutingTies
 from still_kernels.select_blocks.spec import SELECT_BLOCKS
 from still_kernels.ties import Leads, Look, Scores
 
-FAR, EQUAL = 1e30, 1e-30
+ENDLESS, EQUAL = 1e30, 1e-30
 """Margin of a block that is read, or not, whatever the scores; and at most that of one whose score equals another's, as those of blocks
 that share a mean do in every runtime."""
 
@@ -39,8 +39,8 @@ class BlockTies(RoutingTies):
         found = super().leads(apart, self._apart(own), counts * self.heads)
         for key, x in apart.items():
             margins, went = x[:, :, 0], x[:, :, 1] > 0
-            near = np.abs(margins).min(-1, initial=FAR)
-            open_ = ((near > EQUAL) & (near < FAR)) | (found[key] < 0)
+            near = np.abs(margins).min(-1, initial=ENDLESS)
+            open_ = ((near > EQUAL) & (near < ENDLESS)) | (found[key] < 0)
             other = ((margins > 0).sum(-1) != went.sum(-1)) & (np.arange(x.shape[1]) < counts[:, None] * self.heads)
             found[key] = np.where(other, -np.inf, np.where(open_, found[key], np.inf))
         return found
@@ -65,7 +65,7 @@ class BlockTies(RoutingTies):
 
 
 def _finite(scores: Scores) -> Scores:
-    return {key: np.nan_to_num(x, posinf=FAR, neginf=-FAR) for key, x in scores.items()}
+    return {key: np.nan_to_num(x, posinf=ENDLESS, neginf=-ENDLESS) for key, x in scores.items()}
 
 
 def _padded(margins: np.ndarray, size: int) -> np.ndarray:

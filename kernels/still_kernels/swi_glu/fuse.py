@@ -77,4 +77,4 @@ OF_ALL = fusing("fuse_all_gates", "its CUDA provider launches a feed-forward lay
 fuse_gates, fuse_all_gates = OF_LOW_BITS.run, OF_ALL.run
 
 AFTER = ("add_rms_norm",)
-STEPS = {PLUGINS: (OF_LOW_BITS,), CUDA: (OF_ALL,)}
+PASSES = {PLUGINS: (OF_LOW_BITS,), CUDA: (OF_ALL,)}

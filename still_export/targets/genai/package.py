@@ -16,7 +16,7 @@ from still_export.targets.ort.target import finish as finish_ort
 from still_export.targets.target import Lowering
 from still_graphs.conditions import bodies
 from still_graphs.later_ir import ir
-from still_graphs.pipelines import Step, run_steps
+from still_graphs.pipelines import Pass, run_passes
 from still_kernels.attention.spec import ATTENTION
 
 GRAPH = "genai.onnx"
@@ -25,9 +25,9 @@ NO_LIMIT = 1 << 20
 """`context_length` of models whose states have one size for any number of tokens."""
 
 
-STEPS = (
-    Step(join_states, "it keeps two tensors of fixed size a layer", requires=bodies, ensures=joined_states),
-    Step(
+PASSES = (
+    Pass(join_states, "it keeps two tensors of fixed size a layer", requires=bodies, ensures=joined_states),
+    Pass(
         take_lengths_from_mask,
         "it gives an attention mask, and no lengths",
         requires=joined_states,
@@ -63,7 +63,7 @@ def finish(lowering: Lowering, graph: Any) -> None:
     """Write what a package for ONNX Runtime has, genai's graph over its weights and genai's configuration."""
     finish_ort(lowering, graph)
     lowering.say("joining the states for genai")
-    run_steps(graph, STEPS, lowering.dump)
+    run_passes(graph, PASSES, lowering.dump)
     ir.save(graph, lowering.folder / GRAPH)
     for name, text in derived_files(lowering.folder, lowering.manifest).items():
         (lowering.folder / name).write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ GENAI = Target(
     ("float32", "float16"),
     ONNXRUNTIME,
     GenaiOptions,
-    steps=ORT_CPU.steps,
+    passes=ORT_CPU.passes,
     finish=finish,
     derived=derived_files,
     caches=("float16", "int8"),

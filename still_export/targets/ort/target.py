@@ -27,7 +27,7 @@ from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.passes.keep_replay import fold_graph, gives_replay, keep_replay
 from still_graphs.passes.part_head import has_head, part_head
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.pipelines import CPU, CUDA, Step, steps_of_ops
+from still_graphs.pipelines import CPU, CUDA, Pass, passes_of_ops
 
 PREFILL_TOKENS, GPU_PREFILL_TOKENS, GPU_PREFILL_NUMBERS = 512, (2048, 8192), 1 << 23
 """Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host. There
@@ -80,25 +80,25 @@ def attach_own_functions(model: ir.Model) -> int:
     return attach_functions(model, onnxruntime=True)
 
 
-SCALES = Step(
+SCALES = Pass(
     part_scales, "its CUDA kernel of norms takes the first row of a scale for all of them", ensures=scales_of_one_row
 )
-FUSE = Step(
+FUSE = Pass(
     fuse_nodes, "a step of a small model costs its nodes", only=(OWN_OPS,), requires=imported, ensures=nodes_fused
 )
-STRIP = Step(
+STRIP = Pass(
     strip_functions, "bodies are attached last, when the nodes are known", requires=known_ops, ensures=no_functions
 )
-GUESS = Step(
+GUESS = Pass(
     keep_replay,
     "tokens that hold are folded into the states",
     only=(SPECULATION,),
     requires=no_functions,
     ensures=gives_replay,
 )
-BARE = partial(Step, requires=no_functions)
-THIN = tuple(replace(step, only=(KERNELS,)) for step in steps_of_ops(CPU))
-ON_GPUS = steps_of_ops(CUDA)
+BARE = partial(Pass, requires=no_functions)
+THIN = tuple(replace(each, only=(KERNELS,)) for each in passes_of_ops(CPU))
+ON_GPUS = passes_of_ops(CUDA)
 BODIES = (
     BARE(
         take_new_opset,
@@ -200,7 +200,7 @@ ORT_CPU = Target(
         )
     },
     own_layouts=has_kernels,
-    steps=(SCALES, FUSE, STRIP, *THIN, GUESS, *BODIES),
+    passes=(SCALES, FUSE, STRIP, *THIN, GUESS, *BODIES),
     speculates=True,
     sees=True,
     finish=finish,
@@ -219,10 +219,10 @@ ORT_CUDA = Target(
     DTYPES,
     ONNXRUNTIME,
     OrtOptions,
-    steps=(
+    passes=(
         SCALES,
         FUSE,
-        Step(
+        Pass(
             merge_three,
             "one product of several reads memory in longer runs",
             only=(OWN_OPS, FLOAT_WEIGHTS),
@@ -230,7 +230,7 @@ ORT_CUDA = Target(
             ensures=imported,
         ),
         STRIP,
-        *(replace(step, only=(OWN_OPS,)) for step in ON_GPUS),
+        *(replace(each, only=(OWN_OPS,)) for each in ON_GPUS),
         GUESS,
         *BODIES,
     ),

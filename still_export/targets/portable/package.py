@@ -28,7 +28,7 @@ from still_export.targets.ort.target import PREFILL_TOKENS
 from still_graphs.conditions import bodies, imported, known_ops, no_functions, still_nodes
 from still_graphs.ops import OPS
 from still_graphs.passes.attach_functions import attach_functions
-from still_graphs.pipelines import Dump, Step, run_steps
+from still_graphs.pipelines import Dump, Pass, run_passes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -55,7 +55,7 @@ def write_portable(
         layout: Form of low-bit weights, by the activations' type.
         check: Raises for what the target cannot have of a model, given its manifest; asked before the model is traced.
         command: The command line, for the manifest.
-        dump: Gets the graph after each step.
+        dump: Gets the graph after each pass.
 
     Raises:
         StillExportError: The model cannot be read or exported.
@@ -120,8 +120,8 @@ def _write_graph(
         dump("lower_program", lowered)
     said: dict[str, Any] = {}
     rounded: dict[str, float] = {}
-    steps = [
-        Step(attach_functions, "a runtime without kernels runs the bodies", requires=no_functions, ensures=bodies),
+    passes = [
+        Pass(attach_functions, "a runtime without kernels runs the bodies", requires=no_functions, ensures=bodies),
     ]
     if planned is not None:
         from still_export.graph.quantization.graph import quantize_graph
@@ -133,8 +133,8 @@ def _write_graph(
                 part["weights"] for role in said["quantization"]["roles"].values() for part in role if part["method"]
             )
 
-        steps.insert(0, Step(quantize, "fewer bits are asked for", requires=known_ops, ensures=imported))
-    run_steps(lowered, steps, dump)
+        passes.insert(0, Pass(quantize, "fewer bits are asked for", requires=known_ops, ensures=imported))
+    run_passes(lowered, passes, dump)
     said["ops"] = {
         **manifest["ops"],
         **{n: OPS[n].version for n in sorted({node.op_type for node in still_nodes(lowered)})},

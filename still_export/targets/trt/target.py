@@ -21,7 +21,7 @@ from still_graphs.passes.lower_opset import lowering
 from still_graphs.passes.lower_plugin_nodes import lower_plugin_nodes
 from still_graphs.passes.part_head import leave_head, no_head
 from still_graphs.passes.strip_functions import strip_functions
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import Pass
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -35,41 +35,41 @@ def ready(options: TrtOptions, say: Progress) -> None:
 
 lower_opset, lowered = lowering(21)
 OPENING = (
-    Step(
+    Pass(
         leave_head,
         "the runner asks no head that guesses tokens ahead",
         only=(SPECULATION,),
         requires=known_ops,
         ensures=no_head,
     ),
-    Step(
+    Pass(
         merge_linear_layers,
         "engines whose weights can be replaced have none of their products merged by the compiler",
         only=(FLOAT_WEIGHTS,),
         requires=known_ops,
         ensures=merged,
     ),
-    Step(
+    Pass(
         strip_functions,
         "the parser prefers a function over a plugin",
         requires=known_ops,
         ensures=no_functions,
     ),
-    Step(
+    Pass(
         fix_shapes,
         "dimensions that are left to be computed hide which are equal, and memory is reserved for them",
         ensures=fixed_shapes,
     ),
 )
-GREEDY = Step(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token)
+GREEDY = Pass(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token)
 CLOSING = (
-    Step(
+    Pass(
         lower_integers,
         "plugins take counts in int32, and hosts bind int32 alike everywhere",
         requires=gives_next_token,
         ensures=no_int64_io,
     ),
-    Step(
+    Pass(
         lower_plugin_nodes,
         "plugins get declared attributes, present inputs and int32 counts",
         requires=known_ops,
@@ -83,16 +83,16 @@ TRT = Target(
     DTYPES,
     Layout("TensorRT's INT4", (64, 128)),
     TrtOptions,
-    steps=(
+    passes=(
         *OPENING,
         GREEDY,
-        Step(
+        Pass(
             lower_opset,
             "10.3's parser reads opset 21, the first with quantized weights in blocks",
             requires=no_functions,
             ensures=lowered,
         ),
-        Step(
+        Pass(
             sum_products_in_float32,
             "a product of 16-bit numbers may be summed in half precision",
             ensures=products_sum_in_float32,

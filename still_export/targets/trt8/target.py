@@ -18,7 +18,7 @@ from still_export.targets.trt8.shapes import shape_before_widening, shaped_befor
 from still_export.targets.trt8.sigmoids import sigmoids_of_one_type, widen_sigmoids
 from still_graphs.conditions import known_ops, no_functions
 from still_graphs.passes.fix_shapes import fixed_shapes
-from still_graphs.pipelines import PLUGINS, Step, steps_of_ops
+from still_graphs.pipelines import PLUGINS, Pass, passes_of_ops
 
 
 def traits(options: TrtOptions) -> tuple[str, ...]:
@@ -48,15 +48,15 @@ TRT8 = replace(
     TRT,
     name="trt8",
     layout=LAYOUT,
-    steps=(
-        Step(
+    passes=(
+        Pass(
             norm_in_place,
             "8.6 compiles a norm of the first channels for prompts, but not for one token",
             requires=known_ops,
             ensures=whole_norms,
         ),
         *OPENING,
-        Step(
+        Pass(
             merge_heads,
             "no reshape parts a product from its attention; 8.6 tries each part in one layout instead of two",
             only=(ONE_ROW,),
@@ -64,26 +64,26 @@ TRT8 = replace(
             ensures=fixed_shapes,
         ),
         GREEDY,
-        *steps_of_ops(PLUGINS),
-        Step(
+        *passes_of_ops(PLUGINS),
+        Pass(
             lower_opset,
             "8.6 reads opset 17, and compiles what lies around a choice as one part",
             requires=no_functions,
             ensures=lowered,
         ),
-        Step(
+        Pass(
             shape_before_widening,
             "8.6 loses track of the type of a float32 reshape",
             requires=lowered,
             ensures=shaped_before_widening,
         ),
-        Step(
+        Pass(
             widen_sigmoids,
             "8.6 finds no kernels for a part with sigmoids of two types",
             requires=lowered,
             ensures=sigmoids_of_one_type,
         ),
-        Step(
+        Pass(
             reduce_angles,
             "8.6 computes sines of large angles in few digits",
             requires=lowered,

@@ -15,7 +15,7 @@ from still_graphs.conditions import known_ops, no_functions, no_int64_io, no_sti
 from still_graphs.passes.add_greedy_token import add_greedy_token, gives_next_token
 from still_graphs.passes.inline_functions import inline_functions
 from still_graphs.passes.lower_integers import lower_integers
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import Pass
 
 TRT_RTX = Target(
     RTX,
@@ -23,22 +23,22 @@ TRT_RTX = Target(
     DTYPES,
     Layout("TensorRT-RTX's INT4", (32, 64, 128), blocks_of_eight=True),
     RtxOptions,
-    steps=(
-        Step(inline_functions, "TensorRT-RTX has no plugins", requires=known_ops, ensures=no_still_nodes),
-        Step(
+    passes=(
+        Pass(inline_functions, "TensorRT-RTX has no plugins", requires=known_ops, ensures=no_still_nodes),
+        Pass(
             take_general_branches,
             "its builder checks both branches of an If for every shape",
             requires=no_functions,
             ensures=without("If"),
         ),
-        Step(
+        Pass(
             replace_nonzero,
             "TensorRT-RTX has no operator whose output size depends on data",
             requires=without("If"),
             ensures=without("NonZero"),
         ),
-        Step(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token),
-        Step(lower_integers, "hosts bind int32 alike everywhere", requires=gives_next_token, ensures=no_int64_io),
+        Pass(add_greedy_token, "greedy decoding stays on the device", ensures=gives_next_token),
+        Pass(lower_integers, "hosts bind int32 alike everywhere", requires=gives_next_token, ensures=no_int64_io),
     ),
     finish=partial(finish, plugins=False),
     lacks=("Experts",),

@@ -19,7 +19,7 @@ from still_graphs.conditions import no_functions, only_ops
 from still_graphs.edits import graphs_of
 from still_graphs.later_ir import ir
 from still_graphs.passes.dequantize_at_load import dequantize_at_load, float32_products
-from still_graphs.pipelines import Step
+from still_graphs.pipelines import Pass
 
 PREFILL_TOKENS = 256
 """Tokens of one prefill call: a page answers between two of them, and a call's memory is never given back."""
@@ -137,16 +137,16 @@ WEB = Target(
     ("float32",),
     ONNXRUNTIME,
     WebOptions,
-    steps=(
+    passes=(
         FUSE,
         STRIP,
-        Step(
+        Pass(
             dequantize_at_load,
             "it has no kernel for low-bit weights: each call would dequantize them",
             requires=no_functions,
             ensures=float32_products,
         ),
-        Step(
+        Pass(
             attach_own_functions,
             "its own ops are faster in bodies",
             requires=no_functions,

@@ -26,9 +26,9 @@ from still_export.targets.trt.options import TrtOptions
 from still_export.targets.trt.package import kernel_variants
 from tests.still_export import fake_tensorrt
 from tests.still_export.packages import needs_rtx, onnx_package, rtx_package, trt_package
+from tests.still_graphs.passes import run_passes
 from tests.still_graphs.protos import drop_attribute
 from tests.still_graphs.small_graph import SALIENT, small_graph
-from tests.still_graphs.steps import run_steps
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_a_graph_without_creator_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_kernels_of_a_graph() -> None:
     model = small_graph("float16")
-    run_steps(model, target_of("trt").steps)
+    run_passes(model, target_of("trt").passes)
     (node,) = (n for n in model.graph.node if n.op_type == "HybridAttention")
     drop_attribute(node, "chunk_size")
     node.attribute.append(onnx.helper.make_attribute("chunk_size", 64))
@@ -379,7 +379,7 @@ def test_kernels_of_a_graph() -> None:
 
 def test_a_layer_without_kernel_is_refused_before_anything_is_compiled() -> None:
     model = small_graph("float16")
-    run_steps(model, target_of("trt").steps)
+    run_passes(model, target_of("trt").passes)
     with pytest.raises(UnsupportedError, match=r"covers attention: chunk_size=8; the kernels have one of .* --to onnx"):
         kernel_variants(ir.from_proto(model))
     (node,) = (n for n in model.graph.node if n.op_type == "HybridAttention")

@@ -18,7 +18,7 @@ from still_export.graph.trace import trace_model
 from still_export.targets.ort.scales import part_scales
 from still_export.targets.ort.target import ON_GPUS, THREE
 from tests.still_export.tiny import DENSE, MIXED, still_model
-from tests.still_graphs.steps import attach_functions, run_steps
+from tests.still_graphs.passes import attach_functions, run_passes
 from tests.still_graphs.written import outputs_of, outputs_of_calls
 
 CASES: list[Any] = [
@@ -59,7 +59,7 @@ def test_fused_nodes_compute_the_same(family: str, dtype: torch.dtype, layer_typ
     assert not any(i.name.endswith("0.self_attn.q_proj.weight") for i in merged.graph.initializer)
     joined = onnx.ModelProto()
     joined.CopyFrom(merged)
-    counts = run_steps(joined, ON_GPUS)
+    counts = run_passes(joined, ON_GPUS)
     of_each = len(layer_types) if dtype == torch.float16 else 0
     assert counts["fuse_all_gates"] == counts["fuse_rotary_embeddings"] == of_each
     for graph in (plain, fused, merged, joined):

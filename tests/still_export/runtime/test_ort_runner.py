@@ -24,7 +24,7 @@ from still_export.runtime.sampling import RunError, Sampling
 from still_kernels.greedy_token.fuse import add_greedy_node
 from tests.still_export.conftest import Exporter
 from tests.still_export.tiny import CHUNK, MIXED, VOCAB
-from tests.still_graphs.steps import applied, attach_functions
+from tests.still_graphs.passes import applied, attach_functions
 from tests.tolerances import MODEL
 
 pytestmark = pytest.mark.slow  # each exports a model

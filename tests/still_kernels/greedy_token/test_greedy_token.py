@@ -14,7 +14,7 @@ from still_graphs.ops import DOMAIN
 from still_graphs.passes.add_greedy_token import add_greedy_token
 from still_graphs.passes.lower_opset import lowering
 from still_kernels.greedy_token.plan import Inputs
-from tests.still_graphs.steps import applied
+from tests.still_graphs.passes import applied
 
 pytest.importorskip("triton")
 cases = pytest.importorskip("tests.still_kernels.greedy_token.cases")

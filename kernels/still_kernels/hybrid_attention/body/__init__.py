@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from still_graphs.functions.builder import FLOAT, Body, Scope
-from still_kernels.hybrid_attention.body.decode import Step, write_decode
+from still_kernels.hybrid_attention.body.decode import DecodeIndex, write_decode
 from still_kernels.hybrid_attention.body.general import General
 from still_kernels.hybrid_attention.body.layer import Layer
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
@@ -23,15 +23,15 @@ def function_body(node: onnx.NodeProto, dtype: int, opset: int, dims: Mapping[st
     def branch(suffix: str) -> tuple[Scope, dict[str, str]]:
         return Scope(scope), {n: f"{n}_{suffix}" for n in names}
 
-    step = Step(layer) if layer.local == "chunked" else None
+    index = DecodeIndex(layer) if layer.local == "chunked" else None
     general, general_names = branch("general")
     General(general, layer).write(general_names)
     general_graph = general.graph("general", list(zip(general_names.values(), types, strict=True)))
-    if step:
+    if index:
         short, short_names = branch("decode")
-        write_decode(short, layer, step, short_names)
+        write_decode(short, layer, index, short_names)
         short_graph = short.graph("decode", list(zip(short_names.values(), types, strict=True)))
-        scope.multi("If", step.condition, out=names, then_branch=short_graph, else_branch=general_graph)
+        scope.multi("If", index.condition, out=names, then_branch=short_graph, else_branch=general_graph)
     else:
         scope.nodes.extend(general_graph.node)
         for name in names:

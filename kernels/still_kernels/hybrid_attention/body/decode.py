@@ -11,7 +11,7 @@ from still_kernels.hybrid_attention.body.layer import MASKED, Layer
 from still_kernels.hybrid_attention.body.saliency import self_saliency
 
 
-class Step:
+class DecodeIndex:
     """Index tensors of a decode step, `condition` for one; S = 2C slots of the ring."""
 
     def __init__(self, layer: Layer) -> None:
@@ -56,7 +56,7 @@ class Step:
         self.held = b.reshape(layer.held_rows(b), -1, 1, 1, 1)  # salient rows cached
 
 
-def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) -> None:
+def write_decode(b: Scope, layer: Layer, index: DecodeIndex, outputs: dict[str, str]) -> None:
     """Write the branch; `outputs` maps each output of the op to the name it must get."""
     chunk = layer.chunk
     rows = (0, layer.heads, 1, layer.dim)
@@ -67,24 +67,24 @@ def write_decode(b: Scope, layer: Layer, step: Step, outputs: dict[str, str]) ->
     ring = {}
     for name in ("key", "value"):
         out = outputs[f"present_window_{name}"]
-        ring[name] = layer.wide(b, b("ScatterND", f"past_window_{name}", step.ring_index, name, out=out))
+        ring[name] = layer.wide(b, b("ScatterND", f"past_window_{name}", index.ring_index, name, out=out))
 
     grouped = b.reshape(scaled, 0, layer.kv_heads, -1, layer.dim)
     logits = b("MatMul", grouped, b("Transpose", ring["key"], perm=[0, 1, 3, 2]))
     logits = b.reshape(logits, 0, layer.heads, 1, -1)  # [B, H, 1, S]
-    own = b("GatherElements", logits, step.own_index, axis=3)
+    own = b("GatherElements", logits, index.own_index, axis=3)
     last_slot = b("Equal", b("Mod", b.arange(2 * chunk), chunk), chunk - 1) if layer.saliency != "margin" else ""
-    score = self_saliency(b, layer, logits, own, step.others, "", step.own, last_slot, step.rest)
-    b("ScatterND", "past_window_score", step.score_index, score, out=outputs["present_window_score"])
+    score = self_saliency(b, layer, logits, own, index.others, "", index.own, last_slot, index.rest)
+    b("ScatterND", "past_window_score", index.score_index, score, out=outputs["present_window_score"])
 
-    logits = b("Add", logits, step.mask)
+    logits = b("Add", logits, index.mask)
     if layer.salient:
         salient_q = scaled if layer.per_query_head else grouped
         by_cache = b("MatMul", salient_q, b("Transpose", layer.wide(b, "past_salient_key"), perm=[0, 1, 3, 2]))
         if not layer.per_query_head:
             by_cache = b.reshape(by_cache, 0, layer.heads, 1, -1)
         slots = b.dim("past_salient_key", 2)
-        by_cache = b("Where", b("Less", b.arange(slots), step.held), by_cache, MASKED)
+        by_cache = b("Where", b("Less", b.arange(slots), index.held), by_cache, MASKED)
         logits = b("Concat", logits, by_cache, axis=3)
     p = b("Softmax", logits, axis=-1)
     share = b("ReduceMax", p, [-1])  # 1 / sum of e^(s - m): the largest term is e^0

@@ -8,7 +8,7 @@ namespace
 {
 
 using still_cpu::Kept;
-using still_cpu::hybrid::Step;
+using still_cpu::hybrid::Piece;
 using still_cpu::hybrid::Task;
 using still_cpu::hybrid::Tensors;
 
@@ -18,12 +18,12 @@ struct Head
 {
     Layer const& l;
     Tensors const& x;
-    Step const& s;
+    Piece const& s;
     int head, kv_head, current, previous; // the two latter: first slot of the chunks in the ring
     float factor;                         // of logits
 
     explicit Head(Task const& task)
-        : l(*task.layer), x(*task.tensors), s(*task.step), head(task.head), kv_head(task.head / l.group()),
+        : l(*task.layer), x(*task.tensors), s(*task.piece), head(task.head), kv_head(task.head / l.group()),
           current(static_cast<int>(s.chunk % 2) * l.chunk), previous(l.chunk - current),
           factor(1 / __builtin_sqrtf(static_cast<float>(l.dim)))
     {

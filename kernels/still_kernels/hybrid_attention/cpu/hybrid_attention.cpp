@@ -12,7 +12,7 @@ namespace still_cpu::hybrid
 namespace
 {
 
-// A call, and the step of it that is being worked on.
+// A call, and the pieces of it that are being worked on.
 struct Call
 {
     Layer const& layer;
@@ -20,7 +20,7 @@ struct Call
     Kernels const& kernels;
     Host& host;
     int batch;
-    Step* steps = nullptr; // rows that take part
+    Piece* pieces = nullptr; // rows that take part
     int count = 0;
     int most_tasks = 0; // of one head of one sequence, blocks or parts
     // Scratch.
@@ -37,7 +37,7 @@ struct Call
     float* folded_scales = nullptr; // of both
     float* ranked = nullptr; // [B, HS, C]
 
-    size_t selection(Step const& s, int head) const
+    size_t selection(Piece const& s, int head) const
     {
         return static_cast<size_t>(s.row) * static_cast<size_t>(layer.select_heads()) + static_cast<size_t>(head);
     }
@@ -53,7 +53,7 @@ struct Call
         return {rows + own * block_bytes(), folded_scales + scales};
     }
 
-    Task task(Step const& s, int head, size_t lane) const
+    Task task(Piece const& s, int head, size_t lane) const
     {
         size_t const own = selection(s, head / (layer.heads / layer.select_heads())), chunk = static_cast<size_t>(layer.chunk);
         return {&layer, &tensors, &s, head, leaving + own * chunk, layer.sliding && layer.salient ? previous + own * chunk : nullptr,
@@ -63,13 +63,13 @@ struct Call
 
 constexpr int64_t kFewTokens = 8; // of a sequence in a call: up to so many are computed as calls of one token compute them, bit for bit
 
-int part_count(Step const& s)
+int part_count(Piece const& s)
 {
     return static_cast<int>(std::max<int64_t>(1, (s.held + kPartSlots - 1) / kPartSlots));
 }
 
 // A step's only token, with a kernel of its own.
-bool single(Layer const& l, Step const& s)
+bool single(Layer const& l, Piece const& s)
 {
     return s.count == 1 && !l.sliding;
 }
@@ -85,7 +85,7 @@ void select(Call& call, size_t index, size_t)
 {
     Layer const& l = call.layer;
     size_t const heads = static_cast<size_t>(l.select_heads());
-    Step const& s = call.steps[index / heads];
+    Piece const& s = call.pieces[index / heads];
     int const head = static_cast<int>(index % heads);
     size_t const own = call.selection(s, head), chunk = static_cast<size_t>(l.chunk);
     Selection const selection{&l, &call.tensors, s.row, head, call.ranked + own * chunk};
@@ -103,7 +103,7 @@ void select(Call& call, size_t index, size_t)
 void promote(Call& call, size_t index, size_t lane)
 {
     size_t const heads = static_cast<size_t>(call.layer.heads);
-    Step const& s = call.steps[index / heads];
+    Piece const& s = call.pieces[index / heads];
     if (s.promotes)
         call.kernels.promote(call.task(s, static_cast<int>(index % heads), lane));
 }
@@ -112,7 +112,7 @@ void write_ring(Call& call, size_t index, size_t)
 {
     Layer const& l = call.layer;
     size_t const heads = static_cast<size_t>(l.kv_heads), bytes = static_cast<size_t>(l.dim * l.element_size());
-    Step const& s = call.steps[index / heads];
+    Piece const& s = call.pieces[index / heads];
     size_t const head = index % heads;
     size_t const slot = (static_cast<size_t>(s.row) * heads + head) * static_cast<size_t>(2 * l.chunk)
                         + static_cast<size_t>(s.chunk % 2 * l.chunk + s.offset);
@@ -133,7 +133,7 @@ void attend(Call& call, size_t index, size_t lane)
 {
     Layer const& l = call.layer;
     size_t const units = static_cast<size_t>(call.most_tasks), heads = static_cast<size_t>(l.heads);
-    Step const& s = call.steps[index / units / heads];
+    Piece const& s = call.pieces[index / units / heads];
     int const head = static_cast<int>(index / units % heads), unit = static_cast<int>(index % units);
     if (single(l, s))
     {
@@ -150,7 +150,7 @@ void attend(Call& call, size_t index, size_t lane)
 void combine(Call& call, size_t index, size_t lane)
 {
     size_t const heads = static_cast<size_t>(call.layer.heads);
-    Step const& s = call.steps[index / heads];
+    Piece const& s = call.pieces[index / heads];
     int const parts = part_count(s);
     if (single(call.layer, s) && parts > 1)
         call.kernels.combine(call.task(s, static_cast<int>(index % heads), lane), parts,
@@ -170,7 +170,7 @@ bool next_step(Call& call, int64_t const* past, int64_t const* brought)
         int64_t const left = brought[row] - done[row], position = past[row] + done[row];
         if (left <= 0)
             continue;
-        Step s{};
+        Piece s{};
         s.row = row;
         s.chunk = position / l.chunk;
         s.offset = static_cast<int>(position % l.chunk);
@@ -180,7 +180,7 @@ bool next_step(Call& call, int64_t const* past, int64_t const* brought)
         s.held = std::min<int64_t>(l.slots, l.salient * std::max<int64_t>(0, s.chunk - 1));
         done[row] += s.count;
         call.most_tasks = std::max(call.most_tasks, single(l, s) ? part_count(s) : (s.count + kBlockRows - 1) / kBlockRows);
-        call.steps[call.count++] = s;
+        call.pieces[call.count++] = s;
     }
     return call.count > 0;
 }
@@ -192,7 +192,7 @@ void run_step(Call& call)
     bool promotes = false, split = false, alone = true;
     for (int i = 0; i < call.count; ++i)
     {
-        Step const& s = call.steps[i];
+        Piece const& s = call.pieces[i];
         promotes |= s.promotes;
         split |= single(l, s) && part_count(s) > 1;
         alone &= s.count == 1;
@@ -222,7 +222,7 @@ void lay_out(Call& call, Scratch& scratch, int64_t tokens)
     call.parts = static_cast<int>(std::max<int64_t>(1, (l.slots + kPartSlots - 1) / kPartSlots));
     call.lanes = std::min(kMaxLanes, batch * heads * std::max<size_t>(blocks, static_cast<size_t>(call.parts)));
     call.done = scratch.take<int64_t>(batch);
-    call.steps = scratch.take<Step>(batch);
+    call.pieces = scratch.take<Piece>(batch);
     call.rooms = scratch.take_rooms(call.lanes, call.kernels.room(l));
     call.partials = scratch.take<float>(call.parts > 1 ? batch * heads * static_cast<size_t>(call.parts) * partial_size(l) : 0);
     call.leaving = scratch.take<uint8_t>(selections * chunk);

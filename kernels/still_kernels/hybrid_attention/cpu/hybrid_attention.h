@@ -92,7 +92,7 @@ struct Tensors
 };
 
 // The tokens that one row brings to a step: they lie in one chunk.
-struct Step
+struct Piece
 {
     int row;
     int64_t chunk; // absolute
@@ -126,7 +126,7 @@ struct Task
 {
     Layer const* layer;
     Tensors const* tensors;
-    Step const* step;
+    Piece const* piece;
     int head;
     uint8_t const* leaving_salient;  // of the chunk that is promoted, [C]: stays in softmax
     uint8_t const* previous_salient; // of the previous chunk, [C]; sliding windows only

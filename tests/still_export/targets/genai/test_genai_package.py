@@ -175,9 +175,9 @@ def test_softmax_layers_in_8_bits_are_refused_before_a_weight_is_read(tmp_path: 
 
 def test_a_capacity_without_rows_is_refused() -> None:
     """Where a state would have none, genai would take its dimension for an unknown one."""
-    from still_export.targets.genai.package import STEPS
+    from still_export.targets.genai.package import PASSES
+    from tests.still_graphs.passes import run_passes
     from tests.still_graphs.small_graph import small_graph
-    from tests.still_graphs.steps import run_steps
 
     model = small_graph()
     onnx.helper.set_model_props(model, {"still.capacity": '{"capacity_tokens": 0, "bounded": true}'})
@@ -185,7 +185,7 @@ def test_a_capacity_without_rows_is_refused() -> None:
         if "window" in info.name or "salient" in info.name:
             info.type.tensor_type.shape.dim[1].dim_value = 0
     with pytest.raises(UnsupportedError, match="have no row at this capacity"):
-        run_steps(model, STEPS)
+        run_passes(model, PASSES)
 
 
 @pytest.mark.slow

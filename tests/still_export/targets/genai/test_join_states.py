@@ -11,14 +11,14 @@ import onnx
 import pytest
 
 from still_export.targets.genai.join_states import RECURRENT
-from still_export.targets.genai.package import STEPS as PASSES
+from still_export.targets.genai.package import PASSES
 from still_graphs.errors import UnsupportedError
 from still_graphs.functions.joined import part_of
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_graphs.genai_host import GenaiHost
 from tests.still_graphs.node_model import session
+from tests.still_graphs.passes import run_passes
 from tests.still_graphs.small_graph import CODES, HYBRID, SIZES, VOCABULARY, small_graph
-from tests.still_graphs.steps import run_steps
 from tests.still_graphs.written import outputs_of_calls
 
 CAPACITY = 120
@@ -42,7 +42,7 @@ def with_capacity(model: onnx.ModelProto) -> onnx.ModelProto:
 def joined(form: str = "float32") -> onnx.ModelProto:
     dtype, spec = FORMS[form]
     model = with_capacity(small_graph(dtype, spec=spec))
-    counts = run_steps(model, PASSES)
+    counts = run_passes(model, PASSES)
     assert counts == {
         "join_states": 4,
         "take_lengths_from_mask": 3,
@@ -181,7 +181,7 @@ def test_codes_and_scales_have_one_account(library: str, entry: int, change: str
 
 def test_without_a_capacity_there_is_no_size() -> None:
     with pytest.raises(UnsupportedError, match=r"has no still.capacity"):
-        run_steps(small_graph(), PASSES)
+        run_passes(small_graph(), PASSES)
 
 
 def test_layers_of_different_sizes_are_refused() -> None:
@@ -203,4 +203,4 @@ def test_layers_of_different_sizes_are_refused() -> None:
     second.output[:] = [f"{name}.other" if name else "" for name in first.output]
     model.graph.node.append(second)
     with pytest.raises(UnsupportedError, match=r"layers 0 and 1 have states of different sizes"):
-        run_steps(model, PASSES)
+        run_passes(model, PASSES)

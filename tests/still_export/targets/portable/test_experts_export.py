@@ -25,7 +25,7 @@ from tests.still_export.expert_models import SPARSE, expert_model
 from tests.still_export.models.test_expert_families import calm_seed
 from tests.still_export.targets.portable.test_linear_export import call
 from tests.still_export.tiny import plain_model
-from tests.still_graphs.steps import run_steps
+from tests.still_graphs.passes import run_passes
 
 FEW = ("granitemoehybrid",)
 CASES = [pytest.param(f, marks=pytest.mark.slow if f in FEW else pytest.mark.long) for f in SPARSE]
@@ -51,7 +51,7 @@ def covered_on_gpus(package: Path) -> None:
     """Kernels of GPUs cover router and experts in ONNX Runtime and, as plugins, in TensorRT."""
     assert {"Route", "Experts"} <= variants_for_cuda(package / "portable.onnx").keys()
     graph = onnx.load(package / "portable.onnx", load_external_data=False)
-    run_steps(graph, target_of("trt").steps)
+    run_passes(graph, target_of("trt").passes)
     assert {"Route", "Experts"} <= kernel_variants(onnx_ir.from_proto(graph)).keys()
 
 

@@ -29,8 +29,8 @@ from still_kernels.registry import kernels_of
 from tests.still_export.fake_engine import restore_bodies
 from tests.still_export.packages import needs_rtx
 from tests.still_export.tiny import DENSE, MIXED, still_model
+from tests.still_graphs.passes import applied, attach_functions, run_passes
 from tests.still_graphs.protos import dimensions, initializers
-from tests.still_graphs.steps import applied, attach_functions, run_steps
 from tests.still_graphs.written import outputs_of_calls
 
 INLINED = (inline_functions, take_general_branches, replace_nonzero, add_greedy_token, lower_opset, lower_integers)
@@ -80,7 +80,7 @@ def activations(node: onnx.NodeProto) -> list[str]:
 def test_lowering_keeps_the_numbers(family: str, target: str, one_row: bool) -> None:
     model = onnx.ModelProto.FromString(portable_mixed(family))
     expected = answers(model)
-    run_steps(model, target_of(target).steps, traits=("one row",) if one_row else ())
+    run_passes(model, target_of(target).passes, traits=("one row",) if one_row else ())
     constants = {n.output[0] for n in model.graph.node if n.op_type == "Constant"} | set(initializers(model.graph))
     attended = {name for n in model.graph.node if n.domain == DOMAIN for name in (*activations(n), n.output[0])}
     shapes = dimensions(model.graph)
@@ -114,7 +114,7 @@ def test_strongly_typed_parser_reads_the_lowered_graph(family: str, dtype: torch
     model = portable(family, dtype, still)
     plugins = onnx.ModelProto()
     plugins.CopyFrom(model)
-    run_steps(plugins, target_of("trt").steps)
+    run_passes(plugins, target_of("trt").passes)
     onnx.checker.check_model(plugins)
     calls = [call for node, call in _plugin_calls(onnx_ir.from_proto(plugins)) if node.op_type == "HybridAttention"]
     (variant,) = {kernels_of("HybridAttention").variant_of(call) for call in calls}  # chunks are too small for kernels

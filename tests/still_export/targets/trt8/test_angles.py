@@ -7,7 +7,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from still_export.targets.trt8.angles import angles_reduced, reduce_angles
-from tests.still_graphs.steps import applied
+from tests.still_graphs.passes import applied
 from tests.still_graphs.written import outputs_of, parsed
 
 SIZE = 5

@@ -60,5 +60,5 @@ def test_latents_are_normalized_in_place_for_tensorrt_8(tmp_path: Path) -> None:
     linear_model("kimi_linear").save_pretrained(tmp_path / "model")
     package = portable_package(ExportOptions(str(tmp_path / "model")), tmp_path / "package", "trt8")
     graph = ir.load(package.path / "portable.onnx")
-    assert norm_in_place in [step.run for step in target_of("trt8").steps] and norm_in_place(graph) > 0
+    assert norm_in_place in [step.run for step in target_of("trt8").passes] and norm_in_place(graph) > 0
     assert any(name.endswith("kv_a_layernorm.weight+ones") for name in graph.graph.initializers)

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from still_export.targets.trt8.shapes import shape_before_widening, shaped_before_widening
-from tests.still_graphs.steps import applied
+from tests.still_graphs.passes import applied
 from tests.still_graphs.written import outputs_of, parsed
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 
 from still_export.targets.trt8.sigmoids import sigmoids_of_one_type, widen_sigmoids
-from tests.still_graphs.steps import applied
+from tests.still_graphs.passes import applied
 from tests.still_graphs.written import outputs_of, parsed
 
 

@@ -32,7 +32,7 @@ from tests.still_export.serving.conftest import TEMPLATE
 from tests.still_export.tiny import CHUNK, VOCAB, still_model
 from tests.still_export.training import byte_tokenizer
 from tests.still_export.verbs import call
-from tests.still_graphs.steps import applied, run_steps
+from tests.still_graphs.passes import applied, run_passes
 
 FOLDED = {"session.disable_quant_qdq": "1"}
 """What the browser's runner asks of a session."""
@@ -172,7 +172,7 @@ def test_an_op_that_browsers_lack_is_named(small: onnx.ModelProto) -> None:
     small.graph.node[0].domain = "com.microsoft"
     small.opset_import.add(domain="com.microsoft", version=1)
     with pytest.raises(UnsupportedError, match=r"after the pass attach_own_functions.*nodes that the host has not"):
-        run_steps(small, web.WEB.steps, traits=web.WEB.traits(OrtOptions()))
+        run_passes(small, web.WEB.passes, traits=web.WEB.traits(OrtOptions()))
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def small() -> onnx.ModelProto:
     from tests.still_graphs.small_graph import small_graph
 
     model = small_graph()
-    run_steps(model, web.WEB.steps, traits=web.WEB.traits(OrtOptions()))
+    run_passes(model, web.WEB.passes, traits=web.WEB.traits(OrtOptions()))
     return model
 
 

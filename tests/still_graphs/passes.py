@@ -1,4 +1,4 @@
-"""Steps and passes, which take onnx_ir's models, run over protobuf ones, which tests build, check and run."""
+"""Passes, which take onnx_ir's models, run over protobuf ones, which tests build, check and run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from still_graphs import pipelines
 from still_graphs.conditions import whole
 from still_graphs.passes import attach_functions as passes
-from still_graphs.pipelines import Dump, Step
+from still_graphs.pipelines import Dump, Pass
 
 
 def applied(run: Callable[..., Any], model: onnx.ModelProto, *arguments: Any, **named: Any) -> Any:
@@ -23,11 +23,11 @@ def applied(run: Callable[..., Any], model: onnx.ModelProto, *arguments: Any, **
     return result
 
 
-def run_steps(
-    model: onnx.ModelProto, steps: Sequence[Step], dump: Dump | None = None, traits: Collection[str] = ()
+def run_passes(
+    model: onnx.ModelProto, order: Sequence[Pass], dump: Dump | None = None, traits: Collection[str] = ()
 ) -> dict[str, int]:
-    """`still_graphs.pipelines.run_steps` over `model`, in place."""
-    counts: dict[str, int] = applied(pipelines.run_steps, model, steps, dump, traits)
+    """`still_graphs.pipelines.run_passes` over `model`, in place."""
+    counts: dict[str, int] = applied(pipelines.run_passes, model, order, dump, traits)
     return counts
 
 
