@@ -24,9 +24,9 @@ def option(default: Any, text: str, **more: Any) -> Any:
         default: Without the flag.
         text: The flag's help.
         more: `flag`: its name, where that is not the field's with dashes. `shown`: the default in words. `panel`: title of the flags that
-            it stands among. `least`, `most`: smallest and largest number. `below`: what it is smaller than. `choices`: all that it may
-            be, of which the flag says nothing. `commas`: of a tuple, values stand in one text; otherwise the flag is repeated. `env`:
-            variable of the environment that stands for the flag.
+            it stands among. `least`, `most`: smallest and largest number. `above`, `below`: what it is larger and smaller than.
+            `choices`: all that it may be, of which the flag says nothing. `commas`: of a tuple, values stand in one text; otherwise the
+            flag is repeated. `env`: variable of the environment that stands for the flag.
     """
     return field(default=default, metadata={"help": text, **more})
 
@@ -57,6 +57,8 @@ def check_options(record: Any) -> None:
             raise unknown(value, allowed["choices"], typed)
         if "least" in allowed and value < allowed["least"]:
             raise ConfigError(f"{typed}: it must be at least {allowed['least']}.")
+        if "above" in allowed and value <= allowed["above"]:
+            raise ConfigError(f"{typed}: it must be more than {allowed['above']}.")
         if "most" in allowed and value > allowed["most"]:
             raise ConfigError(f"{typed}: it must be at most {allowed['most']}.")
         if "below" in allowed and value >= allowed["below"]:

@@ -27,7 +27,7 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL
 from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model, open_source
-from still_export.options import option
+from still_export.options import check_options, option
 from still_export.texts.files import read_text
 from still_export.texts.tasks import TaskWriter, task_named
 from still_export.texts.texts import check_ids, tokenize
@@ -36,6 +36,9 @@ VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts
 TEACHER, CODE = "teacher", "code"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
+
+
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class EvaluationOptions:
     depths: int = option(10, "Depths at which the fact is hidden.", least=1)
     samples: int = option(4, "Prompts for each task, length and depth.", least=1)
     seed: int = option(0, "Of the prompts.")
-    chat: int = option(0, "Questions of a chat whose answers' ends are counted, at most 50.", least=0)
+    chat: int = option(0, "Questions of a chat whose answers' ends are counted.", least=0, most=len(CHAT))
     chat_lengths: tuple[int, ...] = option(
         (0,), "Tokens of the first text before each of them, which then ask about it; 0 = none.", commas=True, shown="0"
     )
@@ -74,20 +77,19 @@ class EvaluationOptions:
     teacher: str | None = option(None, "The softmax model that MODEL was made from.")
     tokenizer: str | None = option(None, "Folder of the tokenizer, if not beside the model.")
     dtype: str = option("auto", "auto, float32, float16 or bfloat16.")
-    device: str = option("auto", "auto, cpu or cuda; a package runs where its runtime does.")
+    device: str = option("auto", "auto, cpu or cuda; a package runs where its runtime does.", choices=DEVICES)
     runtime: str | None = option(None, "Of packages: ort, trt or torch.", shown="the package's target")
     provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
     threads: int = option(0, "Of packages; 0 = the runtime's choice.", least=0)
 
     def __post_init__(self) -> None:
+        check_options(self)
         for name in self.tasks:
             if name not in (CODE, *MAKERS):
                 task_named(name, (CODE, *MAKERS))
         for name in self.variants:
             if name not in VARIANTS:
                 raise unknown(name, VARIANTS, f"the variant {name!r}")
-        if not 0 <= self.chat <= len(CHAT):
-            raise ConfigError(f"--chat {self.chat}: there are {len(CHAT)} questions. Choose as many at most.")
         if any(self.chat_lengths) and not (self.chat and self.texts):
             raise ConfigError(
                 "--chat-lengths puts a text before the questions of --chat: give --chat, and the text with --text."
@@ -97,9 +99,8 @@ class EvaluationOptions:
                 raise ConfigError(
                     f"--chat-lengths {length}: a question alone takes {LONGEST_QUESTION} tokens. Use 0 or more tokens."
                 )
-        shortest = min((*self.context_lengths, *self.lengths, self.by_position or 2))
-        if shortest < 2 or self.depths < 1 or self.samples < 1:
-            raise ConfigError("--lengths, --depths and --samples must be positive, --contexts at least 2 tokens.")
+        if min((*self.context_lengths, *self.lengths, self.by_position or 2)) < 2:
+            raise ConfigError("--lengths, --contexts and --by-position are of at least 2 tokens.")
 
 
 @dataclass
@@ -300,8 +301,10 @@ def pick_device(name: str) -> torch.device:
     """The device that `name` means; auto is CUDA where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"--device {name}: not on this machine. Known: auto, cpu, cuda.")
+    if name not in DEVICES:
+        raise unknown(name, DEVICES, f"--device {name}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no such device here. Leave it out: the CPU computes.")
     return torch.device(name)
 
 

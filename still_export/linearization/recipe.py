@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
@@ -78,7 +77,7 @@ class Recipe:
         None, "Weight of the softmax terms against the linear ones, one for all layers or one each."
     )
     window_factor_scale: float = option(
-        1.0, "Multiplies the weights that the run starts with; an adapter's grow with the length it will read."
+        1.0, "Multiplies the weights that the run starts with; an adapter's grow with the length it will read.", above=0
     )
     learn_window_factors: bool = option(False, "Both stages train them, one per query head, at stage 1's rate.")
     low_rank_gates: bool = option(
@@ -116,6 +115,7 @@ class Recipe:
     micro_batch_size: int | None = option(
         None,
         "Rows of one pass on one process, whose gradients add up, or as many tokens in rows of other lengths; default: all.",
+        least=1,
     )
     lora_rank: int = option(8, "Rank of LoRA.", least=1)
     lora_alpha: float = option(16.0, "Scale of LoRA times its rank.")
@@ -129,7 +129,9 @@ class Recipe:
         choices=("student", "base"),
     )
     retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.", least=0, below=1)
-    natural: float = option(0.0, "Share of them in natural forms (prose, code, tables, dialogue), many asked in chat.")
+    natural: float = option(
+        0.0, "Share of them in natural forms (prose, code, tables, dialogue), many asked in chat.", least=0, most=1
+    )
     answer_weight: float = option(10.0, "Loss weight of their answers' tokens.", least=0)
     answer_share: float = option(
         0.0,
@@ -167,10 +169,8 @@ class Recipe:
             if value is not None:
                 object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
         check_options(self)
-        if not 0 <= self.natural <= 1 or self.retrieval + self.chat > 1:
-            raise ConfigError(
-                f"--natural {self.natural} --retrieval {self.retrieval} --chat {self.chat}: shares, the last two of one whole."
-            )
+        if self.retrieval + self.chat > 1:
+            raise ConfigError(f"--retrieval {self.retrieval} --chat {self.chat}: shares of one whole.")
         if self.chat and not self.chat_file:
             raise ConfigError(f"--chat {self.chat} needs conversations: name their file with --chat-file.")
         for length in self.row_lengths or ():
@@ -179,8 +179,6 @@ class Recipe:
                     f"--row-lengths {length}: {self.batch_size} x {self.row_tokens} tokens of a step are not whole "
                     "rows of it."
                 )
-        if self.window_factor_scale <= 0:
-            raise ConfigError(f"--window-factor-scale {self.window_factor_scale}: it must be positive.")
         self._check_mixer()
         self._check_budget()
         shortest = min(self.row_lengths or (self.row_tokens,))
@@ -189,9 +187,9 @@ class Recipe:
                 f"--sequence-length {shortest}: rows of at most two chunks ({2 * self.chunk_size} tokens) are softmax "
                 "throughout, so stage 1 has nothing to train. Use longer rows or a smaller --chunk-size."
             )
-        if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ConfigError(
-                f"--micro-batch-size {self.micro_batch_size} is outside 1 to --batch-size {self.batch_size}."
+                f"--micro-batch-size {self.micro_batch_size} is more than --batch-size {self.batch_size}."
             )
 
     def _check_budget(self) -> None:
@@ -223,10 +221,10 @@ class Recipe:
             raise ConfigError(
                 f"--transfer-steps {self.transfer_steps}: {self.mixer} has no parameters of its own, so there is no stage 1. Set it to 0."
             )
-        unknown = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
-        if unknown:
+        foreign = sorted(set(self.layer_types or ()) - {"full_attention", self.layer})
+        if foreign:
             raise ConfigError(
-                f"--layer-types names {', '.join(unknown)}; with --mixer {self.mixer} layers are full_attention or {self.layer}."
+                f"--layer-types names {', '.join(foreign)}; with --mixer {self.mixer} layers are full_attention or {self.layer}."
             )
 
     @property
@@ -342,9 +340,7 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
             )
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
-                raise ConfigError(f"{path} has the unknown option {name!r}.{hint}")
+                raise unknown(name, known, f"{path}: the option {name!r}")
         for name in ("base", "tokenizer", "start", "chat_file"):
             if isinstance(values.get(name), str):
                 values[name] = _beside(path, values[name])

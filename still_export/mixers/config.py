@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -65,9 +64,7 @@ class LayersConfig:
         known = [*own, *DEPLOYMENT]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
-                raise ConfigError(f"{source} has the unknown field {name!r}.{hint}")
+                raise unknown(name, known, f"{source}: the field {name!r}")
         for kind in (cls, Deployment):
             check_types(kind, values, source, ConfigError)
         try:

@@ -270,7 +270,7 @@ def refused(found: Path) -> None:
     speculative = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}
     cases: dict[str, tuple[Path, dict[str, Any], str]] = {
         "softmax only": (softmax, {}, "no layer of this STILL model is linearized"),
-        "another version": (changed("other", still={"salient_heads": 3}), {}, "unknown field 'salient_heads'"),
+        "another version": (changed("other", still={"salient_heads": 3}), {}, "the field 'salient_heads' is unknown"),
         "beyond the model's positions": (good, {"max_model_len": 1025}, "max_model_len \\(1025\\)"),
         "beyond the capacity": (short, {"max_model_len": 600}, "max-model-len 600 exceeds capacity_tokens=512"),
         "speculative decoding": (good, speculative, "speculative decoding needs states"),
