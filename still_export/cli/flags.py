@@ -23,11 +23,13 @@ def add_verb(
     records: Collection[str] = (),
     without: Collection[str] = (),
     targets: bool = False,
+    finders: bool = False,
 ) -> None:
-    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets`;
-    the help has it in `panel`."""
+    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets` and
+    `finders`; the help has it in `panel`."""
     kinds = [getattr(import_module(r.rpartition(".")[0]), r.rpartition(".")[2]) for r in records if whole]
     flags = [flag for kind in kinds for flag in flags_of(kind, without)] + (target_flags() if whole and targets else [])
+    flags += finder_flags() if whole and finders else []
     app.command(verb.__name__.replace("_", "-"), epilog=epilog, rich_help_panel=panel)(with_flags(verb, *flags))
 
 
@@ -71,6 +73,14 @@ def target_flags() -> list[inspect.Parameter]:
         more["panel"] = f"With --to {', '.join(to for to, _ in found)}"
         flags.append(_flag(found[0][1], entries[0][1], **more))
     return flags
+
+
+def finder_flags() -> list[inspect.Parameter]:
+    """`--find-NAME` of everything that measures layers."""
+    from still_export.linearization.recipe import FINDERS
+
+    named = ((name, typer.Option(f"--find-{name}", help=found.text)) for name, found in FINDERS.items())
+    return [_keyword(f"find_{name}", Annotated[bool | None, option]) for name, option in named]
 
 
 def _together(said: list[tuple[str, str]]) -> str:

@@ -67,12 +67,6 @@ def linearize(
         bool,
         typer.Option("--rank-layers", help="Train nothing: write which layers should stay softmax into the folder."),
     ] = False,
-    find_reuse: Annotated[
-        bool,
-        typer.Option(
-            "--find-reuse", help="Train nothing: write which layers may read the blocks of earlier ones (mixer blocks)."
-        ),
-    ] = False,
     adapter: Annotated[
         Path | None, typer.Option(help="Apply this adapter to BASE instead of training.", show_default=False)
     ] = None,
@@ -92,16 +86,18 @@ def linearize(
         raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
     if adapter is not None and base is None:
         raise typer.BadParameter("give the base model of the adapter", param_hint="BASE")
-    from still_export.linearization.recipe import DEFAULT_PRESETS, preset, read_recipe
+    from still_export.linearization.recipe import DEFAULT_PRESETS, FINDERS, preset, read_recipe
     from still_export.linearization.run_folder import TO_REPLACE, RunFolder, check_replaceable
     from still_export.texts.files import read_text
 
+    finder = next((f for f in FINDERS.values() if asked.pop(f"find_{f.name}", False)), None)
     given = {**asked, **({"base": base} if base else {}), **({"texts": tuple(text)} if text else {})}
     if config is not None and named is not None:
         raise ConfigError("--config and --recipe are two recipes; give one of them.")
-    measures = rank_layers or find_reuse
+    measures = rank_layers or finder is not None
     if config is None and named is None and not rank_layers:
-        named = "blocks" if find_reuse else DEFAULT_PRESETS.get(given.get("mixer", "still"), DEFAULT_PRESETS["still"])
+        mixer = finder.mixer if finder is not None else given.get("mixer", "still")
+        named = DEFAULT_PRESETS.get(mixer, DEFAULT_PRESETS["still"])
     recipe = read_recipe(config or (preset(named) if named else None), given)
     if softmax_layers and recipe.budget and not measures:
         raise ConfigError(
@@ -112,8 +108,8 @@ def linearize(
     if measures:
         from still_export.cli import measure_layers
 
-        if find_reuse:
-            measure_layers.find_reuse(recipe, output, force, Output(as_json, quiet))
+        if finder is not None:
+            measure_layers.find(finder, recipe, output, force, Output(as_json, quiet))
         else:
             measure_layers.rank(recipe, softmax_layers or 1, output, force, Output(as_json, quiet))
         return

@@ -39,7 +39,11 @@ def _root(
 
 
 PLAIN: dict[str, Any] = {}
-RECIPE = {"records": ("still_export.linearization.recipe.Recipe",), "without": ("base", "texts")}
+RECIPE: dict[str, Any] = {
+    "records": ("still_export.linearization.recipe.Recipe",),
+    "without": ("base", "texts"),
+    "finders": True,
+}
 LOAD = "still_export.runtime.options.LoadOptions"
 MODEL = ("still_export.graph.options.ExportOptions", "still_export.mixers.choices.StillChoices")
 VERBS: dict[str, dict[str, Any]] = {

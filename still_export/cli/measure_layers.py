@@ -1,7 +1,8 @@
-"""still-export linearize --rank-layers, --find-reuse: what is measured of layers before any training."""
+"""still-export linearize --rank-layers, --find-...: what is measured of layers before any training."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from still_export.cli.output import Output
 
 if TYPE_CHECKING:
     from still_export.linearization.recipe import Recipe
+    from still_export.mixers.layers import Finder
 
 
 def rank(recipe: Recipe, count: int, output: Path, force: bool, out: Output) -> None:
@@ -28,18 +30,16 @@ def rank(recipe: Recipe, count: int, output: Path, force: bool, out: Output) -> 
     )
 
 
-def find_reuse(recipe: Recipe, output: Path, force: bool, out: Output) -> None:
-    """Find layers that may read the blocks of earlier ones."""
+def find(finder: Finder, recipe: Recipe, output: Path, force: bool, out: Output) -> None:
+    """Find what layers may do with less."""
     from still_export.linearization.linearize import leave_processes
-    from still_export.linearization.select_layers import select_reuse
+    from still_export.linearization.select_layers import find_layers
 
-    found = select_reuse(recipe, output, force=force, log=out.log)
+    found = find_layers(finder, recipe, output, force=force, log=out.log)
     leave_processes()
+    file = output / f"{finder.name}.json"
     out.result(
-        asdict(found),
-        *(
-            f"layer {i}: {kind if isinstance(kind, str) else f'the blocks of layer {kind}'}"
-            for i, kind in enumerate(found.layers)
-        ),
-        f"next: still-export linearize {recipe.base} --mixer blocks --reuse {output / 'reuse.json'} -o DIR",
+        json.loads(file.read_text(encoding="utf-8")),
+        *found.lines(),
+        f"next: still-export linearize {recipe.base} --mixer {finder.mixer} --{finder.name} {file} -o DIR",
     )

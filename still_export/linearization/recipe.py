@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from still_export.discovery import Registry, systems
 from still_export.errors import ConfigError, unknown
 from still_export.linearization.budget import Budget
-from still_export.mixers.layers import HYBRID, SELECTED, Linearizer
+from still_export.mixers.layers import HYBRID, SELECTED, Finder, Found, Linearizer
 from still_export.options import check_options, flag_of, option
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ LINEARIZERS: Registry[Linearizer] = Registry(
     "LINEARIZERS",
 )
 """By the recipe's mixer."""
+FINDERS: Registry[Finder] = Registry((), "finder", "FINDERS")
+"""What measures layers before training, by the recipe's option that takes what was found."""
 MADE = ", ".join(("full_attention", *(made.layer for made in LINEARIZERS.values())))
 OF_STILL = (
     *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
@@ -213,8 +215,10 @@ class Recipe:
             if foreign and owner.lower() != self.mixer:
                 flags = ", ".join(flag_of(type(self), name) for name in foreign)
                 raise ConfigError(f"{flags}: options of {owner}; layers of --mixer {self.mixer} have none.")
-        if self.reuse is not None and self.layer_types is not None:
-            raise ConfigError(f"--reuse {self.reuse} says which layers stay softmax: leave out --layer-types.")
+        if self.layer_types is not None:
+            for name in FINDERS:
+                if (file := getattr(self, name)) is not None:
+                    raise ConfigError(f"--{name} {file} says which layers stay softmax: leave out --layer-types.")
         if self.mixer == "still":
             return
         if not LINEARIZERS[self.mixer].trained and self.transfer_steps:
@@ -287,11 +291,19 @@ class Recipe:
         values = {name: getattr(self, name) for name in (*STILL_FIELDS, *OF_BLOCKS)} | means_of(self.block_size)
         if self.layer_types is None and self.mixer != "still":
             values["layer_types"] = (self.layer,) * layers
-        if self.reuse is not None:
-            from still_export.linearization.reuse import Reuse
-
-            values |= Reuse.read(Path(self.reuse), layers).fields()
+        for _, found in self.found(layers):
+            values |= found.fields()
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
+
+    def found(self, layers: int) -> Iterator[tuple[str, Found]]:
+        """What was measured of the layers, with the file that says so.
+
+        Raises:
+            ConfigError: A file is none, or of a model with another number of layers.
+        """
+        for name, finder in FINDERS.items():
+            if (file := getattr(self, name)) is not None:
+                yield file, finder.read(Path(file), layers)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

@@ -24,7 +24,6 @@ from still_export.linearization.folder import rehearse_save, save_model
 from still_export.linearization.losses import cross_entropy as per_token
 from still_export.linearization.objectives import FinetuneObjective, TransferObjective, make_students
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.reuse import Reuse
 from still_export.linearization.run_folder import RunFolder
 from still_export.linearization.trainer import Progress, StageReport, Trainer
 from still_export.mixers.hybrid_attention.module import HybridOpModule
@@ -90,8 +89,8 @@ class LinearizationRun:
         model = self.load_base()
         rehearse_save(model, self.tokenizer)
         self.base_weights = weights_digest(model)
-        if recipe.reuse is not None:
-            Reuse.read(Path(recipe.reuse), self.layers).check(recipe.reuse, self.base_weights)
+        for file, found in recipe.found(self.layers):
+            found.check(file, self.base_weights)
         log(
             "tokenizing the texts"
             if recipe.texts

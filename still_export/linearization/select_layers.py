@@ -6,15 +6,16 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.linearization.linearize import make_accelerator
 from still_export.linearization.needs import Needs, needs_of
 from still_export.linearization.objectives import make_students
 from still_export.linearization.recipe import Recipe
-from still_export.linearization.reuse import Reuse, measure_reuse
 from still_export.linearization.run import LinearizationRun
-from still_export.mixers.layers import FULL
+from still_export.mixers.layers import FULL, Finder, Found
+from still_export.texts.texts import held_out_rows
 
 
 @dataclass
@@ -29,26 +30,32 @@ class LayerChoice:
     layer_types: tuple[str, ...]
 
 
-def select_reuse(
-    recipe: Recipe, output: Path, *, force: bool = False, log: Callable[[str], None] = lambda _: None
-) -> Reuse:
-    """Which layers may read the blocks of earlier ones (`measure_reuse`; nothing is trained); writes reuse.json into `output`.
+def find_layers(
+    finder: Finder, recipe: Recipe, output: Path, *, force: bool = False, log: Callable[[str], None] = lambda _: None
+) -> Found:
+    """What `finder` measures of the layers of an untrained model, by a held-out row; nothing is trained. Writes it into `output`.
 
     Raises:
-        ConfigError: The recipe's mixer is not blocks, its rows are too short, or `output` exists and `force` is not given.
+        ConfigError: The recipe's mixer is another, its rows are too short, or `output` exists and `force` is not given.
     """
-    if recipe.mixer != "blocks":
+    if recipe.mixer != finder.mixer:
         raise ConfigError(
-            f"--mixer {recipe.mixer} chooses no blocks that layers could share. Give --find-reuse without a recipe of another mixer."
+            f"--mixer {recipe.mixer}: --find-{finder.name} measures layers of mixer {finder.mixer}. Give it without a recipe of another "
+            "mixer."
         )
     accelerator = make_accelerator(recipe)
-    run = LinearizationRun(replace(recipe, layer_types=None, reuse=None), output, accelerator, lambda *_: None, log)
+    changes: dict[str, Any] = {"layer_types": None, finder.name: None}
+    run = LinearizationRun(replace(recipe, **changes), output, accelerator, lambda *_: None, log)
+    tokens, least = min(run.recipe.row_tokens, len(run.corpus.held_out)), finder.least_tokens(run.recipe)
+    if tokens < least:
+        raise ConfigError(f"rows of {tokens} tokens: {finder.short} --sequence-length {least} and a text as long.")
     run.open_folder(False, force)
-    log("measuring whose blocks each layer may read")
+    log(f"measuring the layers ({finder.name})")
     model = run.load_base().to(accelerator.device)
-    found = measure_reuse(run, model, make_students(model))
+    ids = held_out_rows(run.corpus, 1, tokens).to(accelerator.device)
+    found = finder.find(model, make_students(model), ids, run.base_weights)
     if accelerator.is_main_process:
-        found.write(output / "reuse.json")
+        found.write(output / f"{finder.name}.json")
     accelerator.wait_for_everyone()
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from still_graphs.errors import ConfigError
 from still_kernels.hybrid_attention.config import CACHES, CHOICES, check_choice
@@ -65,6 +67,42 @@ class Linearizer:
     layer: str
     trained: bool = True
     options: tuple[str, ...] = ()
+
+
+class Found(Protocol):
+    """What a Finder found of a model's layers."""
+
+    def fields(self) -> dict[str, Any]:
+        """Of a STILL configuration."""
+
+    def lines(self) -> list[str]:
+        """In words, a line a layer."""
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read` of the Finder reads."""
+
+    def check(self, path: str, base: str) -> None:
+        """Raise ConfigError where it was found of other weights than those of the digest `base`, in the file `path`."""
+
+
+@dataclass(frozen=True)
+class Finder:
+    """Measures a mixer's layers before any training: `linearize --find-NAME` writes NAME.json, which the recipe's option NAME takes.
+
+    Args:
+        text: Help of the flag.
+        least_tokens: Of a row, for a recipe. short: What is wrong of a shorter one, up to the length to give.
+        find: What is found of a model, by its trainable layers, a row of token ids [1, T] and the digest of its weights.
+        read: The same of a file, for a model of so many layers; raises ConfigError.
+    """
+
+    name: str
+    mixer: str
+    text: str
+    least_tokens: Callable[[Any], int]
+    short: str
+    find: Callable[[Any, Sequence[Any], Any, str], Found]
+    read: Callable[[Path, int], Found]
 
 
 def check_range(name: str, value: int, most: int) -> None:

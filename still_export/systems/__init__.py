@@ -7,4 +7,5 @@ A system is a package with some of these modules; a package of one's own that na
     family.py   FAMILIES: its models (`still_export.models.families.softmax_families.Family`)
     folder.py   FOLDERS: how folders are recognised that name another family (`still_export.discovery.Folder`); without torch
     recipe.py   LINEARIZERS: what softmax layers become by it (`still_export.mixers.layers.Linearizer`), with recipes *.yaml beside
+    finder.py   FINDERS: what measures layers before training (`still_export.mixers.layers.Finder`)
 """

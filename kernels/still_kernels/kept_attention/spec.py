@@ -1,4 +1,4 @@
-"""still::KeptAttention: causal softmax attention with a cache that keeps chosen chunks and the open one alone (NAtS-L)."""
+"""still::KeptAttention: causal softmax attention with a cache that keeps chosen chunks and the open one alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""still::LocalLinearAttention: softmax attention whose values are corrected by keys (Parallax, local linear attention)."""
+"""still::LocalLinearAttention: softmax attention whose values are corrected by keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""still::RoutedAttention: the gated delta rule over chunks of which some are taken back, for softmax attention to read (NAtS-L)."""
+"""still::RoutedAttention: the gated delta rule over chunks of which some are taken back, for softmax attention to read."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class BlockSelected(SoftmaxAttention):
 
 
 class ReusedBlocks(BlockSelected):
-    """The same with the blocks that layer `source` has chosen in the call (HyLRA): it keeps no sums of keys.
+    """The same with the blocks that layer `source` has chosen in the call: it keeps no sums of keys.
 
     Args:
         source: An earlier layer, which chooses its own.

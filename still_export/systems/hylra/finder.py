@@ -1,4 +1,4 @@
-"""Which layers may read the blocks that an earlier layer has chosen (HyLRA): measured by the base's own attention, nothing is trained."""
+"""Which layers may read the blocks that an earlier layer has chosen: measured by the base's own attention, nothing is trained."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from still_export.errors import ConfigError
-from still_export.mixers.layers import FULL, SELECTED
+from still_export.mixers.layers import FULL, SELECTED, Finder
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from still_export.linearization.run import LinearizationRun
-    from still_export.mixers.trainable import Trainable
 
 MOST_LOST, MORE_LOST = 0.1, 0.02
 """Share of a layer's attention that its own blocks may miss, beyond which it stays softmax; what another layer's may miss more."""
@@ -63,6 +60,11 @@ class Reuse:
         types = tuple(FULL if kind == "full" else SELECTED for kind in self.layers)
         return {"layer_types": types, "reuse": tuple(x if isinstance(x, int) else i for i, x in enumerate(self.layers))}
 
+    def lines(self) -> list[str]:
+        """What each layer reads, in words."""
+        reads = (kind if isinstance(kind, str) else f"the blocks of layer {kind}" for kind in self.layers)
+        return [f"layer {i}: {what}" for i, what in enumerate(reads)]
+
     def write(self, path: Path) -> None:
         lost = [[round(x, 4) for x in row] for row in self.lost]
         content = {"layers": list(self.layers), "lost": lost, "base": self.base}
@@ -98,25 +100,6 @@ class Reuse:
             raise ConfigError(
                 f"{path} was measured on other weights than this base has. Run linearize --find-reuse on it."
             )
-
-
-def measure_reuse(run: LinearizationRun, model: Any, attentions: Sequence[Trainable]) -> Reuse:
-    """Of a run's untrained model, all of whose layers choose blocks, by a held-out row of `--sequence-length` tokens.
-
-    Raises:
-        ConfigError: The row is so short that every block is read.
-    """
-    from still_export.texts.texts import held_out_rows
-
-    tokens = min(run.recipe.row_tokens, len(run.corpus.held_out))
-    least = run.recipe.dense_length + QUERIES
-    if tokens < least:
-        raise ConfigError(
-            f"rows of {tokens} tokens: below dense_length={run.recipe.dense_length} every block is read. Give --sequence-length {least} "
-            "and a text as long, or a smaller --dense-length."
-        )
-    ids = held_out_rows(run.corpus, 1, tokens).to(run.accelerator.device)
-    return Reuse.of(lost_attention(model, attentions, ids), run.base_weights)
 
 
 def lost_attention(model: Any, attentions: Sequence[Any], ids: Tensor) -> list[list[float]]:
@@ -157,3 +140,21 @@ def lost_attention(model: Any, attentions: Sequence[Any], ids: Tensor) -> list[l
         for hook in hooks:
             hook.remove()
     return [[float((mass * ~read).sum(2).mean()) for read in chosen] for mass in masses]
+
+
+def find(model: Any, attentions: Sequence[Any], ids: Tensor, base: str) -> Reuse:
+    """What the layers of a model may read, all of which choose blocks, by a row ids [1, T] of held-out text."""
+    return Reuse.of(lost_attention(model, attentions, ids), base)
+
+
+FINDERS = (
+    Finder(
+        "reuse",
+        mixer="blocks",
+        text="Train nothing: write which layers may read the blocks of earlier ones (mixer blocks).",
+        least_tokens=lambda recipe: int(recipe.dense_length) + QUERIES,
+        short="below dense_length every block is read. Give a smaller --dense-length, or",
+        find=find,
+        read=Reuse.read,
+    ),
+)

@@ -14,13 +14,14 @@ import torch
 
 from still_export.errors import ConfigError
 from still_export.linearization.objectives import make_students
-from still_export.linearization.reuse import Reuse, lost_attention
 from still_export.mixers.cache import StillCache
 from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL, SELECTED
 from still_export.models import attach_untrained
+from still_export.systems.hylra.finder import Reuse, lost_attention
 from tests.still_export.mixers.test_block_attention import SMALL, call
 from tests.still_export.tiny import behind_padding, plain_model, random_ids
+from tests.still_export.training import make_base, make_text
 from tests.still_kernels.block_attention.inputs import Layer, attended, chosen
 
 TYPES = (SELECTED, FULL, SELECTED, SELECTED, SELECTED, SELECTED, SELECTED)
@@ -227,3 +228,23 @@ def test_attention_that_is_missed() -> None:
     )  # own ones are mostly the best
     every = reusing(torch.float32, reuse=None, layer_types=(SELECTED,) * 7, top_blocks=30)
     assert max(map(max, lost_attention(every, make_students(every), ids))) == 0
+
+
+def test_what_is_found_is_what_a_model_is_made_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The two commands one after the other; rows within which every block is read are refused, with the length to type."""
+    base, text = make_base(tmp_path / "base"), make_text(tmp_path / "text.txt")
+    small = ("--block-size", 16, "--top-blocks", 4, "--local-blocks", 1, "--dense-length", 96, "--quiet")
+    given = ("--text", text, "--held-out", 0.2, *small)
+    find = ("linearize", base, "--find-reuse", "-o", tmp_path / "layers", *given)
+    assert call(*find, "--sequence-length", 128) == 2
+    assert (
+        "rows of 128 tokens: below dense_length" in (said := capsys.readouterr().err)
+        and "--sequence-length 160" in said
+    )
+    assert call(*find, "--sequence-length", 200) == 0
+    assert "layer 0: " in capsys.readouterr().out
+    found = json.loads((tmp_path / "layers" / "reuse.json").read_text())
+    reuse = ("--mixer", "blocks", "--reuse", tmp_path / "layers" / "reuse.json")
+    assert call("linearize", base, *reuse, "-o", tmp_path / "made", *given) == 0, capsys.readouterr().err
+    still = json.loads((tmp_path / "made" / "config.json").read_text())["still_config"]
+    assert [FULL if kind == "full" else SELECTED for kind in found["layers"]] == still["layer_types"]
