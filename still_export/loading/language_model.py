@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from still_export.package.chat_format import Message
-from still_export.runtime.base import Progress, Runner
+from still_export.runtime.base import Runner
+from still_export.runtime.decoding import Progress
 from still_export.runtime.prefixes import PrefixCache, Reader
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.snapshot import Snapshot

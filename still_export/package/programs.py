@@ -16,7 +16,18 @@ from still_export.package.checked import SCHEMA
 
 RUNTIME = "runtime"
 SHARED = (
-    *("base", "feeding", "sampling", "speculation", "text", "stop_texts", "reasoning", "conversation", "prefixes"),
+    *(
+        "base",
+        "decoding",
+        "feeding",
+        "sampling",
+        "speculation",
+        "text",
+        "stop_texts",
+        "reasoning",
+        "conversation",
+        "prefixes",
+    ),
     "program",
 )
 CHECKS = ("refusals", "files", "checked", "external", "trust", "archive", "template", "template_process", "chat_format")

@@ -1,4 +1,4 @@
-"""What every runner does alike: room for tokens, prompts in pieces, generation. No torch, no runtime.
+"""What every runner does alike: room for tokens, calls, states that are taken and put. No torch, no runtime.
 
 Exports copy this file into packages, with the other runners (`still_export.package.programs`).
 """
@@ -6,21 +6,16 @@ Exports copy this file into packages, with the other runners (`still_export.pack
 from __future__ import annotations
 
 import resource
-import sys
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from still_export.package.checked import read_manifest
-from still_export.runtime.feeding import Feeding
-from still_export.runtime.sampling import RunError, Sampling, checked_token, likeliest
-from still_export.runtime.speculation import Speculation
+from still_export.runtime.decoding import Decoder, Guess
+from still_export.runtime.sampling import RunError, likeliest
 from still_graphs.states import AHEAD, ANY, StateTable
 
 NUMPY_TYPES = {
@@ -35,27 +30,6 @@ NUMPY_TYPES = {
 SPARE_ROWS = 256
 """Least rows that are added when a state whose rows are counted is full; an eighth more of a long one."""
 
-Progress = Callable[[int, int], None]
-"""Called with the tokens fed and their total after each piece of a prompt."""
-
-
-def checked_prompt(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
-    """The prompt as int64 [T].
-
-    Raises:
-        RunError: It is empty, or has ids outside the vocabulary.
-    """
-    prompt = list(tokens)
-    if not prompt:
-        raise RunError("the prompt has no tokens. Give at least one.")
-    least, most = min(prompt), max(prompt)  # of any size: NumPy's are checked already
-    if least < 0 or most >= vocabulary:
-        raise RunError(
-            f"token ids {str(least)[:20]}..{str(most)[:20]} are outside the vocabulary 0..{vocabulary - 1}. "
-            "Give ids of this model's tokenizer."
-        )
-    return np.asarray(prompt, np.int64)
-
 
 def peak_mb() -> float:
     """The most memory that this process has held, MB."""
@@ -66,26 +40,7 @@ def peak_mb() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-@dataclass(frozen=True, eq=False)
-class Guess:
-    """A call of guessed tokens that waits for `accept`.
-
-    Args:
-        apart: States after some of the tokens are not those after all of them.
-        first: First of its sequences.
-        part: Of them those that were asked.
-        brought: Number of tokens of each, [R].
-        tokens: Columns of the call.
-    """
-
-    apart: bool
-    first: int
-    part: slice
-    brought: np.ndarray
-    tokens: int
-
-
-class Runner(ABC):
+class Runner(Decoder):
     """A package's model with its state: feed tokens, get logits.
 
     Subclasses are runtimes. `batch` sequences have seen `length` [B] tokens each; the state has room for `room` tokens each and grows when
@@ -93,11 +48,9 @@ class Runner(ABC):
     """
 
     folder: Path
-    manifest: dict[str, Any]
     table: StateTable
     batch: int = 0
     room: int = 0
-    length: np.ndarray
     replays = False
     """`step` and `greedy` replay a captured step."""
     least_rows = 0
@@ -108,10 +61,6 @@ class Runner(ABC):
     """A sequence's numbers do not depend on the others of a call, nor on how a prompt is cut at multiples of 64 tokens."""
     guesses = 0
     """Tokens that may be guessed in one call; 0: `guess` and `accept` are not there."""
-    guessed: Guess | None = None
-    """The call of `guess` that waits for `accept`; None: there is none."""
-    speculation: Speculation | None = None
-    """Guesses in `generate`; None: no guesses."""
     head: Any = None
     """Guesses tokens ahead (`still_export.runtime.head`); None: the package has none, or this runner cannot."""
     adapter = ""
@@ -123,13 +72,8 @@ class Runner(ABC):
         self.manifest = read_manifest(self.folder)
         self.table = StateTable.of(self.manifest)
 
-    def check_files(self) -> None:  # noqa: B027
+    def check_files(self) -> None:
         """Raise CheckError where a file that the runtime still reads was changed; those that have all in memory read none."""
-
-    @cached_property
-    def feeding(self) -> Feeding:
-        """`prefill`, `step`, `greedy` and `generate` feed as it says, `feed` feeds tokens as they are; `length` counts all of them."""
-        return Feeding.of(self.manifest)
 
     def use_adapter(self, inputs: Mapping[str, np.ndarray], digest: str) -> None:
         """Add a LoRA adapter to the weights, in the place of the one before; forgets everything.
@@ -145,12 +89,6 @@ class Runner(ABC):
             raise RunError(
                 "adapters are exchanged by ONNX Runtime's runner alone: --runtime ort, or export with --overlay."
             )
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Tokens of one prefill call; longer prompts are fed in pieces, so memory does not grow with them, unless the model asks for
-        whole prompts."""
-        return sys.maxsize if self.feeding.whole_prompts else int(self.manifest["prefill_tokens"])
 
     @property
     def most_rows(self) -> int | None:
@@ -404,103 +342,3 @@ class Runner(ABC):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every state with the present room."""
         return self.table.shapes(self.batch, self.rows(self.room))
-
-    def prefill(self, tokens: Iterable[int], progress: Progress | None = None) -> np.ndarray:
-        """Feed a prompt to the single sequence in pieces of `prefill_tokens`; logits [V] of its last token."""
-        prompt = checked_prompt(tokens, self.manifest["model"]["vocab_size"])
-        prompt, _ = self.feeding.fed(prompt, int(self.length[0]))
-        self.reserve(prompt.size)
-        for start in range(0, prompt.size, self.prefill_tokens):
-            logits = self.feed(prompt[None, start : start + self.prefill_tokens])
-            if progress is not None:
-                progress(min(start + self.prefill_tokens, prompt.size), prompt.size)
-        return logits[0, -1]
-
-    def greedy(self, token: np.ndarray, count: int) -> Iterator[np.ndarray]:
-        """Tokens [B] that follow `token` [B] greedily, `count` of them.
-
-        Raises:
-            NotFiniteError: The logits of a sequence are no finite numbers.
-        """
-        for _ in range(count):
-            token = likeliest(self.step(token))
-            checked_token(int(token.min()))
-            yield token
-
-    def step(self, token: np.ndarray) -> np.ndarray:
-        """Feed one token to every sequence, [B]; logits [B, V]."""
-        if not self.feeding.every:
-            return self.feed(token[:, None])[:, -1]
-        ids, counts = self.feeding.step(token, self.length)
-        found = self.feed(ids, counts)
-        return found[np.arange(len(found)), counts - 1 if found.shape[1] > 1 else 0]
-
-    def generate(
-        self,
-        prompt: Iterable[int],
-        count: int,
-        sampling: Sampling,
-        stop: Iterable[int] = (),
-        progress: Progress | None = None,
-        before: Sequence[int] = (),
-    ) -> Iterator[int]:
-        """Tokens that follow `prompt` in the single sequence, at most `count`, ending after one of `stop` (which is not yielded).
-
-        The last one is not fed to the model. `before`: what it has read, for guesses alone.
-
-        Raises:
-            RunError: They and the prompt may exceed the capacity; nothing was fed then.
-            NotFiniteError: Logits are no finite numbers.
-        """
-        stops, prompt = set(stop), list(prompt)
-        feeding = self.feeding
-        self.check_capacity(feeding.length(feeding.given(int(self.length[0])) + len(prompt) + count - 1))
-        token = sampling.choose(self.prefill(prompt, progress))
-        rest = self._sampled(token, count - 1, sampling)
-        if self.speculation is not None:
-            rest = self._guessing(token, count - 1, sampling, self.speculation, [*before, *prompt])
-        elif sampling.temperature == 0:
-            rest = (checked_token(int(following[0])) for following in self.greedy(np.array([token]), count - 1))
-        for _ in range(count):
-            if token in stops:
-                return
-            yield token
-            token = next(rest, -1)
-
-    def _guessing(
-        self, token: int, count: int, sampling: Sampling, speculation: Speculation, known: list[int]
-    ) -> Iterator[int]:
-        """The tokens that `_sampled` gives, by steps with guesses. Each is chosen from the logits behind those before it, by one random
-        number, as without guesses: so their distribution is the same."""
-        guesser, greedy = speculation.guesser([*known, token], 0), sampling.temperature == 0
-        while count > 0:
-            begun = time.perf_counter()
-            guesses = speculation.guess(guesser, count - 1)
-            if guesses:
-                rows = self.guess(np.array([[token, *guesses]]), greedy=greedy)[0]
-                call, said = self.guessed, list[int]()
-                spent = time.perf_counter() - begun
-                try:
-                    for row, guess in zip(rows, [*guesses, -1], strict=True):
-                        said.append(checked_token(int(row)) if greedy else sampling.choose(row))
-                        yield said[-1]
-                        if said[-1] != guess:
-                            break
-                finally:  # also where nobody wants more: what is fed is what was said, but for the last
-                    if self.guessed is call:
-                        begun = time.perf_counter()
-                        self.accept(np.array([len(said)]))
-                        spent += time.perf_counter() - begun
-                speculation.guessed(spent, [len(guesses)], [len(said) - 1])
-            else:
-                last = np.array([token])
-                said = [int(next(self.greedy(last, 1))[0]) if greedy else sampling.choose(self.step(last)[0])]
-                speculation.plain(time.perf_counter() - begun)
-                yield said[0]
-            guesser.extend(said)
-            count, token = count - len(said), said[-1]
-
-    def _sampled(self, token: int, count: int, sampling: Sampling) -> Iterator[int]:
-        for _ in range(count):
-            token = sampling.choose(self.step(np.array([token], np.int64))[0])
-            yield token

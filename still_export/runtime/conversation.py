@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from still_export.package.chat_format import Message
-from still_export.runtime.base import Progress, Runner
+from still_export.runtime.base import Runner
+from still_export.runtime.decoding import Progress
 from still_export.runtime.prefixes import PrefixCache, Reader, alike
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.text import Answer, Text, write_answer

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from still_export.package.files import FOLD, HEAD, MODEL, Hashing, Held
-from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
+from still_export.runtime.base import NUMPY_TYPES, Runner
+from still_export.runtime.decoding import Guess
 from still_export.runtime.head import Ahead, Head
 from still_export.runtime.ort_session import (
     MOST_THREADS,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from still_export.runtime.base import Progress, Runner
+from still_export.runtime.base import Runner
+from still_export.runtime.decoding import Progress
 from still_export.runtime.sampling import RunError
 from still_graphs.states import StateTable
 

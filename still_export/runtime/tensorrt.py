@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from still_export.runtime.base import NUMPY_TYPES, Guess, Runner
+from still_export.runtime.base import NUMPY_TYPES, Runner
 from still_export.runtime.cuda_driver import Buffer, CudaError
+from still_export.runtime.decoding import Guess
 from still_export.runtime.program import run_program
 from still_export.runtime.sampling import RunError, checked_token
 from still_export.runtime.speculation import Speculation

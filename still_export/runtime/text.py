@@ -12,7 +12,8 @@ from typing import Any
 
 from still_export.package.chat_format import ChatFormat, Message, read_format
 from still_export.package.files import check_hash
-from still_export.runtime.base import Progress, Runner
+from still_export.runtime.base import Runner
+from still_export.runtime.decoding import Progress
 from still_export.runtime.reasoning import Reasoning
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.runtime.stop_texts import StopTexts, until

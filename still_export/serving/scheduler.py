@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from still_export.runtime.base import Runner, checked_prompt
+from still_export.runtime.base import Runner
+from still_export.runtime.decoding import checked_prompt
 from still_export.runtime.feeding import Feeding
 from still_export.runtime.prefixes import PrefixCache
 from still_export.runtime.sampling import NotFiniteError, RunError, Sampling, checked_token
