@@ -1,4 +1,5 @@
-"""The families of flash-linear-attention: GLA, RetNet, HGRN and HGRN2, DeltaNet, Gated DeltaNet."""
+"""Of flash-linear-attention gated linear attention (GLA, RetNet, HGRN, HGRN2), the delta rule (DeltaNet) and the gated delta rule
+(Gated DeltaNet), with softmax in some layers."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def _retnet(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {"attn": (None,), "num_kv_heads": (None, config.get("num_heads"))}
 
 
-FLA_FAMILIES: tuple[Family, ...] = tuple(
+FAMILIES: tuple[Family, ...] = tuple(
     fla_family(kind)
     for kind in (
         FlaKind(

@@ -159,14 +159,16 @@ class HypeBlock(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-HYPENET = stack_family(
-    __name__,
-    HypeConfig,
-    lambda config: Stack(
-        config, HypeBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), HypePositions(config)
+FAMILIES = (
+    stack_family(
+        __name__,
+        HypeConfig,
+        lambda config: Stack(
+            config, HypeBlock, LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), HypePositions(config)
+        ),
+        (LightningConfigMixin, LinearModelMixin),
+        title="HypeNet",
+        published=Published(values),
+        places={LINEAR: Place("lightning_attention", ("self_attn",)), FULL: Place(FULL, ("self_attn",))},
     ),
-    (LightningConfigMixin, LinearModelMixin),
-    title="HypeNet",
-    published=Published(values),
-    places={LINEAR: Place("lightning_attention", ("self_attn",)), FULL: Place(FULL, ("self_attn",))},
 )

@@ -58,7 +58,7 @@ def tensors(found: dict[str, Weight]) -> dict[str, Weight]:
     return result
 
 
-def families() -> tuple[Family, ...]:
+def _families() -> tuple[Family, ...]:
     """The family, where transformers has it."""
     try:
         from transformers import LaraMiniConfig, LaraMiniForCausalLM  # type: ignore[attr-defined]
@@ -80,3 +80,6 @@ def families() -> tuple[Family, ...]:
             places=places,
         ),
     )
+
+
+FAMILIES = _families()

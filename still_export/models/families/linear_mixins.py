@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -89,6 +89,18 @@ class MambaModelMixin(LinearModelMixin):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         inputs.pop("cache_params", None)
         return inputs
+
+
+def linear_family(
+    module: str,
+    config: Any,
+    model: Any,
+    places: Mapping[str, Place],
+    mixins: tuple[type, type] = (LinearConfigMixin, LinearModelMixin),
+    **more: Any,
+) -> Family:
+    """A family of `make_family` with a class of transformers, and the places of its layers' mixers."""
+    return make_family(module, config, model, mixins, linear=True, places=places, **more)
 
 
 def stack_family(

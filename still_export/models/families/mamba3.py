@@ -1,4 +1,4 @@
-"""Mamba-3 as flash-linear-attention writes it: configuration, modules that hold the weights, family."""
+"""Mamba-3 in every layer, as flash-linear-attention writes it: configuration, modules that hold the weights, family."""
 
 from __future__ import annotations
 
@@ -101,12 +101,14 @@ class Mamba3Block(nn.Module):
         return hidden + self.mixer(self.norm(hidden), cache)
 
 
-MAMBA3 = stack_family(
-    __name__,
-    Mamba3Config,
-    lambda config: Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps)),
-    (HeadlessConfigMixin, MambaModelMixin),
-    title="Mamba3",
-    published=Published(values),
-    places={"linear_attention": Place("mamba3", ("mixer",))},
+FAMILIES = (
+    stack_family(
+        __name__,
+        Mamba3Config,
+        lambda config: Stack(config, Mamba3Block, LlamaRMSNorm(config.hidden_size, config.norm_eps)),
+        (HeadlessConfigMixin, MambaModelMixin),
+        title="Mamba3",
+        published=Published(values),
+        places={"linear_attention": Place("mamba3", ("mixer",))},
+    ),
 )

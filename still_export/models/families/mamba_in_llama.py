@@ -143,7 +143,7 @@ def in_llama_stack(config: Any, block: type[nn.Module] = InLlamaBlock) -> Stack:
     return Stack(config, block, norm, LlamaRotaryEmbedding(config) if FULL in config.layer_types else None)
 
 
-MAMBA_IN_LLAMA = tuple(
+FAMILIES = tuple(
     stack_family(
         __name__,
         InLlamaConfig,

@@ -1,4 +1,7 @@
-"""MiniCPM-SALA, whose published folder has code of its own: configuration, modules that hold the weights, family."""
+"""MiniCPM-SALA: Lightning attention in most layers, softmax over chosen blocks in the others.
+
+The published folder has code of its own. Here are configuration, modules that hold the weights, family.
+"""
 
 from __future__ import annotations
 
@@ -215,14 +218,16 @@ class SalaModelMixin(LinearModelMixin):
         return super().logits(hidden * self.config.logits_scale)
 
 
-SALA = make_family(
-    __name__,
-    SalaConfig,
-    StackForCausalLM,
-    (SalaConfigMixin, SalaModelMixin),
-    title="MiniCPMSala",
-    name="minicpm_sala",
-    linear=True,
-    published=Published(values),
-    places={LINEAR: Place("lightning_attention", ("self_attn",)), SPARSE: Place("block_attention", ("self_attn",))},
+FAMILIES = (
+    make_family(
+        __name__,
+        SalaConfig,
+        StackForCausalLM,
+        (SalaConfigMixin, SalaModelMixin),
+        title="MiniCPMSala",
+        name="minicpm_sala",
+        linear=True,
+        published=Published(values),
+        places={LINEAR: Place("lightning_attention", ("self_attn",)), SPARSE: Place("block_attention", ("self_attn",))},
+    ),
 )

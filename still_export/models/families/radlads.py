@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen3 whose softmax RADLADS made RWKV-6 or RWKV-7: modules that hold the weights, families."""
+"""Qwen2.5 and Qwen3 whose softmax RADLADS made RWKV-6 or RWKV-7, in all layers or some: modules that hold the weights, families."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _stack(config: Any) -> Stack:
     return Stack(config, RadladsBlock, norm, LlamaRotaryEmbedding(config) if config.use_rope else None)
 
 
-RADLADS = tuple(
+FAMILIES = tuple(
     stack_family(
         __name__,
         RadladsConfig,

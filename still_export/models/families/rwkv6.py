@@ -1,4 +1,4 @@
-"""RWKV-5 (version 5.2) and RWKV-6 as their published folders have them: configuration, modules that hold the weights, families.
+"""RWKV-5 (version 5.2) and RWKV-6 in every layer, as published: configuration, modules that hold the weights, families.
 
 Each of their layers is two here, one that mixes tokens and one that mixes channels: both keep tokens before.
 """
@@ -175,7 +175,7 @@ class Rwkv6Block(nn.Module):
         return hidden + self.mixer(self.norm(hidden), cache)
 
 
-RWKV5, RWKV6 = (
+FAMILIES = tuple(
     stack_family(
         __name__,
         Rwkv6Config,

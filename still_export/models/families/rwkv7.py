@@ -1,4 +1,4 @@
-"""RWKV-7 as flash-linear-attention writes it: configuration, modules that hold the weights, family.
+"""RWKV-7 in every layer, as flash-linear-attention writes it: configuration, modules that hold the weights, family.
 
 Each of its layers is two here, one that mixes tokens and one that mixes channels: both keep the token before.
 """
@@ -170,12 +170,14 @@ class LastNorm(nn.LayerNorm):
         return super().forward(hidden[..., : self.normalized_shape[0]])
 
 
-RWKV7 = stack_family(
-    __name__,
-    Rwkv7Config,
-    lambda config: Stack(config, Rwkv7Block, LastNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)),
-    (HeadlessConfigMixin, LinearModelMixin),
-    title="Rwkv7",
-    published=Published(values, renamed=renamed, moved=apart),
-    places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv7", ("mixer",))),
+FAMILIES = (
+    stack_family(
+        __name__,
+        Rwkv7Config,
+        lambda config: Stack(config, Rwkv7Block, LastNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)),
+        (HeadlessConfigMixin, LinearModelMixin),
+        title="Rwkv7",
+        published=Published(values, renamed=renamed, moved=apart),
+        places=dict.fromkeys(("linear_attention", "conv"), Place("rwkv7", ("mixer",))),
+    ),
 )

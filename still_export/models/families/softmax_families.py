@@ -1,4 +1,4 @@
-"""The families: a configuration and a model class each, made of transformers' own and the STILL mixins.
+"""Softmax families: a configuration and a model class each, made of transformers' own and the STILL mixins.
 
 Classes are registered with transformers' Auto classes under model types of their own ("still_llama"), so a saved STILL model loads by
 AutoModelForCausalLM without remote code, and a process that has not imported this package fails instead of running softmax.

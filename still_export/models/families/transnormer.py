@@ -1,4 +1,7 @@
-"""TransNormerLLM, whose published folders have code of their own: configuration, modules that hold the weights, family."""
+"""TransNormerLLM: Lightning attention in every layer.
+
+The published folders have code of their own. Here are configuration, modules that hold the weights, family.
+"""
 
 from __future__ import annotations
 
@@ -148,12 +151,14 @@ class TransNormerConfigMixin(LinearConfigMixin):
         return config.num_attention_heads, size * (2 if config.lrpe_layers[index] else 1), size, 1.0
 
 
-TRANSNORMER = stack_family(
-    __name__,
-    TransNormerConfig,
-    lambda config: Stack(config, TransNormerBlock, PlainRMSNorm(), Places(config), config.embed_scale),
-    (TransNormerConfigMixin, LinearModelMixin),
-    title="TransNormer",
-    published=Published(values),
-    places={"linear_attention": Place("lightning_attention", ("token_mixer",))},
+FAMILIES = (
+    stack_family(
+        __name__,
+        TransNormerConfig,
+        lambda config: Stack(config, TransNormerBlock, PlainRMSNorm(), Places(config), config.embed_scale),
+        (TransNormerConfigMixin, LinearModelMixin),
+        title="TransNormer",
+        published=Published(values),
+        places={"linear_attention": Place("lightning_attention", ("token_mixer",))},
+    ),
 )

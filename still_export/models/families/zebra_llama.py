@@ -108,13 +108,15 @@ class ZebraBlock(InLlamaBlock):
     attention, place = ZebraAttention, "mla"
 
 
-ZEBRA_LLAMA = stack_family(
-    __name__,
-    ZebraConfig,
-    partial(in_llama_stack, block=ZebraBlock),
-    (InLlamaConfigMixin, LinearModelMixin),
-    title="ZebraLlama",
-    name=ZEBRA,
-    published=Published(values, moved=moved),
-    places={LINEAR: Place("mamba2", ("mamba",)), FULL: Place("latent_attention", ("mla",))},
+FAMILIES = (
+    stack_family(
+        __name__,
+        ZebraConfig,
+        partial(in_llama_stack, block=ZebraBlock),
+        (InLlamaConfigMixin, LinearModelMixin),
+        title="ZebraLlama",
+        name=ZEBRA,
+        published=Published(values, moved=moved),
+        places={LINEAR: Place("mamba2", ("mamba",)), FULL: Place("latent_attention", ("mla",))},
+    ),
 )

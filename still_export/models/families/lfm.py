@@ -1,0 +1,25 @@
+"""LFM2 and LFM3: a short convolution in most layers, softmax in the others, of LFM3 in a window, too."""
+
+from __future__ import annotations
+
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
+)
+
+from still_export.mixers.layers import FULL, WINDOWED
+from still_export.models.families.linear_mixins import Place, linear_family
+from still_export.models.families.support import SLIDING
+
+PLACES = {"conv": Place("short_conv", ("conv",)), "full_attention": Place(FULL, ("self_attn",))}
+
+
+FAMILIES = (
+    linear_family(__name__, Lfm2Config, Lfm2ForCausalLM, PLACES),
+    linear_family(__name__, Lfm2MoeConfig, Lfm2MoeForCausalLM, PLACES),
+    linear_family(__name__, Lfm3Config, Lfm3ForCausalLM, {**PLACES, SLIDING: Place(WINDOWED, ("self_attn",))}),
+)
