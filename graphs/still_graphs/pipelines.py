@@ -46,7 +46,8 @@ def passes_of_ops(host: str) -> tuple[Pass, ...]:
     """The passes of all ops' folders for a host, in the order that `AFTER` asks for and otherwise in that of the folders' names."""
     places = {spec.torch_name: f"{spec.package}.fuse" for spec in OPS.values()}
     found = {op: import_module(place) for op, place in places.items() if find_spec(place)}
-    order = TopologicalSorter({op: getattr(fuse, "AFTER", ()) for op, fuse in found.items()}).static_order()
+    before = {op: [other for other in getattr(fuse, "AFTER", ()) if other in found] for op, fuse in found.items()}
+    order = TopologicalSorter(before).static_order()
     return tuple(each for op in order for each in found[op].PASSES.get(host, ()))
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from still_export.targets.registry import target_of
 from still_graphs.errors import ConfigError, UnsupportedError
-from still_graphs.ops import DOMAIN
-from still_graphs.pipelines import Pass
+from still_graphs.ops import DOMAIN, OPS
+from still_graphs.pipelines import CPU, CUDA, PLUGINS, Pass, passes_of_ops
 from tests.still_graphs.passes import run_passes
 from tests.still_graphs.protos import opset_version, walk_nodes
 from tests.still_graphs.small_graph import small_graph
@@ -103,3 +103,13 @@ def test_a_graph_that_a_pass_cannot_take_is_refused_before_it() -> None:
 def test_unknown_targets_are_listed() -> None:
     with pytest.raises(ConfigError, match="--to tensorrt is unknown; known: onnx, genai, web, trt, trt-rtx"):
         target_of("tensorrt")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_may_be_gone(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of others that come after its own do not need it."""
+    every = [passes_of_ops(host) for host in (PLUGINS, CUDA, CPU)]
+    monkeypatch.delitem(OPS, op)
+    for before, host in zip(every, (PLUGINS, CUDA, CPU), strict=True):
+        left = passes_of_ops(host)
+        assert set(left) <= set(before)
