@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Output, TrustNative
-from still_export.errors import ConfigError, PackageError
+from still_export.cli.output import Output, TrustNative, report_folder
+from still_export.errors import ConfigError, PackageError, unknown
 from still_export.sources import demand_package
+from still_export.texts.files import read_text
 
 EXAMPLES = """
 Examples:
@@ -52,8 +54,8 @@ def run(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 = all.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=-1, help="Of the sampling; -1 = random.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
     when_full: Annotated[
         str, typer.Option(help="Chat at the end of the capacity: ask, drop the oldest turns, or stop.")
@@ -84,7 +86,7 @@ def run(
     from still_export.cli.gguf_package import package_of
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
-    from still_export.runtime.prefix_folder import open_prefixes
+    from still_export.runtime.prefix_folder import cache_bytes, open_prefixes
     from still_export.runtime.sampling import RunError, Sampling
     from still_export.runtime.snapshot import Snapshot
     from still_export.runtime.text import write_answer
@@ -94,13 +96,17 @@ def run(
         prompt = "-"
         given.append(prompt)
     if len(given) > 1 or not (given or chat) or (chat and prompt_ids is not None):
-        raise typer.BadParameter(
-            "give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input"
+        raise ConfigError(
+            f"give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input. Type: still-export run "
+            f'{shlex.quote(str(package))} --prompt "..."'
         )
     if when_full not in WHEN_FULL:
-        raise typer.BadParameter(f"--when-full {when_full} is unknown; known: {', '.join(WHEN_FULL)}")
+        raise unknown(when_full, WHEN_FULL, f"--when-full {when_full}")
     if save_state and not given:
-        raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
+        raise ConfigError("--save-state saves what a prompt leaves: give --prompt or --prompt-file.")
+    if save_state:
+        report_folder(save_state.parent)
+    cache_bytes(prefix_cache)
     arguments = _arguments(chat_template_kwargs)
     if adapter is not None:
         from still_export.folders.model import check_overlay
@@ -129,7 +135,9 @@ def run(
                 cache.close()
             return
         model.restore(prefix)
-        content = _read(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+        content = read_text(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+        if not content and prompt_ids is None and prefix is None:
+            raise ConfigError(f'the prompt is empty. Type: still-export run {shlex.quote(str(package))} --prompt "..."')
         with out.reading(len(content) // 4) as progress:
             if save_state:
                 snapshot = model.read(
@@ -188,10 +196,3 @@ def _arguments(given: str | None) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ConfigError(f"--chat-template-kwargs {given:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}. Save it as UTF-8.") from error

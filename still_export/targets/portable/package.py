@@ -77,7 +77,7 @@ def write_portable(
         manifest["states"] += [state.to_dict() for state in own]
     cache, dtype = model.config.still.deployment.cache, manifest["model"]["dtype"]
     check(manifest)
-    _check_speculation(options.speculate, manifest["states"])
+    _check_chunk(options.speculate, manifest)
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     model.generation_config.save_pretrained(folder)
@@ -219,11 +219,20 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
     }
 
 
-def _check_speculation(guesses: int, states: list[dict[str, Any]]) -> None:
-    """Raise ConfigError where guesses may be more than a chunk: what is promoted in their midst would be guessed itself."""
-    chunk = min((s["growth"]["per"] for s in states if s["growth"] and s["growth"]["lag"]), default=guesses)
+def _check_chunk(guesses: int, manifest: dict[str, Any]) -> None:
+    """Raise ConfigError where a chunk is shorter than guesses, as what is promoted in their midst would be guessed itself, or longer than
+    the capacity."""
+    chunk = min((s["growth"]["per"] for s in manifest["states"] if s["growth"] and s["growth"]["lag"]), default=None)
+    if chunk is None:
+        return
     if guesses > chunk:
         raise ConfigError(f"--speculate {guesses} is more than a chunk of this model, {chunk} tokens. Guess fewer.")
+    capacity = manifest["capacity"]
+    if capacity["bounded"] and capacity["capacity_tokens"] < chunk:
+        tokens = capacity["capacity_tokens"]
+        raise ConfigError(
+            f"--capacity-tokens {tokens} is less than a chunk of this model, {chunk} tokens. Choose more."
+        )
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
