@@ -104,7 +104,6 @@ def evaluation() -> Report:
             variant: {"book.txt": {"0-1024": 9.5 + i, "1024-2048": 9.0 + i}} for i, variant in enumerate(variants)
         },
         "retrieval": {variant: {"needle": {1024: [1.0, 0.5], 2048: [0.25, 0.0]}} for variant in variants},
-        "chat": {},
         "prompts": 8,
         "costs": {"int4": {"size, MB": 122.0, "decode 2048, ms": 11.2}},
     }
