@@ -24,7 +24,7 @@ from still_export.mixers.config import StillConfig
 from still_export.mixers.layers import FULL
 from still_export.mixers.registry import MIXERS, mixer_of
 from still_export.models.load import load_model, open_source
-from still_export.options import option
+from still_export.options import check_options, option
 from still_export.texts.files import read_text
 from still_export.texts.tasks import TaskWriter, task_named
 from still_export.texts.texts import check_ids, tokenize
@@ -78,9 +78,9 @@ class EvaluationOptions:
         for name in self.variants:
             if name not in VARIANTS:
                 raise unknown(name, VARIANTS, f"the variant {name!r}")
-        shortest = min((*self.context_lengths, *self.lengths, self.by_position or 2))
-        if shortest < 2 or self.depths < 1 or self.samples < 1:
-            raise ConfigError("--lengths, --depths and --samples must be positive, --contexts at least 2 tokens.")
+        check_options(self)
+        if min((*self.context_lengths, *self.lengths, self.by_position or 2)) < 2:
+            raise ConfigError("--lengths, --contexts and --by-position must be at least 2 tokens.")
 
 
 @dataclass

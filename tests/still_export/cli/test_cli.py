@@ -202,7 +202,7 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
             "--batch: for --to trt",
         ),
         (("{model}", "--to", "onnx", "-o", "{out}", "--arch", "sm_90", "--no-native"), "--no-native leaves"),
-        (("{model}", "--to", "onnx", "-o", "{out}", "--prefill-tokens", "0"), "--prefill-tokens 0"),
+        (("{model}", "--to", "onnx", "-o", "{out}", "--prefill-tokens", "0"), "Invalid value for '--prefill-tokens'"),
         (("inspect", "{empty}"), "no exported package"),
         (("export", "--config", "{empty}/none.json", "-o", "{out}"), "no manifest"),
     ],
