@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from still_export.errors import ConfigError, ModelNotFoundError
+from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.graph.ahead import ahead_states, join_head
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.forms import EXACT, Form, plan_forms
-from still_export.graph.quantization.policy import Layout, Quantization, parse_budget
+from still_export.graph.quantization.policy import FLOAT8, Layout, Quantization, parse_budget
 from still_export.mixers.cache import state_table
 from still_export.models.ahead import PREFIX, SHARED, weight_name
 from still_export.models.description import describe_model
@@ -29,6 +29,7 @@ from still_graphs.conditions import bodies, imported, known_ops, no_functions, s
 from still_graphs.ops import OPS
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.pipelines import Dump, Step, run_steps
+from still_kernels.registry import ties_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -78,6 +79,11 @@ def write_portable(
     cache, dtype = model.config.still.deployment.cache, manifest["model"]["dtype"]
     check(manifest)
     _check_chunk(options.speculate, manifest)
+    if options.quantize == FLOAT8 and ties_of(manifest).each:
+        raise UnsupportedError(
+            f"--quantize {FLOAT8}: layers of this model choose tokens by scores, and codes in e4m3 turn more choices than verify takes for "
+            "near ties. Take --quantize int8."
+        )
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     model.generation_config.save_pretrained(folder)
