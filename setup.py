@@ -86,7 +86,6 @@ setup(
             "linearization/recipes/*.yaml",
             "systems/*/*.yaml",
             "texts/words.json",
-            "evaluation/questions.json",
         ],
     },
     include_package_data=False,

@@ -54,7 +54,7 @@ def check_options(record: Any) -> None:
             continue
         typed = f"{flag_of(type(record), entry.name)} {value}"
         if "choices" in allowed and value not in allowed["choices"]:
-            raise unknown(value, allowed["choices"], typed)
+            raise unknown(value, map(str, allowed["choices"]), typed)
         if "least" in allowed and value < allowed["least"]:
             raise ConfigError(f"{typed}: it must be at least {allowed['least']}.")
         if "above" in allowed and value <= allowed["above"]:

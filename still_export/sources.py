@@ -140,15 +140,22 @@ def demand_package(path: Path, verb: str) -> None:
     """Raise PackageError unless `path` is a package, with the command that makes one of what it is."""
     if not path.exists():
         raise PackageError(
-            f"{path} does not exist. {verb} takes a package. Make one with `still-export MODEL --to onnx -o {shlex.quote(str(path))}`."
+            f"{path} does not exist. {verb} takes a package. Make one: still-export MODEL --to onnx -o {shlex.quote(str(path))}"
         )
     if verb in GGUF_VERBS and path.suffix == ".gguf" and path.is_file():
         return
     found = look(path)
-    if found.kind in ("package", "none") or verb == "inspect":
-        return  # what has no manifest, or a damaged one, is the reader's to refuse
-    name, quoted = os.path.basename(os.path.abspath(path)).removesuffix(".gguf"), shlex.quote(str(path))
     to = {"lower": "", "build": " --to trt"}.get(verb, " --to onnx")
+    if found.kind == "none" and not (path / MANIFEST).exists():
+        what = (
+            f"has no {MANIFEST}: it is no exported package" if path.is_dir() else "is a file, and no exported package"
+        )
+        raise PackageError(
+            f"{path} {what}. {verb} takes the folder that an export wrote. Make one: still-export MODEL{to} -o PACKAGE"
+        )
+    if found.kind in ("package", "none") or verb == "inspect":
+        return  # what is damaged is the reader's to refuse
+    name, quoted = os.path.basename(os.path.abspath(path)).removesuffix(".gguf"), shlex.quote(str(path))
     made = shlex.quote(f"{name}-package")
     model = quoted
     if found.kind == "adapter":

@@ -44,7 +44,7 @@ def test_runners_know_no_model_and_no_sibling_runtime() -> None:
     [
         ("still_graphs.ops", ["torch", "triton", "onnx", "numpy"]),  # and with it the spec.py of every op
         ("still_graphs.functions", ["torch", "onnxruntime"]),
-        ("still_kernels.hybrid_attention.meaning.naive", ["triton", "onnx", "transformers"]),
+        ("still_kernels.hybrid_attention.meaning.whole", ["triton", "onnx", "transformers"]),
         ("still_kernels.gated_mlp.plan", ["torch", "triton", "onnx"]),
         ("still_kernels.registry", ["torch", "triton", "onnx"]),
         pytest.param("still_export.models.load", ["onnx", "onnxruntime", "triton", "tensorrt"], marks=pytest.mark.slow),

@@ -17,10 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from still_export.errors import ConfigError
 from still_export.proof.constants import PROOF_VERSION
 from still_export.proof.op_sources import op_digest
-from still_export.proof.records import OP, Record, make_record, read_record
+from still_export.proof.records import OP, Record, make_record
 
 VERDICTS = Path(__file__).resolve().parents[1] / "docs/reference/verdicts.json"
 KEY = ("target", "machine", "subject", "type")
@@ -65,6 +67,23 @@ def sum_up(name: str, parts: Sequence[Record]) -> Record:
     ran = {kind: digest for part in parts for kind, digest in part.ran.items() if kind.startswith(OP)}
     versions = {kind: version for part in parts for kind, version in part.versions.items()}
     return make_record("proof", name, subject, figures, ran, not failed, parts[0].seed, versions=versions)
+
+
+def read_record(path: Path) -> Record:
+    """One record.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+    try:
+        return Record.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # pydantic's own are ValueErrors
+        where, said = "", str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            where, said = f"{place}: " * bool(place), first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{path} is no record: {where}{said}. Make it again: still-export prove DIR") from error
 
 
 def read_records(folder: Path) -> list[Record]:

@@ -1,15 +1,18 @@
-"""How a command ends early: one line on stderr; Ctrl-C and SIGTERM."""
+"""How a command ends early: one line on stderr that begins with what was typed; Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import typer
 from rich.console import Console
 
 LOST_PAGES = (
@@ -19,6 +22,11 @@ LOST_PAGES = (
 _on_lost_pages: object = None  # which the system calls: kept from being freed
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+USAGE: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises where flags or arguments are not those of the verb."""
+_COMMAND = re.compile(r"still-export |pip install |Run: |Type: |--force")
+"""What a message has that ends with something to type."""
+_AGAIN = re.compile(r"[Ee]xport (?:it |the model )?(?:again )?with (?:a larger )?(--[a-z-]+)\b(?! a model)")
 
 
 @contextlib.contextmanager
@@ -94,3 +102,50 @@ def complain_interrupted() -> None:
 def complain(name: str, message: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]{name}:[/] ", end="")
     print(message, file=sys.stderr)
+
+
+def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
+    """`message` behind the verb and the folder that were typed, if it does not name the folder itself, and before a command to type, if
+    it has none."""
+    verb, subject = given[0], next((word for word in given[1:2] if not word.startswith("-")), "")
+    begin = "" if subject and subject in message else f"{verb} {subject}".rstrip() + ": "
+    end = ""
+    if not _COMMAND.search(message):
+        manifest = os.path.join(subject, "manifest.json")
+        if (again := _AGAIN.search(message)) and subject and os.path.isfile(manifest):
+            end = f" Type: still-export export --config {shlex.quote(manifest)} {again[1]} ... -o OTHER"
+        elif kind == "ConfigError":
+            end = f" All flags: still-export {verb} -h"
+    return f"{begin}{message}{end}"
+
+
+def usage(error: Exception, given: Sequence[str]) -> str:
+    """What typer says of wrong flags, in one sentence that begins with the flag and its value as they were typed."""
+    parameter = getattr(error, "param", None)
+    names = tuple(getattr(parameter, "opts", ())) or (getattr(error, "option_name", ""),)
+    typed = ""
+    for at, word in enumerate(given):
+        name, joined, value = word.partition("=")
+        if name in names and name.startswith("-"):
+            typed = f"{name} {value if joined else next(iter(given[at + 1 :]), '')}".rstrip()
+    said = str(getattr(error, "message", error))
+    if parameter is None or not said:
+        said = error.format_message() if hasattr(error, "format_message") else said
+    said = said.removeprefix("Invalid value: ").removeprefix("Value error, ").rstrip(".")
+    for theirs, ours in _PLAIN:
+        said = re.sub(theirs, ours, said)
+    return f"{typed}: {said}." if typed and not said.startswith(names) and typed not in said else f"{said}."
+
+
+_PLAIN = (
+    (r"^Input should be a valid integer.*", "give a whole number"),
+    (r"^Input should be a valid number.*", "give a number"),
+    (r"^Input should be ", "it must be "),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    (r"^No such option: (\S+) \(Possible options: (.+)\)", r"\1 is no flag here; near it: \2"),
+    (r"^No such option: (\S+)", r"\1 is no flag here"),
+    (r"^Option '(\S+)' requires an argument", r"\1 needs a value"),
+    (r"^Got unexpected extra arguments?(?:\(s\))? \((.+)\)", r"\1: one word too many, or a flag is missing before it"),
+)
+"""Words of typer and pydantic, and ours."""

@@ -19,8 +19,6 @@ Examples:
 
     still-export evaluate MODEL --teacher BASE --lengths 1024,4096 --tasks needle,passkey -o evaluation
 
-    still-export evaluate MODEL --teacher BASE --text code.txt --tasks unseen --lengths 2048 --chat 50 -o evaluation
-
     still-export evaluate PACKAGE --text held_out.txt --contexts "" --tasks niah_multikey,babi_2 --lengths 4096 --depths 5 -o ruler
 
     still-export evaluate http://127.0.0.1:8000/v1 --tokenizer MODEL --tasks niah_single --lengths 4096 -o served

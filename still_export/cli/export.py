@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from still_export.cli.output import LOADING, Output, command_line, next_commands
+from still_export.errors import ConfigError
 from still_export.folders.model import check_model, check_overlay
 from still_export.package.staging import demand_free
 from still_export.sources import demand_model
@@ -63,11 +64,13 @@ def export(
 ) -> None:
     """Export a model to a package: graph, weights, tokenizer, a runner, manifest.json; for trt also kernels, plugin and engine."""
     if output is None:
-        raise typer.BadParameter("give the package folder to write: -o DIR", param_hint="-o")
+        raise ConfigError("no -o: give the package folder to write, -o DIR.")
     if model is None and config is None:
-        raise typer.BadParameter("give a model, or --config manifest.json", param_hint="MODEL")
+        raise ConfigError(
+            "no model. Type: still-export MODEL --to onnx -o DIR, or still-export export --config manifest.json -o DIR"
+        )
     if ("dtype" in asked) + fp16 + bf16 > 1:
-        raise typer.BadParameter("give one of --dtype, --fp16, --bf16")
+        raise ConfigError("--dtype, --fp16 and --bf16 name types: give one of them.")
     asked |= {"dtype": "float16" if fp16 else "bfloat16"} if fp16 or bf16 else {}
     if model is not None:
         overlays, untrained = asked.get("overlays") or (), config is not None or bool(asked.get("attach_untrained"))

@@ -83,9 +83,11 @@ def linearize(
     if base is not None:
         check_model(base)
     if output is None:
-        raise typer.BadParameter("give the model folder to write: -o DIR", param_hint="-o")
+        raise ConfigError("no -o: give the model folder to write, -o DIR.")
     if adapter is not None and base is None:
-        raise typer.BadParameter("give the base model of the adapter", param_hint="BASE")
+        raise ConfigError(
+            f"--adapter {adapter}: give its base model, too. Type: still-export linearize BASE --adapter {adapter} -o {output}"
+        )
     from still_export.linearization.recipe import DEFAULT_PRESETS, FINDERS, preset, read_recipe
     from still_export.linearization.run_folder import TO_REPLACE, RunFolder, check_replaceable
     from still_export.texts.files import read_text

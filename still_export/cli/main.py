@@ -16,8 +16,16 @@ from typing import Annotated, Any
 import typer
 
 import still_export
-from still_export.cli.errors import INTERRUPTS, complain, complain_interrupted, end_at_lost_pages
-from still_export.errors import ModelNotFoundError, StillExportError
+from still_export.cli.errors import (
+    INTERRUPTS,
+    USAGE,
+    as_typed,
+    complain,
+    complain_interrupted,
+    end_at_lost_pages,
+    usage,
+)
+from still_export.errors import ConfigError, ModelNotFoundError, StillExportError
 from still_export.extras import EXTRAS, demand, installation
 from still_export.package.refusals import RunError
 from still_export.sources import local, look
@@ -107,6 +115,19 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
     return made
 
 
+READ = (
+    "--prompt-file",
+    "--load-state",
+    "--calls",
+    "--follow",
+    "--beside",
+    "--config",
+    "--text",
+    "--chat-file",
+    "--reuse",
+)
+"""Flags that name a file to read, in each verb that has them."""
+
 ROOT_OPTIONS = ("-h", "--help", "--version")
 """What stands in the place of a verb; anything else is the model of an export."""
 
@@ -142,11 +163,17 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _look_ahead(given)
         verb = given[0] if given else ""
-        app(verb, verb in verbs)(given, standalone_mode=True)
+        sys.exit(app(verb, verb in verbs)(given, standalone_mode=False) or 0)
+    except USAGE as error:
+        if not given or verb not in verbs:  # the help, where no verb is given
+            error.show()  # type: ignore[attr-defined]
+        else:
+            complain("ConfigError", as_typed(usage(error, given), "ConfigError", given))
+        sys.exit(2)
     except (StillExportError, RunError) as error:
         if debug:
             raise
-        complain(type(error).__name__, str(error))
+        complain(type(error).__name__, as_typed(str(error), type(error).__name__, given))
         sys.exit(2)
     except ImportError as error:
         command = installation(error.name)
@@ -184,6 +211,9 @@ def _look_ahead(given: list[str]) -> None:
         raise ModelNotFoundError(
             f"{given[0]}: an argument is an empty text. Give a model or a folder; . is the current one."
         )
+    for flag, value in _values(given[1:]):
+        if flag in READ and value and not Path(value).expanduser().exists():
+            raise ConfigError(f"{flag} {value}: there is no such file.")
     if given[:1] == ["evaluate"]:  # whose flags take as long as torch
         from still_export.folders.model import check_model
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from still_export.cli.output import Output, TrustNative
+from still_export.cli.output import Output, TrustNative, report_folder
 from still_export.errors import ConfigError, PackageError
 from still_export.options import options_of
 from still_export.sources import demand_package
+from still_export.texts.files import read_text
 
 EXAMPLES = """
 Examples:
@@ -68,7 +70,7 @@ def run(
     from still_export.runtime.conversation import Conversation
     from still_export.runtime.cuda_driver import CudaError
     from still_export.runtime.options import AnswerOptions, LoadOptions
-    from still_export.runtime.prefix_folder import open_prefixes
+    from still_export.runtime.prefix_folder import cache_bytes, open_prefixes
     from still_export.runtime.sampling import RunError, Sampling
     from still_export.runtime.snapshot import Snapshot
     from still_export.runtime.text import write_answer
@@ -78,12 +80,16 @@ def run(
         prompt = "-"
         given.append(prompt)
     if len(given) > 1 or not (given or chat) or (chat and prompt_ids is not None):
-        raise typer.BadParameter(
-            "give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input"
+        raise ConfigError(
+            f"give one of --prompt, --prompt-file, --prompt-ids, --chat, or a text on standard input. Type: still-export run "
+            f'{shlex.quote(str(package))} --prompt "..."'
         )
     wanted, opening = AnswerOptions(**options_of(AnswerOptions, asked)), options_of(LoadOptions, asked)
     if save_state and not given:
-        raise typer.BadParameter("--save-state saves what a prompt leaves: give --prompt or --prompt-file")
+        raise ConfigError("--save-state saves what a prompt leaves: give --prompt or --prompt-file.")
+    if save_state:
+        report_folder(save_state.parent)
+    cache_bytes(wanted.prefix_cache)
     arguments = _arguments(chat_template_kwargs)
     if adapter is not None:
         from still_export.folders.model import check_overlay
@@ -112,7 +118,9 @@ def run(
                 cache.close()
             return
         model.restore(prefix)
-        content = _read(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+        content = read_text(prompt_file) if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+        if not content and prompt_ids is None and prefix is None:
+            raise ConfigError(f'the prompt is empty. Type: still-export run {shlex.quote(str(package))} --prompt "..."')
         with out.reading(len(content) // 4) as progress:
             if save_state:
                 snapshot = model.read(
@@ -171,10 +179,3 @@ def _arguments(given: str | None) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ConfigError(f"--chat-template-kwargs {given:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}. Save it as UTF-8.") from error

@@ -55,7 +55,7 @@ def build_engines(
     if manifest.get("target") not in RECORDS:
         raise PackageError(
             f"{package.path} is a package for {manifest.get('target')}, which has no engines. "
-            "Export with --to trt or --to trt-rtx."
+            f"Make one that has: still-export lower {package.path} --to trt -o TRT"
         )
     names = ("batch", "prefill_tokens", "workspace_mib", "optimization_level")
     changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -161,6 +161,6 @@ def reopen(path: Path) -> Package:
     """The package at `path`, hashes unchecked: a build reads the graph, and TensorRT checks it."""
     if not (path / MANIFEST).is_file():
         raise PackageError(
-            f"{path} has no {MANIFEST}: it is no exported package. Export one: still-export MODEL --to trt -o {path}"
+            f"{path} has no {MANIFEST}: it is no exported package. Make one: still-export MODEL --to trt -o PACKAGE"
         )
     return open_package(path, check_hashes=False, check_engines=False)

@@ -1,4 +1,4 @@
-"""What a model knows: bits per byte of texts, retrieval by depth and length, chat; for a STILL model also with parts switched off."""
+"""What a model knows: bits per byte of texts, retrieval by depth and length; for a STILL model also with parts switched off."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ import torch
 from torch import nn
 
 from still_export.errors import ConfigError, DataError, NotLinearizedError, unknown
-from still_export.evaluation.chat import chat_ends, template
-from still_export.evaluation.code import code_prompts
 from still_export.evaluation.intervals import share
 from still_export.evaluation.positions import perplexity_by_position
-from still_export.evaluation.questions import CHAT, LONGEST_QUESTION, about_texts
 from still_export.evaluation.served import AT_ONCE
 from still_export.evaluation.synthetic import MAKERS, PromptWriter, replied, words_of
 from still_export.mixers.config import StillConfig
@@ -33,7 +30,7 @@ from still_export.texts.tasks import TaskWriter, task_named
 from still_export.texts.texts import check_ids, tokenize
 
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
-TEACHER, CODE = "teacher", "code"
+TEACHER = "teacher"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
 """Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
 
@@ -46,9 +43,8 @@ class EvaluationOptions:
     """What is measured, and of what; every field is a flag of `still-export evaluate`.
 
     Bits per byte of `texts` are at `context_lengths`, every block on its own. Retrieval has `samples` prompts for each task, length and
-    depth (0 = far, 1 = near the question). The task "unseen" has forms of facts that no training row has; it is answered in a chat. "code"
-    asks about files of code, in the first text, of half to the whole of a length. RULER's tasks and BABILong's (`synthetic.MAKERS`) are
-    answered in words, in a chat where the tokenizer has a template. Of `chat` answers ends and repetitions are counted.
+    depth (0 = far, 1 = near the question). RULER's tasks and BABILong's (`synthetic.MAKERS`) are answered in words, in a chat where the
+    tokenizer has a template.
     """
 
     texts: tuple[str, ...] = option((), "Text file for bits per byte and as filler; repeatable.", flag="--text")
@@ -59,7 +55,7 @@ class EvaluationOptions:
     text_tokens: int = option(1 << 17, "Tokens of each text at most.", least=2)
     tasks: tuple[str, ...] = option(
         ("needle", "passkey", "key_value"),
-        f"Retrieval tasks: needle, passkey, key_value, code, {', '.join(MAKERS)}; empty: none.",
+        f"Retrieval tasks: needle, passkey, key_value, {', '.join(MAKERS)}; empty: none.",
         commas=True,
         shown="needle,passkey,key_value",
     )
@@ -69,10 +65,6 @@ class EvaluationOptions:
     depths: int = option(10, "Depths at which the fact is hidden.", least=1)
     samples: int = option(4, "Prompts for each task, length and depth.", least=1)
     seed: int = option(0, "Of the prompts.")
-    chat: int = option(0, "Questions of a chat whose answers' ends are counted.", least=0, most=len(CHAT))
-    chat_lengths: tuple[int, ...] = option(
-        (0,), "Tokens of the first text before each of them, which then ask about it; 0 = none.", commas=True, shown="0"
-    )
     variants: tuple[str, ...] = option(VARIANTS, "Of a STILL model.", commas=True, shown="all that it has")
     teacher: str | None = option(None, "The softmax model that MODEL was made from.")
     tokenizer: str | None = option(None, "Folder of the tokenizer, if not beside the model.")
@@ -85,22 +77,13 @@ class EvaluationOptions:
     def __post_init__(self) -> None:
         check_options(self)
         for name in self.tasks:
-            if name not in (CODE, *MAKERS):
-                task_named(name, (CODE, *MAKERS))
+            if name not in MAKERS:
+                task_named(name, MAKERS)
         for name in self.variants:
             if name not in VARIANTS:
                 raise unknown(name, VARIANTS, f"the variant {name!r}")
-        if any(self.chat_lengths) and not (self.chat and self.texts):
-            raise ConfigError(
-                "--chat-lengths puts a text before the questions of --chat: give --chat, and the text with --text."
-            )
-        for length in self.chat_lengths:
-            if length and length <= LONGEST_QUESTION:
-                raise ConfigError(
-                    f"--chat-lengths {length}: a question alone takes {LONGEST_QUESTION} tokens. Use 0 or more tokens."
-                )
         if min((*self.context_lengths, *self.lengths, self.by_position or 2)) < 2:
-            raise ConfigError("--lengths, --contexts and --by-position are of at least 2 tokens.")
+            raise ConfigError("--lengths, --contexts and --by-position must be at least 2 tokens.")
 
 
 @dataclass
@@ -109,21 +92,18 @@ class Evaluation:
 
     bits_per_byte: variant -> "file @ context" -> value. perplexity: variant -> file -> "first-end" of positions -> value.
     retrieval: variant -> task -> length -> accuracy by depth. prompts: Of each task and length, over all depths.
-    chat: variant -> "tokens" (mean length), "ended" (share that ended by itself), "repeated" (share of 4-grams that occurred before), each
-    with "@ length" where a text stood before the question.
     costs: of packages, name -> what is measured -> value (`packages.costs`).
     """
 
     bits_per_byte: dict[str, dict[str, float]] = field(default_factory=dict)
     perplexity: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     retrieval: dict[str, dict[str, dict[int, list[float]]]] = field(default_factory=dict)
-    chat: dict[str, dict[str, float]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     prompts: int = 0
 
     def add(self, other: Evaluation) -> None:
         """Add what was measured of other models."""
-        for name in ("bits_per_byte", "perplexity", "retrieval", "chat", "costs"):
+        for name in ("bits_per_byte", "perplexity", "retrieval", "costs"):
             getattr(self, name).update(getattr(other, name))
         self.prompts = self.prompts or other.prompts
 
@@ -134,10 +114,9 @@ class Evaluation:
 
     def table(self) -> str:
         """A Markdown table with one row per variant; shares with 95% confidence intervals."""
-        variants = list(dict.fromkeys([*self.bits_per_byte, *self.perplexity, *self.retrieval, *self.chat]))
+        variants = list(dict.fromkeys([*self.bits_per_byte, *self.perplexity, *self.retrieval]))
         texts = list(next(iter(self.bits_per_byte.values()), {}))
         cells = [(t, n) for t, row in next(iter(self.retrieval.values()), {}).items() for n in row]
-        said = list(next(iter(self.chat.values()), {}))
         costs = list(next(iter(self.costs.values()), {}))
         spans = [(t, s) for t, row in next(iter(self.perplexity.values()), {}).items() for s in row]
         head = [
@@ -145,7 +124,6 @@ class Evaluation:
             *(f"bits/byte {t}" for t in texts),
             *(f"perplexity {t}, {s}" for t, s in spans),
             *(f"{t} {n}" for t, n in cells),
-            *(f"chat {c}" for c in said),
             *costs,
         ]
         lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
@@ -153,9 +131,8 @@ class Evaluation:
             bits = [f"{self.bits_per_byte[variant][t]:.4f}" for t in texts]
             bits += [f"{self.perplexity[variant][t][s]:.3f}" for t, s in spans]
             found = [share(self.accuracy(variant, t, n), self.prompts) for t, n in cells]
-            talk = [f"{self.chat[variant][c]:.3g}" for c in said]
             cost = [f"{self.costs[variant][c]:.3g}" if variant in self.costs else "" for c in costs]
-            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *talk, *cost])} |")
+            lines.append(f"| {' | '.join([variant.replace('_', ' '), *bits, *found, *cost])} |")
         return "\n".join(lines)
 
 
@@ -198,36 +175,13 @@ def measure(
                         shares = by_depth(model, tokenizer, task, length, options, texts)
                         result.retrieval.setdefault(variant, {}).setdefault(task, {})[length] = shares
                         advance(f"{variant}, {task} at {length}")
-                for length in options.chat_lengths if options.chat else ():
-                    ends = chat_ends_behind(model, tokenizer, length, options, texts)
-                    named = {f"{name} @ {length}" if length else name: value for name, value in ends.items()}
-                    result.chat.setdefault(variant, {}).update(named)
-                    advance(f"{variant}, chat" + (f" at {length}" if length else ""))
     return result
-
-
-def chat_ends_behind(
-    model: Any, tokenizer: Any, length: int, options: EvaluationOptions, texts: dict[str, str]
-) -> dict[str, float]:
-    """How answers to `options.chat` questions end, behind `length` tokens of the first text."""
-    questions: Sequence[str] = CHAT[: options.chat]
-    if length:
-        text = next(iter(texts.values()))
-        tokens = tokenize(text[: 16 * length * options.chat], tokenizer, int(model.config.vocab_size))
-        if len(tokens) < length:
-            raise ConfigError(
-                f"the text has {len(tokens)} tokens, fewer than --chat-lengths {length}. Use a longer one."
-            )
-        questions = about_texts(tokenizer, tokens[: length * options.chat], length, options.chat)
-    return chat_ends(model, tokenizer, questions, TOKENS_AT_ONCE[model.device.type])
 
 
 def by_depth(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
     """Share of right answers of a task at a length."""
-    if task == CODE:
-        return about_code(model, tokenizer, length, options, texts)
     if task not in MAKERS:
         return retrieval(model, tokenizer, task, length, options, texts)
     hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
@@ -240,17 +194,6 @@ def by_depth(
 def prompts_at_once(model: Any, length: int) -> int:
     """Prompts of so many tokens in one call; a server is asked for a few at a time."""
     return AT_ONCE if hasattr(model, "complete_all") else max(1, TOKENS_AT_ONCE[model.device.type] // length)
-
-
-def about_code(
-    model: Any, tokenizer: Any, length: int, options: EvaluationOptions, texts: dict[str, str]
-) -> list[float]:
-    """Share of right answers about files of source code, by the place of what is asked for."""
-    rng = np.random.default_rng((options.seed, length, 2))
-    text = next(iter(texts.values()), "")
-    rows = code_prompts(tokenizer, template(tokenizer), text, length, options.depths, options.samples, rng)
-    # Prompts differ in length, and padding is not worth while for a few.
-    return [sum(answered(model, tokenizer, ids[None], [count]) for ids, count in part) / len(part) for part in rows]
 
 
 def load_any(
@@ -313,8 +256,7 @@ def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
     variants = sum(len(options.variants) if name == "still" else 1 for name in models)
     texts = len(options.texts) * (len(options.context_lengths) + bool(options.by_position))
     tasks = len(options.tasks) * len(options.lengths)
-    chats = len(options.chat_lengths) if options.chat else 0
-    return variants * (texts + tasks + chats)
+    return variants * (texts + tasks)
 
 
 def variants_of(model: Any) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from still_export.errors import ConfigError
 from still_export.evaluation.bench import BenchOptions
-from still_export.evaluation.chat import CHAT_TOKENS
 from still_export.evaluation.evaluate import (
     VARIANTS,
     Evaluation,
@@ -36,7 +35,7 @@ def evaluate(
     command: str = "",
     started: Callable[[int], Callable[[str], None]] = lambda count: lambda done: None,
 ) -> Evaluation:
-    """Measure what models know: bits per byte, retrieval, chats; of packages also size, memory and speed.
+    """Measure what models know: bits per byte, retrieval; of packages also size, memory and speed.
 
     Args:
         models: Folder of a STILL model, whose parts are measured too, or of a softmax model; or packages, and addresses of servers.
@@ -62,14 +61,12 @@ def evaluate(
         _check_served(options)
     asked = (*(options.lengths if options.tasks else ()), *(options.context_lengths if options.texts else ()))
     asked += (options.by_position,) if options.texts and options.by_position else ()
-    if options.chat:
-        asked += tuple(length + CHAT_TOKENS for length in options.chat_lengths if length)
     longest = max(asked, default=2)
-    if not asked and not options.chat:
-        raise ConfigError("nothing to measure. Give --text, --tasks or --chat.")
+    if not asked:
+        raise ConfigError("nothing to measure. Give --text or --tasks.")
     for name, package in packages.items():
         _check_room(name, longest, package.manifest["capacity"])
-    writes = bool(options.chat) or not MAKERS.keys().isdisjoint(options.tasks)
+    writes = not MAKERS.keys().isdisjoint(options.tasks)
     source = None if packages or served else model
     loaded = load_any(source, options.teacher, options.dtype, generates=writes, tokens=longest)
     if options.teacher is not None and source is not None and "still" not in loaded:
@@ -105,8 +102,8 @@ def _check_served(options: EvaluationOptions) -> None:
     """Raise ConfigError where a server is asked for more than words, or its tokenizer is not named."""
     if options.tokenizer is None:
         raise ConfigError("a server is asked in token ids: name the folder of its tokenizer with --tokenizer.")
-    if options.chat or (options.texts and (options.context_lengths or options.by_position)):
-        raise ConfigError('a server shows no logits: leave out --chat and --by-position, and give --contexts "".')
+    if options.texts and (options.context_lengths or options.by_position):
+        raise ConfigError('a server shows no logits: leave out --by-position, and give --contexts "".')
 
 
 def _packages(models: list[str], alone: bool) -> dict[str, Package]:

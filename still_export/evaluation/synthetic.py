@@ -1,5 +1,5 @@
 """Prompts that are answered in words: RULER's synthetic tasks and BABILong's, over any text, made anew from their papers
-(arXiv:2404.06654, arXiv:2406.10149); and facts in unseen forms. Each prompt is read again before it counts."""
+(arXiv:2404.06654, arXiv:2406.10149). Each prompt is read again before it counts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from still_export.errors import ConfigError
-from still_export.evaluation.chat import replies, template
-from still_export.evaluation.questions import holds, unseen_fact
+from still_export.evaluation.replies import replies
 from still_export.texts.tasks import COLOURS, THINGS, hide, piece, room_for_filler, stretch
 from still_export.texts.turns import turn_pieces
 
@@ -28,6 +27,11 @@ TRIES = 8
 PEOPLE = "Daniel Mary John Sandra".split()
 PLACES = "kitchen garden office bathroom hallway bedroom".split()
 OBJECTS = "football apple milk".split()
+
+
+def holds(reply: str, answer: str) -> bool:
+    """Whether a reply holds the answer as a word of its own."""
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True)
@@ -204,13 +208,7 @@ def _story(supporting: int) -> Maker:
     return make
 
 
-def _unseen(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
-    fact, question, answer = unseen_fact(rng)
-    return Item(f"\n\n{question}", (answer,), ((depth, fact),), chance=True)
-
-
 MAKERS: dict[str, Maker] = {
-    "unseen": _unseen,
     "niah_single": _needles(1, 1, 1),
     "niah_multikey": _needles(MANY, 1, 1),
     "niah_multivalue": _needles(1, MANY, 1),
@@ -223,7 +221,6 @@ MAKERS: dict[str, Maker] = {
     "babi_3": _story(3),
 }
 """By name; the tasks of bAbI by how many facts an answer needs."""
-UNSEEN = "unseen"
 
 
 def _plain(text: str) -> str:
@@ -237,19 +234,16 @@ class PromptWriter:
     Args:
         fillers: Texts as token ids; prompts take them in turn.
         words: The different words of the texts.
-
-    Raises:
-        ConfigError: The task is for chats, and the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any, task: str, fillers: Sequence[np.ndarray], words: Sequence[str]) -> None:
         self.tokenizer, self.task, self.fillers, self.words = tokenizer, task, fillers, words
-        chat = template(tokenizer) if task == UNSEEN else turn_pieces(tokenizer)
+        chat = turn_pieces(tokenizer)
         self.end = "" if chat is None else chat["user_to_assistant"]
         self.start = tokenizer("")["input_ids"] if chat is None else self._encode(chat["start"])
 
     def prompt(self, length: int, depth: float, number: int, rng: np.random.Generator) -> Prompt:
-        """The prompt `number` of a depth; with its reply it has `length` tokens, or a word less. "unseen" is replied to beyond them.
+        """The prompt `number` of a depth; with its reply it has `length` tokens, or a word less.
 
         Raises:
             ConfigError: It does not fit, or none came out whole.
@@ -259,7 +253,7 @@ class PromptWriter:
             lead = item.lead.lstrip() if self.end else item.lead
             start, end = (piece((ids, 1)) for ids in (self.start, self._encode(f"{item.question}{self.end}{lead}")))
             facts = [(place, piece((self._encode(fact), 1))) for place, fact in item.facts]
-            most = length - (0 if self.task == UNSEEN else item.tokens)
+            most = length - item.tokens
             room = room_for_filler(most, [start, *(fact for _, fact in facts), end], [])
             filler = self._listed(item, room, rng) if item.words else stretch(self._filler(number), room, rng)
             ids = hide(start, filler, facts, end)[0].astype(np.int64)

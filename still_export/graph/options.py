@@ -15,7 +15,7 @@ from still_export.graph.quantization.policy import (
     parse_budget,
 )
 from still_export.mixers.choices import MODEL
-from still_export.options import check_types, option
+from still_export.options import check_options, check_types, option
 from still_export.package.files import MANIFEST
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class ExportOptions:
     adapters: bool = option(False, "`run --adapter` may add a LoRA adapter.", panel=BITS)
 
     def __post_init__(self) -> None:
-        if self.speculate < 0:
-            raise ConfigError(f"--speculate {self.speculate}: a number of tokens, or 0 for none.")
+        check_options(self)
         if self.speculate and self.all_logits:
             raise ConfigError("--all-logits is not for --speculate, which has logits of the last tokens of a call.")
         if self.vision and (self.speculate or self.calibrates):

@@ -105,7 +105,7 @@ def open_package(path: Path, check_hashes: bool = True, check_engines: bool = Tr
     manifest_path = path / MANIFEST
     if not manifest_path.is_file():
         raise PackageError(
-            f"{path} has no {MANIFEST}: it is no exported package. Make one with `still-export MODEL --to onnx -o {path}`."
+            f"{path} has no {MANIFEST}: it is no exported package. Make one: still-export MODEL --to onnx -o PACKAGE"
         )
     with as_package_errors():
         manifest = read_manifest(path)

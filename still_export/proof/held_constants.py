@@ -26,7 +26,6 @@ EPSILON = "epsilon"
 """A norm's attribute; that of an op which has taken a norm in has a name that ends so."""
 PREFIX = "model."
 """Before a table's name in a graph."""
-SHOWN = 4
 
 
 def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -> Check:
@@ -61,10 +60,7 @@ def check_constants(folder: Path, manifest: Mapping[str, Any], source: Source) -
                 at = int(same.argmin())
                 what = f"{tensor.name}[{at}] in {name} is {values[at]:.6g}, the model's {expected[at]:.6g}"
                 wrong.append((tensor.name, what))
-    first = wrong[0] if wrong else ("", "")
-    what = first[1] + (f"; {len(wrong)} are not" if len(wrong) > 1 else "")
-    notes = tuple(text for _, text in wrong[1 : 1 + SHOWN])
-    return Check(f"{count} epsilons and tables are the model's", not wrong, what, first[0], notes=notes)
+    return Check.of(f"{count} epsilons and tables are the model's", wrong)
 
 
 def _epsilons(graph: Any) -> Iterator[tuple[str, float]]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 OFF = 1e-6
 """Of itself that a setting may be off: it is written in float32."""
-SHOWN = 4
 BENDING: Mapping[str, tuple[str, ...]] = {
     "Sigmoid": ("sigmoid", "silu"),
     "Swish": ("silu",),
@@ -118,10 +117,7 @@ class _Findings:
                 self.wrong.append((where, f"{where} in {graph} {what}"))
 
     def check(self, name: str) -> Check:
-        first = self.wrong[0] if self.wrong else ("", "")
-        what = first[1] + (f"; {len(self.wrong)} are not" if len(self.wrong) > 1 else "")
-        notes = tuple(text for _, text in self.wrong[1 : 1 + SHOWN])
-        return Check(name.format(self.count), not self.wrong, what, first[0], notes=notes)
+        return Check.of(name.format(self.count), self.wrong)
 
 
 def _nodes(graph: GraphProto) -> Iterator[NodeProto]:

@@ -44,8 +44,6 @@ COARSER = 1.1
 LOST = 3.0
 """Times what plain rounding loses in a block of inputs, or in a row, that a method which searches may lose. Codes one step off lose 3.5
 times as much, a block of zeros 9 times."""
-SHOWN = 4
-"""Further weights that a verdict names."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +124,7 @@ def check_weights(
             if (found := judge.compare(graph, name, held, weights[name])) is not None:
                 findings.append(found)
     findings.sort(key=lambda each: each.count, reverse=True)
-    first = findings[0] if findings else None
-    verdict.checks.append(
-        Check(
-            NAME,
-            not findings,
-            "" if first is None else f"{first}" + ("" if len(findings) == 1 else f"; {len(findings)} weights are not"),
-            "" if first is None else first.name,
-            notes=tuple(map(str, findings[1 : 1 + SHOWN])),
-        )
-    )
+    verdict.checks.append(Check.of(NAME, [(each.name, str(each)) for each in findings]))
     if missing:
         some = ", ".join(list(missing)[:3])
         verdict.not_asked.append(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from still_export.errors import ConfigError, ModelNotFoundError, PackageError
+from still_export.errors import ConfigError, ModelNotFoundError, NotLinearizedError, PackageError, unknown
 from still_export.extras import demand
 from still_export.loading.runtimes import runtime_of
 from still_export.options import check_options, option
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from still_export.models.read.weights import Pair
     from still_export.proof.cases import CaseSource
     from still_export.proof.quantized import QuantizationLoss
+
+
+DEVICES = ("cpu", "cuda")
+"""Where PyTorch answers."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class VerifyOptions:
             raise ConfigError("--adapter is compared where PyTorch answers: give it without --record and --calls.")
         if self.reference_device is not None and self.calls is not None:
             raise ConfigError("--calls is what PyTorch answered already: leave out --reference-device.")
+        if self.reference_device not in (None, *DEVICES):
+            raise unknown(self.reference_device, DEVICES, f"--reference-device {self.reference_device}")
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,7 @@ def _weights_held(proof: _Proof, progress: Progress) -> Verdict:
     from still_export.proof.source_reader import check_source
 
     package = proof.package
+    _check_device(proof.options.reference_device)
     asked = _options(package, proof.options.model, "float32")
     with _found(package):
         source = find_source(asked)
@@ -216,14 +223,29 @@ def _all_that_runs(
     return verdict
 
 
+def _check_device(device: str | None) -> None:
+    """Raise ConfigError where PyTorch is to answer on a device that is not here."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
+
+
 @contextlib.contextmanager
 def _found(package: Package) -> Iterator[None]:
-    """Say of a model that is not there what it is for."""
+    """Say of a model that is not there, or is another one, what it is for."""
     try:
         yield
     except ModelNotFoundError as error:
         raise ModelNotFoundError(
-            f"{error} The package was exported from it; if the model was moved, name it with --model."
+            f"{error} The package was exported from it; if the model was moved, name it with --model. "
+            f"Type: still-export verify {package.path} --model MODEL"
+        ) from error
+    except NotLinearizedError as error:
+        made_of = package.manifest["config"]["model"]
+        raise NotLinearizedError(
+            f"--model is a plain softmax model, and {package.path} was exported from one that was linearized, {made_of}. "
+            f"Name that one, or leave --model out. Type: still-export verify {package.path}"
         ) from error
 
 
@@ -429,8 +451,7 @@ def _torch_cases(
     from still_export.proof.prompts import affordable
     from still_export.proof.torch_cases import TorchCases
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--reference-device cuda: PyTorch finds no such device here. Leave it out: the CPU answers.")
+    _check_device(device)
     dtype, rounded = package.manifest["model"]["dtype"], rounds_activations(package.manifest)
     if dtype == "float32" and has_narrow_caches(package.manifest):
         dtype = "float16"

@@ -16,9 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from still_export.errors import ConfigError
 from still_export.package.files import DATA, MODEL
 from still_export.proof.constants import PROOF_VERSION
 from still_export.proof.op_sources import Device, op_digest
@@ -162,23 +161,6 @@ def write_record(record: Record, folder: Path) -> Path:
     path = folder / f"{slug}-{record.date:%Y%m%dT%H%M%SZ}-{record.digest[:6]}.json"
     path.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return path
-
-
-def read_record(path: Path) -> Record:
-    """One record.
-
-    Raises:
-        ConfigError: It is not one.
-    """
-    try:
-        return Record.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # pydantic's own are ValueErrors
-        where, said = "", str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            where, said = f"{place}: " * bool(place), first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{path} is no record: {where}{said}. Make it again: still-export prove DIR") from error
 
 
 def find_machine() -> Machine:

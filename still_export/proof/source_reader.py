@@ -39,7 +39,6 @@ OFF = 1e-3
 """Of the largest logit that two float32 runs of a model may differ by: sums in another order gave up to 3e-5 in models of 40 layers."""
 SUMMED = 2.0**-16
 """Of the largest number of a row that a merged adapter may differ by: its product is summed in another order."""
-SHOWN = 4
 _LAYER = re.compile(r"\.(?:layers|h|blocks|blk)\.(\d+)\.")
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "backbone.", "transformer.", "")
 _NO_WEIGHTS = ("rotary_emb.inv_freq", ".rope.freqs")
@@ -132,10 +131,7 @@ def _check_tensors(source: Source, theirs: Theirs, fresh: frozenset[str]) -> Ver
         wrong += [(name, f"{name} is in the file and no part of the model that was read") for name in lost]
     known = len(source.weights) - len(unknown) - len(fresh.intersection(source.weights))
     name = f"{known} tensors are what {theirs.read or theirs.by} reads"
-    first = wrong[0] if wrong else ("", "")
-    what = first[1] + (f"; {len(wrong)} tensors are not" if len(wrong) > 1 else "")
-    check = Check(name, not wrong, what, first[0], notes=tuple(text for _, text in wrong[1 : 1 + SHOWN]))
-    verdict = Verdict.of([check] if theirs.tensors else [])
+    verdict = Verdict.of([Check.of(name, wrong)] if theirs.tensors else [])
     if unknown and theirs.tensors:
         some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         verdict.not_asked.append(

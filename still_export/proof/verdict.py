@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+SHOWN = 4
+"""Further findings that a check has notes of."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,13 @@ class Check:
     value: float | None = None
     bound: float | None = None
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, wrong: Sequence[tuple[str, str]]) -> Check:
+        """That nothing is wrong; of each thing that is, its place and a sentence. The first is what was found, the next ones are notes."""
+        where, what = wrong[0] if wrong else ("", "")
+        more = f"; {len(wrong)} are not" if len(wrong) > 1 else ""
+        return cls(name, not wrong, what + more, where, notes=tuple(text for _, text in wrong[1 : 1 + SHOWN]))
 
     def __str__(self) -> str:
         numbers = "" if self.value is None else f"{self.value:.3g}"

@@ -89,9 +89,8 @@ def _check_texts(package: Package, source: Path) -> Verdict:
         other |= {token for token in vocabulary if token not in held.get_vocab()}
         wrong.append(f"{len(other)} words have other ids, such as {min(other)!r}")
     wrong += _other_rules(held, own)
-    what = "" if not wrong else wrong[0] + ("" if len(wrong) == 1 else f"; {len(wrong)} texts and words differ")
     name = f"the tokenizer reads and writes {len(texts)} texts as the model's"
-    verdict.checks.append(Check(name, not wrong, what, TOKENIZER * bool(wrong), notes=tuple(wrong[1:5])))
+    verdict.checks.append(Check.of(name, [(TOKENIZER, text) for text in wrong]))
     verdict.checks.append(_check_saved(package, own))
     verdict.add(_check_chat(package, held, own))
     return verdict
@@ -141,7 +140,7 @@ def _check_saved(package: Package, own: Any) -> Check:
             wrong.append(_first_difference(text, right, found))
         elif (here := saved.decode(found)) != (there := own.decode(right)):
             wrong.append(f"the tokens of {text[:SHOWN]!r} become {here[:SHOWN]!r}, the model's {there[:SHOWN]!r}")
-    return Check(name, not wrong, wrong[0] if wrong else "", TOKENIZER_CONFIG * bool(wrong), notes=tuple(wrong[1:5]))
+    return Check.of(name, [(TOKENIZER_CONFIG, text) for text in wrong])
 
 
 def _own_tokenizer(source: Path, verdict: Verdict) -> Any:
@@ -195,7 +194,7 @@ def _check_gguf_words(source: Path) -> Verdict:
     if found != (right := None if template is None else template.contents()):
         wrong.append(f"the chat template is {str(found)[:SHOWN]!r}, the file's {str(right)[:SHOWN]!r}")
     name = "the tokenizer's words and chat template are the file's"
-    return Verdict.of([Check(name, not wrong, wrong[0] if wrong else "", notes=tuple(wrong[1:5]))])
+    return Verdict.of([Check.of(name, [("", text) for text in wrong])])
 
 
 def _place_of_difference(found: Any, right: Any) -> str:
@@ -247,9 +246,7 @@ def _check_chat(package: Package, held: Any, own: Any) -> Verdict:
             wrong.append(_first_difference(f"{len(messages)} messages", ids, found))
     if not asked and not wrong:
         return Verdict(not_asked=["chats: the model's template accepts none of those that are asked"])
-    return Verdict.of(
-        [Check(name, not wrong, wrong[0] if wrong else "", "manifest.json: chat" * bool(wrong), notes=tuple(wrong[1:]))]
-    )
+    return Verdict.of([Check.of(name, [("manifest.json: chat", text) for text in wrong])])
 
 
 def _chat_of(own: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of `still-export evaluate`: bits per byte, retrieval by depth and length, chat."""
+"""The report of `still-export evaluate`: bits per byte, retrieval by depth and length."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
     """The page of an evaluation.
 
     Args:
-        content: bits_per_byte, perplexity, retrieval, chat and costs, by variant, and prompts (evaluation.json).
+        content: bits_per_byte, perplexity, retrieval and costs, by variant, and prompts (evaluation.json).
     """
-    bits, found, chat = content["bits_per_byte"], content["retrieval"], content["chat"]
-    parts: list[Table | Plots] = [_table(bits, found, chat, content["prompts"])]
+    bits, found = content["bits_per_byte"], content["retrieval"]
+    parts: list[Table | Plots] = [_table(bits, found, content["prompts"])]
     if costs := content["costs"]:
         columns = list(next(iter(costs.values())))
         rows: list[list[Cell]] = [[name, *(row[c] for c in columns)] for name, row in costs.items()]
@@ -93,17 +93,15 @@ def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     return "; ".join(said) or "Nothing was measured."
 
 
-def _table(bits: Mapping[str, Any], found: Mapping[str, Any], chat: Mapping[str, Any], prompts: int) -> Table:
-    variants = list(dict.fromkeys([*bits, *found, *chat]))
+def _table(bits: Mapping[str, Any], found: Mapping[str, Any], prompts: int) -> Table:
+    variants = list(dict.fromkeys([*bits, *found]))
     texts = list(next(iter(bits.values()), {}))
     cells = [(task, length) for task, rows in next(iter(found.values()), {}).items() for length in rows]
-    said = list(next(iter(chat.values()), {}))
     rows: list[list[Cell]] = [
         [
             _plain(variant),
             *(bits[variant][text] for text in texts),
             *(share(_mean({0: found[variant][task][length]}), prompts) for task, length in cells),
-            *(chat[variant][name] for name in said),
         ]
         for variant in variants
     ]
@@ -111,7 +109,6 @@ def _table(bits: Mapping[str, Any], found: Mapping[str, Any], chat: Mapping[str,
         "model",
         *(f"bits/byte, {t}" for t in texts),
         *(f"{_plain(t)}, {n}" for t, n in cells),
-        *(f"chat, {c}" for c in said),
     ]
     note = f"Retrieval: share of right answers of {prompts} prompts of a length in tokens; where the truth is in 95 cases of 100."
     return Table("Results", columns, rows, note if cells else "")

@@ -35,17 +35,9 @@ def open_prefixes(
         reproducible: Those of reproducible servers, which know no others.
 
     Raises:
-        ConfigError: The size is none, or more than this machine's memory; there is a folder and no cache; it cannot be written.
+        ConfigError: As of `cache_bytes`; there is a folder and no cache; it cannot be written.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]i?B)?", str(size).strip())
-    if found is None or (found[2] or "") not in UNITS:
-        raise ConfigError(f"--prefix-cache {size!r} is no size: give bytes, or as 512MiB or 2GiB; 0 is none.")
-    most = int(float(found[1]) * UNITS[found[2] or ""])
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if most > memory:
-        raise ConfigError(
-            f"--prefix-cache {size} is larger than this machine's {memory / 2**30:.1f} GiB of memory. Choose a smaller one."
-        )
+    most = cache_bytes(size)
     if most == 0:
         if folder is not None:
             raise ConfigError(
@@ -60,6 +52,20 @@ def open_prefixes(
         own = hashlib.sha256(f"{package} reproducible".encode()).hexdigest() if reproducible else package
         shelf = PrefixFolder(folder, own, most)
     return PrefixCache(model.table, most, shelf)
+
+
+def cache_bytes(size: str | int) -> int:
+    """The bytes that `--prefix-cache` names; raises ConfigError where it is no size, or more than this machine's memory."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]i?B)?", str(size).strip())
+    if found is None or (found[2] or "") not in UNITS:
+        raise ConfigError(f"--prefix-cache {size!r} is no size: give bytes, or as 512MiB or 2GiB; 0 is none.")
+    most = int(float(found[1]) * UNITS[found[2] or ""])
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if most > memory:
+        raise ConfigError(
+            f"--prefix-cache {size} is larger than this machine's {memory / 2**30:.1f} GiB of memory. Choose a smaller one."
+        )
+    return most
 
 
 class PrefixFolder:

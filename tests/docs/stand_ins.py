@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
@@ -36,21 +37,28 @@ device: cpu
 """
 
 
-def make_stand_ins(folder: Path, context: int = CONTEXT) -> None:
-    """Write them: MODEL, BASE, TASK, texts, a recipe of a few steps, and links to the folders of a clone that commands name."""
+def make_stand_ins(folder: Path, context: int = CONTEXT, small: bool = True) -> None:
+    """Write them: MODEL, BASE, TASK, texts, a recipe of a few steps, and links to the folders of a clone that commands name.
+
+    small: MODEL is assets/small with a chat template, whose lines the guide shows; else an untrained one of two layers.
+    """
     sizes = dict(hidden_size=96, intermediate_size=64, head_dim=16)  # blocks of 32 divide them
     make_base(folder / "BASE", max_position_embeddings=context, num_hidden_layers=2, **sizes)
     make_text(folder / "corpus.txt", words=13_000)
     make_text(folder / "held_out.txt", seed=1)
     make_text(folder / "letter.txt", words=60)
     (folder / "recipe.yaml").write_text(RECIPE)
-    model = load_model(folder / "BASE", attach_untrained=True, still_config=StillConfig(chunk_size=32))
-    model.save_pretrained(folder / "MODEL")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder / "MODEL")
+    if small:
+        shutil.copytree(ROOT / "assets/small", folder / "MODEL")
+        (folder / "MODEL/chat_template.jinja").write_text(CHAT)
+    else:
+        model = load_model(folder / "BASE", attach_untrained=True, still_config=StillConfig(chunk_size=32))
+        model.save_pretrained(folder / "MODEL")
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = CHAT
+        tokenizer.save_pretrained(folder / "MODEL")
     weight = "model.layers.0.self_attn.q_proj.weight"
-    make_adapter(folder / "TASK", weight, model.state_dict()[weight])
+    make_adapter(folder / "TASK", weight, load_file(folder / "MODEL/model.safetensors")[weight].float())
     for name in ("tools", "assets", "plugins"):
         (folder / name).symlink_to(ROOT / name)
 

@@ -14,8 +14,8 @@ import torch
 
 from still_export.runtime.ort_session import LEAST_VERSION
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
-from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention
 from tests.still_graphs import test_functions as body
+from tests.still_kernels.hybrid_definition import hybrid_definition
 from tests.tolerances import REFERENCE
 
 pytest.importorskip("onnxruntime")
@@ -59,7 +59,7 @@ def test_equals_the_quadratic_definition(library: str) -> None:
     parts = [(feeds, runner(feeds)["output"]) for feeds, _, _ in body.steps(c, [9, 1, 1, 13, 1, 20], torch.float32, 2)]
     whole = [torch.cat([feeds[n] for feeds, _ in parts], dim=1) for n in ("query", "key", "value", "gate")]
     weights = [parts[0][0][f"feature_{n}_weight"] for n in "qk"]
-    expected = naive_hybrid_attention(Inputs(*whole, *weights), c)
+    expected = hybrid_definition(Inputs(*whole, *weights), c)
     body.close(torch.cat([o for _, o in parts], dim=1), expected, REFERENCE[torch.float32], "output")
 
 

@@ -25,11 +25,10 @@ Exporter = Callable[..., Package]
 
 @pytest.fixture(scope="session", autouse=True)
 def exports_once() -> None:
-    """Models that differ in weights alone are traced once in all tests of a process, and equal sessions made once."""
-    from tests.still_export import quick_exports, quick_sessions
+    """Models that differ in weights alone are traced once in all tests of a process."""
+    from tests.still_export import quick_exports
 
     quick_exports.install()
-    quick_sessions.install()
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from tests.still_export.fla_models import States, turned
-from tests.still_export.own_models import LLAMA, Draw, OwnModel, Shapes, alibi, mlp, mlp_shapes, recurrence, rms, turns
+from tests.still_export.own_models import (
+    LLAMA,
+    Draw,
+    OwnModel,
+    Shapes,
+    States,
+    alibi,
+    mlp,
+    mlp_shapes,
+    recurrence,
+    rms,
+    turned,
+    turns,
+)
 from tests.still_kernels.block_attention.inputs import Layer, attended, chosen
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu, softplus
-from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from tests.still_export.own_models import Draw, OwnModel, Shapes, States, gated, mlp_shapes, turned, turns
 
 COMMON: dict[str, Any] = dict(
     vocab_size=61,
@@ -51,59 +48,63 @@ KEYED = ("parallax", "local_linear")
 """Whose layers keep keys and values."""
 
 
-class States:
-    """What a forward leaves behind, layer by layer, as transformers' caches tell it."""
+class FlaLayers(OwnModel):
+    """Whose layers are mixer and MLP under names of flash-linear-attention."""
 
-    def __init__(self) -> None:
-        self.conv: dict[int, Tensor] = {}
-        self.recurrent: dict[int, Tensor] = {}
+    names = ("model.embeddings", "lm_head", "model.norm", "model.layers")
 
-    def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor:
-        return self.conv[layer]
+    def layer_shapes(self, i: int) -> Shapes:
+        own = {f"attn.{name}": shape for name, shape in self.mixer_shapes(i).items()}
+        return {**own, **mlp_shapes(self.config, "attn_norm", "mlp_norm")}
 
-    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> Tensor:
-        return self.recurrent[layer]
+    def mixer_shapes(self, i: int) -> Shapes:
+        raise NotImplementedError
+
+    def mixed(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, ids: Tensor, seen: States) -> Tensor:
+        x = self.embedded(ids)
+        for i in range(self.config["num_hidden_layers"]):
+            w = self.layer(i)
+            own = {n.removeprefix("attn."): t for n, t in w.items() if n.startswith("attn.")}
+            x = x + self.mixed(self.norm(x, w["attn_norm.weight"]), own, i, seen)
+            x = x + gated(self.norm(x, w["mlp_norm.weight"]), w)
+        return self.norm(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float | None = None) -> Tensor:
+        epsilon = self.config["norm_eps"] if epsilon is None else epsilon
+        return x / ((x * x).mean(-1, keepdim=True) + epsilon).sqrt() * weight
 
 
-class FlaModel:
-    """A model whose parameters `draw`(name, shape) gives."""
+class FlaModel(FlaLayers):
+    def __init__(self, family: str, draw: Draw, **changes: Any) -> None:
+        self.family, self.sizes = family, {**COMMON, **SIZES[family]}  # type: ignore[misc]
+        super().__init__(family, draw, **changes)
 
-    def __init__(self, family: str, draw: Callable[[str, tuple[int, ...]], Tensor], **changes: Any) -> None:
-        self.family = family
-        self.config = {"model_type": family, **COMMON, **SIZES[family], **changes}
-        self.tensors = {name: draw(name, shape) for name, shape in self._shapes().items()}
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         c = self.config
-        hidden, inner, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embeddings.weight": (vocab, hidden),
-            "lm_head.weight": (vocab, hidden),
-        }
-        shapes["model.norm.weight"] = (hidden,)
-        if c.get("use_lower_bound"):
-            shapes["model.lower_bounds"] = (c["num_hidden_layers"], hidden)
-        for i in range(c["num_hidden_layers"]):
-            own = self._softmax_shapes() if c["attn"] and i in c["attn"]["layers"] else self._mixer_shapes()
-            own = {f"attn.{name}": shape for name, shape in own.items()}
-            own |= {
-                "attn_norm.weight": (hidden,),
-                "mlp_norm.weight": (hidden,),
-                "mlp.down_proj.weight": (hidden, inner),
-            }
-            own |= {f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
-        return shapes
+        bounds = (c["num_hidden_layers"], c["hidden_size"])
+        return super().shapes() | ({"model.lower_bounds": bounds} if c.get("use_lower_bound") else {})
 
-    def _softmax_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _is_softmax(self, i: int) -> bool:
+        return bool(self.config["attn"]) and i in self.config["attn"]["layers"]
+
+    def mixer_shapes(self, i: int) -> Shapes:
+        return self._softmax_shapes() if self._is_softmax(i) else self._mixer_shapes()
+
+    def mixed(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
+        return self._softmax(x, w) if self._is_softmax(layer) else self._mixer(x, w, layer, seen)
+
+    def _softmax_shapes(self) -> Shapes:
         hidden, attn = self.config["hidden_size"], self.config["attn"]
         keys = hidden // attn["num_heads"] * attn["num_kv_heads"]
         outputs = {"q": hidden, "k": keys, "v": keys, "o": hidden}
-        shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, hidden) for x, n in outputs.items()}
+        shapes: Shapes = {f"{x}_proj.weight": (n, hidden) for x, n in outputs.items()}
         return shapes | {f"{x}_proj.bias": (outputs[x],) for x in "qkv"}
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
+    def heads(self) -> tuple[int, int, int, int, int]:
         """Heads of queries, keys and values, D, V."""
         c = self.config
         hidden = c["hidden_size"]
@@ -124,16 +125,16 @@ class FlaModel:
         kept = c.get("num_kv_heads") or heads
         return heads, kept, kept, dim, size
 
-    def _mixer_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _mixer_shapes(self) -> Shapes:
         c, hidden = self.config, self.config["hidden_size"]
         if self.family in KEYED:
             return self._keyed_shapes()
-        queries, keys, values, dim, size = self.sizes
+        queries, keys, values, dim, size = self.heads
         names = "qfi" if self.family.startswith("hgrn") else "qkv"
         channels = dict(zip(names, (queries * dim, keys * dim, values * size), strict=True))
         outputs = size * max(queries, values)
         channels = {x: n for x, n in channels.items() if n}
-        shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, hidden) for x, n in channels.items()}
+        shapes: Shapes = {f"{x}_proj.weight": (n, hidden) for x, n in channels.items()}
         shapes["o_proj.weight"] = (hidden, outputs)
         if c["use_short_conv"]:
             shapes |= {f"{x}_conv1d.weight": (n, 1, c["conv_size"]) for x, n in channels.items()}
@@ -157,12 +158,12 @@ class FlaModel:
             shapes |= {"a_proj.weight": (values, hidden), "A_log": (values,), "dt_bias": (values,)}
         return shapes
 
-    def _keyed_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _keyed_shapes(self) -> Shapes:
         c, hidden = self.config, self.config["hidden_size"]
         dim, keys = hidden // c["num_heads"], hidden // c["num_heads"] * (c["num_kv_heads"] or c["num_heads"])
         outputs = {"q": hidden, "k": keys, "v": keys, "o": hidden}
         outputs |= {"r": hidden} if self.family == "parallax" else {}
-        shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (n, hidden) for x, n in outputs.items()}
+        shapes: Shapes = {f"{x}_proj.weight": (n, hidden) for x, n in outputs.items()}
         shapes |= {f"{x}_proj.bias": (n,) for x, n in outputs.items() if c.get("qkv_bias") and x != "o"}
         return shapes | ({f"{x}_norm.weight": (dim,) for x in "qrk"} if c.get("qk_norm") else {})
 
@@ -170,12 +171,11 @@ class FlaModel:
         """Parallax, and local linear attention by its normal equations with a constant term."""
         c = self.config
         dim, group = x.shape[-1] // c["num_heads"], c["num_heads"] // (c["num_kv_heads"] or c["num_heads"])
-        angles = torch.arange(x.shape[1])[:, None] / c["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = turns(torch.arange(x.shape[1]), dim, c["rope_theta"])
 
         def heads(name: str) -> Tensor:
             rows = (x @ w[f"{name}_proj.weight"].T + w.get(f"{name}_proj.bias", 0.0)).unflatten(-1, (-1, dim))
-            rows = self._norm(rows, w[f"{name}_norm.weight"], 1e-5) if f"{name}_norm.weight" in w else rows
+            rows = self.norm(rows, w[f"{name}_norm.weight"], 1e-5) if f"{name}_norm.weight" in w else rows
             return turned(rows, turn) if name != "v" else rows
 
         q, k, v = (heads(name) for name in "qkv")
@@ -200,46 +200,11 @@ class FlaModel:
             output = torch.stack(rows, 1).to(x.dtype)
         return output.flatten(2) @ w["o_proj.weight"].T
 
-    def save_pretrained(self, folder: Path | str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "config.json").write_text(json.dumps(self.config))
-        save_file(self.tensors, Path(folder) / "model.safetensors", {"format": "pt"})
-
-    def double(self) -> FlaModel:
-        self.tensors = {name: x.double() for name, x in self.tensors.items()}
-        return self
-
-    def __call__(self, ids: Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
-        seen = States()
-        x = self.tensors["model.embeddings.weight"][ids]
-        for i in range(self.config["num_hidden_layers"]):
-            w = {
-                n.removeprefix(f"model.layers.{i}."): t
-                for n, t in self.tensors.items()
-                if n.startswith(f"model.layers.{i}.")
-            }
-            own = {n.removeprefix("attn."): t for n, t in w.items() if n.startswith("attn.")}
-            mixer = self._softmax if self.config["attn"] and i in self.config["attn"]["layers"] else self._mixer
-            x = x + mixer(self._norm(x, w["attn_norm.weight"]), own, i, seen)
-            h = self._norm(x, w["mlp_norm.weight"])
-            x = (
-                x
-                + (silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T))
-                @ w["mlp.down_proj.weight"].T
-            )
-        logits = self._norm(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
-        return CausalLMOutputWithPast(logits=logits, past_key_values=seen)  # type: ignore[arg-type]
-
-    def _norm(self, x: Tensor, weight: Tensor, epsilon: float | None = None) -> Tensor:
-        epsilon = self.config["norm_eps"] if epsilon is None else epsilon
-        return x / ((x * x).mean(-1, keepdim=True) + epsilon).sqrt() * weight
-
-    def _softmax(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
+    def _softmax(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
         attn = self.config["attn"]
         dim, tokens = x.shape[-1] // attn["num_heads"], x.shape[1]
         q, k, v = ((x @ w[f"{n}_proj.weight"].T + w[f"{n}_proj.bias"]).unflatten(-1, (-1, dim)) for n in "qkv")
-        angles = torch.arange(tokens)[:, None] / attn["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        turn = turns(torch.arange(tokens), dim, attn["rope_theta"])
         q, k = (turned(h, turn) for h in (q, k))
         k, v = (h.repeat_interleave(attn["num_heads"] // attn["num_kv_heads"], 2) for h in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) / dim**0.5
@@ -252,7 +217,7 @@ class FlaModel:
         c = self.config
         if self.family in KEYED:
             return self._keyed(x, w)
-        queries, keys, values, dim, size = self.sizes
+        queries, keys, values, dim, size = self.heads
         names = "fi" if self.family == "hgrn" else "qfi" if self.family == "hgrn2" else "qkv"
         *read, k, v = (x @ w[f"{n}_proj.weight"].T for n in names)
         q = read[0] if read else x[..., :0]
@@ -277,8 +242,7 @@ class FlaModel:
         elif self.family == "retnet":
             kept = 1 - 2.0 ** (-5 - torch.arange(queries).double())
             decay = kept.log()[:, None].expand(*x.shape[:2], queries, dim).flatten(2).to(x.dtype)
-            angles = torch.arange(x.shape[1])[:, None] / 1e4 ** (torch.arange(0, dim, 2).double() / dim)
-            turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+            turn = turns(torch.arange(x.shape[1]), dim, 1e4)
             q, k = (turned(h.unflatten(-1, (-1, dim)), turn).flatten(2) for h in (q, k))
         elif self.family == "gla":
             decay = logsigmoid(x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]) / 16
@@ -295,24 +259,17 @@ class FlaModel:
             decay = decay[..., None]
         output, seen.recurrent[layer] = _recurrence(q, k, v, decay, beta)
         if self.family == "hgrn2":
-            return self._norm(output.flatten(2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
+            return self.norm(output.flatten(2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
         if self.family == "hgrn":
-            return (self._norm(output.flatten(2), w["g_norm.weight"]) * silu(x @ w["g_proj.weight"].T)) @ w[
+            return (self.norm(output.flatten(2), w["g_norm.weight"]) * silu(x @ w["g_proj.weight"].T)) @ w[
                 "o_proj.weight"
             ].T
         norm = next(t for n, t in w.items() if "norm" in n)
-        output = self._norm(output, norm).flatten(2)
+        output = self.norm(output, norm).flatten(2)
         if "g_proj.weight" in w:
             gate = x @ w["g_proj.weight"].T
             output = output * (gate.sigmoid() if c.get("output_gate_activation") == "sigmoid" else silu(gate))
         return output @ w["o_proj.weight"].T
-
-
-def turned(x: Tensor, turn: Tensor) -> Tensor:
-    """Channels i and i + D / 2 as a complex number, turned."""
-    first, second = x.double().chunk(2, -1)
-    turned = torch.complex(first, second) * turn
-    return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:

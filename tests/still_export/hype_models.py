@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.still_export.fla_models import States, turned
-from tests.still_export.own_models import LLAMA, OwnModel, Shapes, alibi, mlp, mlp_shapes, recurrence, rms, turns
+from tests.still_export.own_models import (
+    LLAMA,
+    OwnModel,
+    Shapes,
+    States,
+    alibi,
+    mlp,
+    mlp_shapes,
+    recurrence,
+    rms,
+    turned,
+    turns,
+)
 
 FORMS: dict[str, dict[str, Any]] = {
     "published": {},

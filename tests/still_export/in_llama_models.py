@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, silu, softplus
 
-from tests.still_export.fla_models import States, turned
-from tests.still_export.own_models import Draw, OwnModel, Shapes, mlp, mlp_shapes, rms, turns
+from tests.still_export.own_models import Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
 
 LLAMA: dict[str, Any] = dict(
     model_type="llama",

@@ -13,12 +13,24 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tests.still_export.fla_models import States
-
 Draw = Callable[[str, tuple[int, ...]], Tensor]
 Shapes = dict[str, tuple[int, ...]]
 COMMON: dict[str, Any] = dict(vocab_size=61, tie_word_embeddings=False, eos_token_id=None, pad_token_id=None)
 LLAMA: dict[str, Any] = dict(hidden_size=24, intermediate_size=44, num_hidden_layers=3)
+
+
+class States:
+    """What a forward leaves behind, layer by layer, as transformers' caches tell it."""
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}
+        self.recurrent: dict[int, Tensor] = {}
+
+    def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor:
+        return self.conv[layer]
+
+    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> Tensor:
+        return self.recurrent[layer]
 
 
 class OwnModel:
@@ -96,21 +108,32 @@ def rms(x: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
+def turned(x: Tensor, turn: Tensor) -> Tensor:
+    """Channels i and i + D / 2 as a complex number, turned."""
+    first, second = x.double().chunk(2, -1)
+    turned = torch.complex(first, second) * turn
+    return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
+
+
 def turns(places: Tensor, dim: int, theta: float) -> Tensor:
     """Rotations complex128 [T, 1, dim / 2] of tokens at `places` [T]."""
     angles = places[:, None] / theta ** (torch.arange(0, dim, 2).double() / dim)
     return torch.polar(torch.ones_like(angles), angles)[:, None]
 
 
-def mlp_shapes(config: dict[str, Any]) -> Shapes:
+def mlp_shapes(config: dict[str, Any], *norms: str) -> Shapes:
     """Of a layer's norms and its gated MLP, as Llama has them."""
     width, inner = config["hidden_size"], config["intermediate_size"]
-    shapes: Shapes = {f"{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    names = norms or ("input_layernorm", "post_attention_layernorm")
+    shapes: Shapes = {f"{name}.weight": (width,) for name in names}
     shapes |= {f"mlp.{x}_proj.weight": (inner, width) for x in ("gate", "up")}
     return {**shapes, "mlp.down_proj.weight": (width, inner)}
 
 
 def mlp(x: Tensor, w: dict[str, Tensor]) -> Tensor:
     """What Llama's MLP adds to x."""
-    h = rms(x, w["post_attention_layernorm.weight"])
+    return gated(rms(x, w["post_attention_layernorm.weight"]), w)
+
+
+def gated(h: Tensor, w: dict[str, Tensor]) -> Tensor:
     return (silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import group_norm, normalize, pad, scaled_dot_product_attention
 
-from tests.still_export.fla_models import States, turned
-from tests.still_export.own_models import Draw, OwnModel, Shapes, mlp, mlp_shapes, rms, turns
+from tests.still_export.own_models import Draw, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
 
 QWEN: dict[str, Any] = dict(
     hidden_size=24,

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu, softplus
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tests.still_export.fla_models import States, turned
-from tests.still_export.own_models import LLAMA, OwnModel, Shapes, mlp, mlp_shapes, rms, turns
+from tests.still_export.fla_models import FlaLayers
+from tests.still_export.own_models import LLAMA, OwnModel, Shapes, States, mlp, mlp_shapes, rms, turned, turns
 from tests.still_graphs.test_landmark_attention import retrieved
 
 
@@ -35,10 +35,9 @@ class RoutedModel(OwnModel):
         return []
 
 
-class NatsModel(RoutedModel):
+class NatsModel(RoutedModel, FlaLayers):
     """NAtS-L beside a layer that is a plain gated delta rule."""
 
-    names = ("model.embeddings", "lm_head", "model.norm", "model.layers")
     sizes: ClassVar[dict[str, Any]] = dict(
         **LLAMA,
         num_heads=2,
@@ -64,7 +63,7 @@ class NatsModel(RoutedModel):
         bos_token_id=1,
     )
 
-    def layer_shapes(self, i: int) -> Shapes:
+    def mixer_shapes(self, i: int) -> Shapes:
         c, width = self.config, self.config["hidden_size"]
         heads, softmax, routes = c["num_heads"], c["num_attn_heads"], c["num_nats_head"] or c["num_heads"]
         keys, values = heads * c["head_dim"], int(heads * c["head_dim"] * c["expand_v"])
@@ -79,25 +78,7 @@ class NatsModel(RoutedModel):
             own |= {f"o_norm.weight{n}": (values // softmax,) for n in (1, 2)}
             own |= {"nats_layer.weight": (2 * routes, width), "nats_out_weights_layer.weight": (2 * softmax, keys)}
             own |= {f"{x}_norm.weight": (keys // softmax,) for x in "qk"} if c["attn_qk_norm"] else {}
-        own = {f"attn.{name}": shape for name, shape in own.items()}
-        own |= {"attn_norm.weight": (width,), "mlp_norm.weight": (width,)}
-        own |= {f"mlp.{x}_proj.weight": (c["intermediate_size"], width) for x in ("gate", "up")}
-        own["mlp.down_proj.weight"] = (width, c["intermediate_size"])
         return own
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x / ((x * x).mean(-1, keepdim=True) + self.config["norm_eps"]).sqrt() * weight
-
-    def logits(self, ids: Tensor, seen: States) -> Tensor:
-        c, x = self.config, self.embedded(ids)
-        for i in range(c["num_hidden_layers"]):
-            w = self.layer(i)
-            own = {name.removeprefix("attn."): t for name, t in w.items() if name.startswith("attn.")}
-            x = x + self.mixed(self.norm(x, w["attn_norm.weight"]), own, i, seen)
-            h = self.norm(x, w["mlp_norm.weight"])
-            inner = silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-            x = x + inner @ w["mlp.down_proj.weight"].T
-        return self.norm(x, self.tensors["model.norm.weight"]) @ self.tensors["lm_head.weight"].T
 
     def mixed(self, x: Tensor, w: dict[str, Tensor], layer: int, seen: States) -> Tensor:
         c, heads, softmax = self.config, self.config["num_heads"], self.config["num_attn_heads"]

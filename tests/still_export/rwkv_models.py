@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import group_norm, layer_norm, normalize, pad, silu
 
-from tests.still_export.fla_models import States
-from tests.still_export.own_models import LLAMA, Draw, OwnModel
+from tests.still_export.own_models import LLAMA, Draw, OwnModel, States
 
 
 class Rwkv7Model(OwnModel):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from still_graphs.errors import ShapeError
-from still_kernels.rank_one_attention.meaning import Inputs, chunked_rank_one_attention, naive_rank_one_attention
+from still_kernels.rank_one_attention.meaning import Inputs, chunked_rank_one_attention
 from still_kernels.rank_one_attention.spec import RANK_ONE_ATTENTION
 from tests.still_graphs.node_model import StatefulNode, node_model
 from tests.still_kernels.linear_attention.inputs import BOUND, HARD_BOUND, SPLITS, Split, error
@@ -59,12 +59,11 @@ def calls(splits: list[Split], dtype: torch.dtype, strength: float = 0.6) -> Ite
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
-def test_definition_and_chunks_equal_the_loop(strength: float) -> None:
-    for form in (naive_rank_one_attention, chunked_rank_one_attention):
-        state = torch.zeros(2, *SIZES.values())
-        for inputs, output, expected in calls(SPLITS, torch.float32, strength):
-            found, state = form(inputs, state)
-            assert max(error(found, output), error(state, expected)) <= STRENGTHS[strength]
+def test_chunks_equal_the_loop(strength: float) -> None:
+    state = torch.zeros(2, *SIZES.values())
+    for inputs, output, expected in calls(SPLITS, torch.float32, strength):
+        found, state = chunked_rank_one_attention(inputs, state)
+        assert max(error(found, output), error(state, expected)) <= STRENGTHS[strength]
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
@@ -83,6 +82,6 @@ def test_body_equals_the_loop(dtype: torch.dtype, strength: float, bound: float,
 def test_what_does_not_fit_is_named() -> None:
     x, _, _ = next(calls([5], torch.float32))
     with pytest.raises(ShapeError, match=r"read_key: expected \[2, 5, 3, 10\], got \[2, 4, 3, 10\]"):
-        naive_rank_one_attention(replace(x, read_key=x.read_key[:, 1:]), torch.zeros(2, *SIZES.values()))
+        chunked_rank_one_attention(replace(x, read_key=x.read_key[:, 1:]), torch.zeros(2, *SIZES.values()))
     with pytest.raises(ShapeError, match=r"recurrent_state: expected \[2, 3, 10, 7\], got \[2, 3, 7, 10\]"):
-        naive_rank_one_attention(x, torch.zeros(2, 3, 7, 10))
+        chunked_rank_one_attention(x, torch.zeros(2, 3, 7, 10))

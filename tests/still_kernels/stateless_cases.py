@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from still_kernels.sizes import tensors_of
-from still_kernels.tile import TileTable
+from still_kernels.tile import Setting, TileTable, changed
 from tests.still_kernels.triton_cases import guarded_workspaces
 
 
@@ -35,6 +35,34 @@ def worst_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Greatest relative error of an output, by Frobenius norm; infinity where a number is none."""
     pairs = zip(outputs, (y.double() for y in expected), strict=True)
     return max(((x.cpu().double() - y).norm() / y.norm()).nan_to_num(float("inf")).item() for x, y in pairs)
+
+
+def worst_of(
+    op: Any,
+    case: Any,
+    call: Callable[[Any, int, int], Any],
+    exact: Callable[[Any], Any],
+    device: str,
+    tables: Sequence[TileTable | None] = (None,),
+) -> float:
+    """Greatest relative error of the outputs of a case's calls by all `tables`. Outputs start as NaN, a write outside is an error."""
+    worst = 0.0
+    for batch, count in case.rows:
+        given = call(case, batch, count)
+        expected = [found] if isinstance(found := exact(given), Tensor) else list(found)
+        for table in tables:
+            worst = max(worst, worst_error(launched(op.launch, given, expected, table, device), expected))
+    return worst
+
+
+def small(op: Any, variant: Any, device: str, **settings: Setting) -> list[TileTable | None]:
+    """For interpreters the table of sm_90 with other settings of some kernels, such as small blocks; a GPU has its own."""
+    if device != "cpu":
+        return [None]
+    table = op.tiles(variant, 90)
+    for kernel, setting in settings.items():
+        table = changed(table, kernel, setting)
+    return [table]
 
 
 def main(run_case: Callable[[str], float], cases: Iterable[str]) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from still_graphs.errors import CapacityError, ShapeError
-from still_kernels.attention.meaning import AttentionState, naive_attention
-from still_kernels.attention.meaning import Inputs as AttentionInputs
+from still_kernels.attention.meaning import AttentionState
 from still_kernels.block_attention.meaning import Inputs, block_attention
 from still_kernels.select_blocks.meaning import Inputs as SelectInputs
 from still_kernels.select_blocks.meaning import naive_select_blocks
+from tests.still_kernels.attention.inputs import quadratic
 from tests.still_kernels.block_attention.inputs import SPLITS, Layer, calls, chosen
 
 LAYERS = [
@@ -63,7 +63,7 @@ def test_every_block_is_softmax() -> None:
     blocks, _ = naive_select_blocks(SelectInputs(query, key, new, past, **layer.attributes), sums)
     state = AttentionState.empty(2, 2, layer.dim, 300)
     found, _ = block_attention(Inputs(query, key, value, new, blocks, layer.choice["block_size"]), state)
-    expected = naive_attention(AttentionInputs(query, key, value))
+    expected = quadratic(query, key, value)
     assert (found - expected).abs().max() <= 2e-6
 
 

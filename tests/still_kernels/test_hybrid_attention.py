@@ -16,8 +16,8 @@ from still_graphs.errors import CapacityError, ConfigError, ShapeError
 from still_kernels.hybrid_attention.config import CHOICES, HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
-from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention, naive_routing
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
+from tests.still_kernels.hybrid_definition import hybrid_definition, routing_of
 from tests.tolerances import GOLDEN, REFERENCE
 
 DOUBLE = torch.float64
@@ -108,7 +108,7 @@ def test_reproduces_released_prefill(name: str) -> None:
     config = HybridAttentionConfig(query.shape[2], key.shape[2], query.shape[3], profile="released")
     expected = golden["output"].transpose(1, 2)
     inputs = [query, key, value, gate, *weights]
-    assert (naive_hybrid_attention(Inputs(*inputs), config) - expected).abs().max() < GOLDEN
+    assert (hybrid_definition(Inputs(*inputs), config) - expected).abs().max() < GOLDEN
     for pieces in ([1000], [65, 1, 127]):
         assert (run_in_pieces(config, inputs, pieces)[0] - expected).abs().max() < GOLDEN
 
@@ -117,7 +117,7 @@ def test_reproduces_released_prefill(name: str) -> None:
 def test_state_machine_equals_definition(changes: dict) -> None:
     config = make_config(**changes)
     inputs = make_inputs(config, 2, 75)
-    expected = naive_hybrid_attention(Inputs(*inputs), config)
+    expected = hybrid_definition(Inputs(*inputs), config)
     for pieces in ([75], [1], [7], [8], [9], [17], [17, 1, 8, 3]):  # 1, C-1, C, C+1, 2C+1
         output, _ = run_in_pieces(config, inputs, pieces)
         assert (output - expected).abs().max() < REFERENCE[DOUBLE], pieces
@@ -166,7 +166,7 @@ def test_linear_mass_counts_linear_tokens(changes: dict) -> None:
 def test_every_past_token_is_routed_once(changes: dict) -> None:
     config = make_config(**changes)
     query, key = make_inputs(config, 1, 75)[:2]
-    routing = naive_routing(query.transpose(1, 2), key.transpose(1, 2).repeat_interleave(2, dim=1), config)
+    routing = routing_of(query.transpose(1, 2), key.transpose(1, 2).repeat_interleave(2, dim=1), config)
     total = routing.local.int() + routing.salient.int() + routing.linear.int()
     assert (total == torch.ones(75, 75, dtype=torch.int32).tril()).all()
 
@@ -214,7 +214,7 @@ def test_low_precision_without_selection(dtype: torch.dtype) -> None:
     """k = 0, so that no near tie can flip a selection: dtypes differ by rounding alone."""
     config = make_config(salient_per_chunk=0)
     inputs = [None if x is None else x.to(dtype) for x in make_inputs(config, 2, 75)]
-    exact = naive_hybrid_attention(Inputs(*[None if x is None else x.to(DOUBLE) for x in inputs]), config)
+    exact = hybrid_definition(Inputs(*[None if x is None else x.to(DOUBLE) for x in inputs]), config)
     output, state = run_in_pieces(config, inputs, [20])
     assert output.dtype == dtype and state.kv_state.dtype == torch.float32
     assert (output.to(DOUBLE) - exact).abs().max() < REFERENCE[dtype]
@@ -228,7 +228,7 @@ def test_selection_margin_explains_flips() -> None:
     for dtype in (DOUBLE, torch.float32):
         query, key = (x.transpose(1, 2).to(dtype) for x in inputs[:2])
         config_long = dataclasses.replace(config, capacity_tokens=400)
-        routing = naive_routing(query, key.repeat_interleave(2, dim=1), config_long)
+        routing = routing_of(query, key.repeat_interleave(2, dim=1), config_long)
         masks.append(routing.salient[:, :, -1])
         scores = routing.scores if scores is None else scores
     whole = scores[..., : 48 * 8].unflatten(-1, (48, 8)).sort(-1, descending=True).values
@@ -257,9 +257,8 @@ def test_capacity_is_exact() -> None:
     config = make_config(capacity_tokens=40)  # 3 promoted chunks
     inputs = make_inputs(config, 1, 41)
     run_in_pieces(config, [None if x is None else (x[:, :40] if x.dim() == 4 else x) for x in inputs], [9])
-    for call in (lambda: naive_hybrid_attention(Inputs(*inputs), config), lambda: run_in_pieces(config, inputs, [9])):
-        with pytest.raises(CapacityError, match="capacity_tokens=40"):
-            call()
+    with pytest.raises(CapacityError, match="capacity_tokens=40"):
+        run_in_pieces(config, inputs, [9])
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from still_export.cli.main import main
 from still_export.graph.options import ExportOptions
 from still_export.targets.export import export
 from tests.still_export.serving.conftest import TEMPLATE
 from tests.still_export.tiny import still_model
 from tests.still_export.training import byte_tokenizer
+from tests.still_export.verbs import call
 
 WEB = Path(__file__).resolve().parents[2] / "web"
 ISOLATED = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"}
@@ -87,9 +87,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     made = export(ExportOptions(str(folder / "model")), folder / "tiny", to="web", command="still-export tiny").path
-    with pytest.raises(SystemExit) as end:
-        main(["verify", str(made), "--record", str(made / "calls.npz"), "--quiet"])
-    assert not end.value.code
+    assert not call("verify", made, "--record", made / "calls.npz", "--quiet")
     return made
 
 

@@ -31,8 +31,9 @@ from still_export.package.folder import is_package, open_package
 from still_export.targets.registry import packaged_target
 from still_export.texts.files import read_text
 from tools.benchmarks.common import Findings, numbers, parser_of
+from tools.questions.facts import unseen
 
-TASKS = ",".join(["needle", *MAKERS])
+TASKS = ",".join(["needle", *MAKERS, "unseen"])
 
 
 def opened(given: argparse.Namespace, longest: int) -> tuple[Any, Any, dict[str, str]]:
@@ -82,6 +83,7 @@ def main() -> int:
     parser.add_argument("--provider", default="cpu", help="cpu or cuda")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     given = parser.parse_args()
+    MAKERS["unseen"] = unseen
     if is_served(given.package) and (
         None in (given.tokenizer, given.runtime) or given.dtype == "auto" or given.positions
     ):

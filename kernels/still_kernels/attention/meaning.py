@@ -1,4 +1,4 @@
-"""The meaning of still::Attention in PyTorch: inputs of a call, the definition, and a form for all tokens at once."""
+"""The meaning of still::Attention in PyTorch: inputs and state of a call, and what it gives for all tokens at once."""
 
 from __future__ import annotations
 
@@ -49,23 +49,6 @@ class Inputs:
         if heads % max(narrow[2], 1) or not narrow[2]:
             raise ShapeError(f"query has {heads} heads, which is no multiple of the {narrow[2]} of key.")
         return batch, tokens
-
-
-def naive_attention(inputs: Inputs) -> Tensor:
-    """Causal softmax attention over whole sequences by its quadratic definition, in at least float32; `new_tokens` are not read.
-
-    Returns:
-        [B, T, H, D], dtype of query.
-    """
-    _, tokens = inputs.check()
-    query = inputs.query
-    wide = torch.promote_types(query.dtype, torch.float32)
-    group = query.shape[2] // inputs.key.shape[2]
-    q = query.transpose(1, 2).to(wide)
-    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1).to(wide) for x in (inputs.key, inputs.value))
-    position = torch.arange(tokens, device=query.device)
-    logits = (q @ k.transpose(-1, -2) * query.shape[3] ** -0.5).masked_fill(position[:, None] < position, -torch.inf)
-    return (logits.softmax(-1) @ v).transpose(1, 2).to(query.dtype)
 
 
 @dataclass(frozen=True)

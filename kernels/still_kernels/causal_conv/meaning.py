@@ -83,33 +83,16 @@ def empty_state(
     return torch.zeros(batch, channels, taps - 1, dtype=dtype, device=device)
 
 
-def naive_causal_conv(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted sum of each channel's latest K tokens, in at least float32, then bias and activation.
+def whole_causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """The weighted sum of each channel's latest K tokens, in at least float32, then bias and activation; any split of a sequence gives
+    the same.
 
     Args:
         state: The latest K - 1 tokens that the sequences have seen, oldest first, [B, C, K - 1].
+        in_place: Write into `state`, and return it.
 
     Returns:
         output [B, T, C], dtype of input, 0 at padding, which enters nothing; and the state after the call.
-    """
-    inputs.check(state)
-    output = torch.zeros_like(inputs.input)
-    present = state.clone()
-    bias = 0 if inputs.bias is None else inputs.bias.to(inputs.wide)
-    for row, count in enumerate(inputs.counts().tolist()):
-        for t in range(count):
-            latest = torch.cat((present[row], inputs.input[row, t, :, None]), dim=1)  # [C, K]
-            sums = (latest.to(inputs.wide) * inputs.weight[:, 0].to(inputs.wide)).sum(1) + bias
-            output[row, t] = (silu(sums) if inputs.activation == "silu" else sums).to(output.dtype)
-            present[row] = latest[:, 1:]
-    return output, present
-
-
-def whole_causal_conv(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """The causal convolution of new tokens; results and errors as of `naive_causal_conv`, any split of a sequence gives the same.
-
-    Args:
-        in_place: Write into `state`, and return it.
     """
     inputs.check(state)
     tokens, past = inputs.input.shape[1], state.shape[2]

@@ -17,10 +17,21 @@ design's keys (cosine 0.97, beta 2)."""
 
 
 def chunked_linear_attention(inputs: Inputs, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """Linear attention of new tokens; results and errors as of `naive_linear_attention`, any split of a sequence gives the same.
+    """Linear attention of new tokens, in at least float32; any split of a sequence gives the same.
+
+    With S the state, g the decay, b beta, per head and token, `linear` without the gate, `delta` rules with the correction:
+
+        S := exp(g) S,  S := S + k (v)^T  or  S + b k (v - S^T k)^T,  output = scale * S^T q
 
     Args:
+        state: What the sequences have seen, [B, H, D, V].
         in_place: Write into `state`, and return it.
+
+    Returns:
+        output [B, T, H, G, V], dtype of query, 0 at padding, which enters nothing; and the state after the call.
+
+    Raises:
+        ShapeError: A tensor does not fit, or the rule lacks one.
     """
     sizes = inputs.check(state)
     output, present = over_chunks(chunk_terms(inputs), state, sizes.T, sizes.G)
@@ -149,7 +160,7 @@ def _joined(first: Tensor, second: Tensor, between: Tensor) -> Tensor:
 
 
 def whole_linear_attention(inputs: Inputs) -> Tensor:
-    """Linear attention of sequences that have seen nothing; output and errors as of `naive_linear_attention`."""
+    """Linear attention of sequences that have seen nothing; output and errors as of `chunked_linear_attention`."""
     batch, tokens = inputs.query.shape[:2]
     heads, size = inputs.value.shape[2:]
     state = empty_state(batch, heads, inputs.query.shape[-1], size, inputs.query.dtype, inputs.query.device)

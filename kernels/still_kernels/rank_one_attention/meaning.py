@@ -1,4 +1,4 @@
-"""The definition of still::RankOneAttention: one token after the other."""
+"""The meaning of still::RankOneAttention in PyTorch, 64 tokens at a time."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Inputs:
         return {name: x.to(wide).masked_fill(padding[..., None, None], 0) for name, x in tensors.items()}
 
 
-def naive_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence in at least float32. With S the state, g the decay, r and w the keys that read and write, per head and token:
+def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """In at least float32; any split of a sequence gives the same. With S the state, g the decay, r and w the keys that read and write, per
+    head and token:
 
         S := exp(g) S,  S := S + k v^T + w (S^T r)^T,  output = S^T q
 
@@ -53,18 +54,6 @@ def naive_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Ten
     Returns:
         output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.
     """
-    x = inputs.spread(state)
-    outputs = [x["value"][:, :0]]
-    for t in range(inputs.query.shape[1]):
-        q, k, v, g, r, w = (x[name][:, t] for name in ("query", "key", "value", "decay", "read_key", "write_key"))
-        state = g.exp()[..., None] * state
-        state = state + k[..., None] * v[..., None, :] + w[..., None] * (r[..., None, :] @ state)
-        outputs.append((q[:, :, None] @ state).transpose(1, 2))
-    return torch.cat(outputs, dim=1).to(inputs.query.dtype), state
-
-
-def chunked_rank_one_attention(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Results and errors as of `naive_rank_one_attention`, any split of a sequence gives the same."""
     x = {name: blocks(tensor) for name, tensor in inputs.spread(state).items()}  # [B, H, chunks, C, ...]
     query, key, value, reading, writing = (x[n] for n in ("query", "key", "value", "read_key", "write_key"))
     asked = torch.stack((query, reading), dim=-2)

@@ -53,7 +53,7 @@ class Inputs:
 
 @traced_op(ROUTED_ATTENTION, Inputs, RoutedState)
 def routed_attention(inputs: Inputs, state: RoutedState) -> tuple[Tensor, RoutedState]:
-    """The rule of `naive_linear_attention`, whose chunks are taken back where they go to softmax; any split gives the same.
+    """The rule of `chunked_linear_attention`, whose chunks are taken back where they go to softmax; any split gives the same.
 
     Returns:
         output [B, T, H, V], dtype of query, 0 at padding; and the state after the call.

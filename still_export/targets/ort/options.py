@@ -33,9 +33,13 @@ class OrtOptions:
     )
     cpu: str | None = option(None, "CPUs of the kernels: x86_64 or aarch64.", shown="this machine's", choices=CPUS)
     archs: tuple[str, ...] = option((), "GPUs to compile kernels for.", flag="--arch", commas=True, shown="none")
-    opset: int = option(OPSET, f"Of ai.onnx, {OPSET}, or {FUSED_OPSET} for hosts with its linear attention.")
+    opset: int = option(
+        OPSET,
+        f"Of ai.onnx, {OPSET}, or {FUSED_OPSET} for hosts with its linear attention.",
+        choices=(OPSET, FUSED_OPSET),
+    )
     prefill_tokens: int | None = option(
-        None, "Tokens of one prefill call.", shown="512, of low-bit weights 128, with --arch 2048 to 8192"
+        None, "Tokens of one prefill call.", shown="512, of low-bit weights 128, with --arch 2048 to 8192", least=1
     )
     onnxruntime_include: Path | None = option(
         None, "Folder of onnxruntime_c_api.h to build kernels with.", shown="the usual places, else fetched"
@@ -43,10 +47,6 @@ class OrtOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.prefill_tokens is not None and self.prefill_tokens < 1:
-            raise ConfigError(f"--prefill-tokens {self.prefill_tokens}: it must be at least 1.")
-        if self.opset not in (OPSET, FUSED_OPSET):
-            raise ConfigError(f"--opset {self.opset}: graphs are written at opset {OPSET} or {FUSED_OPSET}.")
         if self.native is False and (self.archs or self.cpu):
             raise ConfigError(
                 "--no-native leaves the kernels out that --arch and --cpu are for; give one or the other."

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from still_export.errors import ConfigError, ModelNotFoundError
+from still_export.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from still_export.graph.ahead import ahead_states, join_head
 from still_export.graph.options import ExportOptions, Progress, silent
 from still_export.graph.quantization.forms import EXACT, Form, plan_forms
-from still_export.graph.quantization.policy import Layout, Quantization, parse_budget
+from still_export.graph.quantization.policy import FLOAT8, Layout, Quantization, parse_budget
 from still_export.mixers.cache import state_table
 from still_export.models.ahead import PREFIX, SHARED, weight_name
 from still_export.models.description import describe_model
@@ -29,6 +29,7 @@ from still_graphs.conditions import bodies, imported, known_ops, no_functions, s
 from still_graphs.ops import OPS
 from still_graphs.passes.attach_functions import attach_functions
 from still_graphs.pipelines import Dump, Pass, run_passes
+from still_kernels.registry import ties_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -77,7 +78,12 @@ def write_portable(
         manifest["states"] += [state.to_dict() for state in own]
     cache, dtype = model.config.still.deployment.cache, manifest["model"]["dtype"]
     check(manifest)
-    _check_speculation(options.speculate, manifest["states"])
+    _check_chunk(options.speculate, manifest)
+    if options.quantize == FLOAT8 and ties_of(manifest).each:
+        raise UnsupportedError(
+            f"--quantize {FLOAT8}: layers of this model choose tokens by scores, and codes in e4m3 turn more choices than verify takes for "
+            "near ties. Take --quantize int8."
+        )
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
     model.generation_config.save_pretrained(folder)
@@ -219,11 +225,20 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
     }
 
 
-def _check_speculation(guesses: int, states: list[dict[str, Any]]) -> None:
-    """Raise ConfigError where guesses may be more than a chunk: what is promoted in their midst would be guessed itself."""
-    chunk = min((s["growth"]["per"] for s in states if s["growth"] and s["growth"]["lag"]), default=guesses)
+def _check_chunk(guesses: int, manifest: dict[str, Any]) -> None:
+    """Raise ConfigError where a chunk is shorter than guesses, as what is promoted in their midst would be guessed itself, or longer than
+    the capacity."""
+    chunk = min((s["growth"]["per"] for s in manifest["states"] if s["growth"] and s["growth"]["lag"]), default=None)
+    if chunk is None:
+        return
     if guesses > chunk:
         raise ConfigError(f"--speculate {guesses} is more than a chunk of this model, {chunk} tokens. Guess fewer.")
+    capacity = manifest["capacity"]
+    if capacity["bounded"] and capacity["capacity_tokens"] < chunk:
+        tokens = capacity["capacity_tokens"]
+        raise ConfigError(
+            f"--capacity-tokens {tokens} is less than a chunk of this model, {chunk} tokens. Choose more."
+        )
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from still_export.errors import ConfigError
-from still_export.options import check_options, check_types, flag_of, option
+from still_export.options import check_options, check_types, option
 
 PREFILL_TOKENS = 2048
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
@@ -40,11 +40,11 @@ class TrtOptions:
 
     target: str = field(default="trt", metadata={"choices": ("trt",)})
     archs: tuple[str, ...] = option((), GPUS, flag="--arch", commas=True, shown=",".join(ARCHS))
-    prefill_tokens: int = option(PREFILL_TOKENS, "Tokens of one prefill call.")
-    batch: int = option(1, "Most sequences at once; 8.6 builds for one in half the time.")
+    prefill_tokens: int = option(PREFILL_TOKENS, "Tokens of one prefill call.", least=2)
+    batch: int = option(1, "Most sequences at once; 8.6 builds for one in half the time.", least=1)
     version_compatible: bool = option(False, "Engines that later versions run too.")
     strip_weights: bool = option(False, "Engines without weights (TensorRT 10 and later).")
-    workspace_mib: int = option(0, "Limit of TensorRT's workspace, MiB.", flag="--workspace", shown="none")
+    workspace_mib: int = option(0, "Limit of TensorRT's workspace, MiB.", flag="--workspace", shown="none", least=0)
     optimization_level: int = field(default=3, metadata={"least": 0, "below": 6})
     tensorrt_include: tuple[str, ...] = option(
         (), "Folder of NvInfer.h to compile the plugin for; repeatable.", shown="the usual places"
@@ -55,9 +55,6 @@ class TrtOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name, least in (("prefill_tokens", 2), ("batch", 1), ("workspace_mib", 0)):
-            if (value := getattr(self, name)) < least:
-                raise ConfigError(f"{flag_of(type(self), name)} {value}: it must be at least {least}.")
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:

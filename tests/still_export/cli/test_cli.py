@@ -207,19 +207,63 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
         ),
         (("{model}", "--to", "onnx", "-o", "{out}", "--arch", "sm_90", "--no-native"), "--no-native leaves"),
         (("{model}", "--to", "onnx", "-o", "{out}", "--prefill-tokens", "0"), "--prefill-tokens 0"),
+        (
+            ("{model}", "--to", "onnx", "-o", "{out}", "--capacity-tokens", "ten"),
+            "--capacity-tokens ten: give a whole number",
+        ),
+        (
+            ("{model}", "--to", "onnx", "-o", "{out}", "--capacity-tokens", "3"),
+            "--capacity-tokens 3 is less than a chunk",
+        ),
+        (
+            ("{model}", "--to", "onnx", "-o", "{out}", "--capacty-tokens", "8"),
+            "--capacty-tokens is no flag here; near it: --capacity",
+        ),
+        (("run", "{exists}", "--prompt", "x", "--tokens", "-1"), "--tokens -1: it must be at least 1"),
+        (("run", "{exists}", "--prompt-ids", "5", "--tokens=900"), "/manifest.json --capacity-tokens ... -o OTHER"),
+        (("run", "{exists}", "--prompt", "x", "--top-p", "7"), "--top-p 7: it must be at most 1"),
+        (("run", "{exists}", "--prompt", "x", "--temperature"), "--temperature needs a value"),
+        (("run", "{exists}", "--prompt", "x", "--prefix-cache", "2Gx"), "no size"),
+        (("run", "{exists}", "--prompt", "x", "--when-full", "dorp"), "Did you mean 'drop'?"),
+        (("run", "{exists}", "--prompt-file", "none.txt"), "--prompt-file none.txt: there is no such file"),
+        (("run", "{exists}", "--prompt", ""), "the prompt is empty"),
+        (("run", "{exists}", "more", "--prompt", "x"), "more: one word too many"),
+        (("run",), "Missing argument"),
+        (("verify", "{exists}", "--calls", "none.npz"), "--calls none.npz: there is no such file"),
+        (("verify", "{exists}", "--model", "{plain}"), "--model is a plain softmax model"),
+        (("verify", "{exists}", "--reference-device", "gpu"), "known: cpu, cuda"),
+        (("build", "{exists}"), "has no engines"),
+        (("prove", "{empty}"), "no exported package"),
+        (("serve", "{text}"), "is a file, and no exported package"),
         (("inspect", "{empty}"), "no exported package"),
-        (("export", "--config", "{empty}/none.json", "-o", "{out}"), "no manifest"),
+        (("export", "--config", "{empty}/none.json", "-o", "{out}"), "none.json: there is no such file"),
     ],
     ids=lambda x: str(x)[:60],
 )
 def test_bad_input(
-    arguments: tuple[str, ...], message: str, model: Path, export_tiny: Exporter, tmp_path: Path, capsys: Capture
+    arguments: tuple[str, ...],
+    message: str,
+    model: Path,
+    plain: Path,
+    export_tiny: Exporter,
+    tmp_path: Path,
+    capsys: Capture,
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    places = {"model": model, "out": tmp_path / "out", "exists": export_tiny().path, "empty": tmp_path / "empty"}
-    assert call(*(a.format(**places) for a in arguments)) == 2
-    assert message in " ".join(capsys.readouterr().err.split()).replace("│ ", "")
-    assert [x.name for x in tmp_path.iterdir()] == ["empty"]
+    """An error begins with what was typed, the folder or the verb, ends with something to type, and leaves nothing behind."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    places = {"model": model, "plain": plain, "out": tmp_path / "out", "exists": export_tiny().path, "empty": empty}
+    typed = [a.format(**places, text=__file__) for a in arguments]
+    assert call(*typed) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said
+    kind, _, sentence = said.partition(": ")
+    verb = typed[0] if typed[0] in VERBS else "export"
+    assert kind.endswith("Error") and (
+        sentence.startswith((verb, *typed[:2])) or any(word in sentence for word in typed[:2])
+    )
+    assert re.search("still-export |pip install |--force|Give |Did you mean", sentence)
+    assert [x.name for x in tmp_path.iterdir()] == ["empty"] and not list(empty.iterdir())
 
 
 @pytest.mark.parametrize("command", ["run --prompt-ids 5", "verify", "prove"])

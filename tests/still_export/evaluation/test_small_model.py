@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from still_export.evaluation.bench import BenchOptions
-from still_export.evaluation.chat import greedy, replies
 from still_export.evaluation.evaluate import DEFAULT_HAYSTACK, answered, bits_per_byte, load_any, without
 from still_export.evaluation.models import _measured
 from still_export.evaluation.packages import open_model
+from still_export.evaluation.replies import greedy, replies
 from still_export.evaluation.synthetic import PromptWriter
 from still_export.graph.options import ExportOptions
 from still_export.mixers.config import StillConfig

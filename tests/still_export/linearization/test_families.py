@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from still_export.cli.main import main
 from still_export.linearization.linearize import linearize
 from still_export.linearization.recipe import preset, read_recipe
 from still_export.mixers.layers import HYBRID
 from tests.still_export.training import make_base, make_text
+from tests.still_export.verbs import call
 
 LONG = pytest.mark.long
-
-
-def command(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(a) for a in arguments])
-    return int(end.value.code or 0)
 
 
 @pytest.mark.slow
@@ -63,12 +57,12 @@ def test_a_base_becomes_a_proven_package(family: str, tmp_path: Path, capsys: py
     recipe = read_recipe(preset("quick"), {**options, "budget": "loss 100%, found 0%, time 15"})
     with pytest.raises(KeyboardInterrupt):
         linearize(recipe, output, progress=kill)
-    assert command("linearize", base, "-o", output, "--resume", *given) == 0, capsys.readouterr().err
+    assert call("linearize", base, "-o", output, "--resume", *given) == 0, capsys.readouterr().err
     report = json.loads((output / "linearize.json").read_text())
     assert len(report["stages"][0]["losses"]) == 4 and report["plan"]["met"]
     assert HYBRID in report["recipe"]["layer_types"]
-    assert command("export", output, "--to", "onnx", "-o", package, "--quiet") == 0
+    assert call("export", output, "--to", "onnx", "-o", package, "--quiet") == 0
     capsys.readouterr()
-    code = command("verify", package, "--lengths", "1,17,50", "--decode-steps", "4", "--quiet")
+    code = call("verify", package, "--lengths", "1,17,50", "--decode-steps", "4", "--quiet")
     assert code == 0, capsys.readouterr()
     assert "HybridAttention" in json.loads((package / "manifest.json").read_text())["ops"]

@@ -14,10 +14,10 @@ from still_kernels.hybrid_attention import traced as op
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.chunked import chunked_hybrid_attention
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
-from still_kernels.hybrid_attention.meaning.naive import naive_hybrid_attention
 from still_kernels.hybrid_attention.meaning.state import HybridAttentionState
 from still_kernels.hybrid_attention.spec import HYBRID_ATTENTION
 from tests.still_export.tiny import CHUNK, plain_model, still_model
+from tests.still_kernels.hybrid_definition import hybrid_definition
 from tests.tolerances import REFERENCE
 
 
@@ -45,7 +45,7 @@ def test_module_equals_the_quadratic_definition() -> None:
         query, key, value, gate = attention.project(hidden, positions)
         weights = attention.feature_q_weight, attention.feature_k_weight
         expected = attention.o_proj(
-            naive_hybrid_attention(Inputs(query, key, value, gate, *weights), attention.still).flatten(2)
+            hybrid_definition(Inputs(query, key, value, gate, *weights), attention.still).flatten(2)
         )
         got, _ = attention(hidden, positions)
     torch.testing.assert_close(got, expected, rtol=0, atol=REFERENCE[torch.float64])

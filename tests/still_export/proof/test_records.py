@@ -15,11 +15,10 @@ from still_export.proof.records import (
     Record,
     make_record,
     ops_ran,
-    read_record,
     write_record,
 )
 from tools import verdicts
-from tools.verdicts import old_parts, read_records, sum_up
+from tools.verdicts import old_parts, read_record, read_records, sum_up
 
 RAN = {"graph": "0" * 64, **ops_ran(["CausalConv", "NoSuchOp"], "cpu")}
 

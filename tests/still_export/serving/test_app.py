@@ -25,13 +25,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import still_export
-from still_export.cli.main import main
 from still_export.package.chat_format import ChatFormat
 from still_export.runtime.prefixes import PrefixCache
 from still_export.serving.app import Settings
 from still_export.serving.server import listen
 from tests.still_export.serving.conftest import CONTEXT
 from tests.still_export.serving.served import JSON, Served, serve
+from tests.still_export.verbs import call
 
 openai = pytest.importorskip("openai")
 KEY = "sésame"
@@ -513,9 +513,5 @@ def test_what_cannot_be_served(byte_package: Path, tmp_path: Path, capsys: pytes
             (["--max-context", 1000, "--port", 0], "exceed this package's capacity of 200"),
             (["--runtime", "trt", "--port", 0], "does not run with --runtime trt"),
         ):
-            with pytest.raises(SystemExit) as end:
-                main(["serve", str(byte_package), *map(str, arguments)])
-            assert end.value.code == 2 and message in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        main(["serve", str(tmp_path)])
-    assert end.value.code == 2 and "manifest" in capsys.readouterr().err
+            assert call("serve", byte_package, *arguments) == 2 and message in capsys.readouterr().err
+    assert call("serve", tmp_path) == 2 and "manifest" in capsys.readouterr().err

@@ -7,18 +7,12 @@ from typing import Any
 
 import pytest
 
-from still_export.cli.main import main
 from still_export.runtime.prefixes import PrefixCache
 from still_export.serving.app import Settings
 from tests.still_export.serving.test_app import serve
+from tests.still_export.verbs import call
 
 LENGTHS = ["--lengths", "5,40,65"]
-
-
-def proven(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", *arguments])
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.slow
@@ -32,21 +26,21 @@ def test_kept_prefixes(byte_package: Path, wrong: bool, capsys: pytest.CaptureFi
 
     with serve(byte_package, Settings("tiny", None, 50_000), rows=3, waiting=20, piece=16, cache=open_cache) as served:
         address = f"http://127.0.0.1:{served.port}"
-        code = proven([address, "--model", str(byte_package.parent / "model"), *LENGTHS])
+        code = call("verify", address, "--model", byte_package.parent / "model", *LENGTHS)
         said = capsys.readouterr().out
         assert code == int(wrong), said
         assert ("FAILED" in said) == wrong and "in a batch" in said
         assert not wrong or "MISMATCH" in said
         if wrong:
             return
-        assert proven([address, "--model", str(byte_package.parent / "model"), "--as", "other"]) == 2
+        assert call("verify", address, "--model", byte_package.parent / "model", "--as", "other") == 2
         assert "serves 'tiny'" in capsys.readouterr().err
-        assert proven([address]) == 2 and "--model FILE" in capsys.readouterr().err
-        assert proven([address, "--model", "x", "--record", "y"]) == 2 and "--record" in capsys.readouterr().err
+        assert call("verify", address) == 2 and "--model FILE" in capsys.readouterr().err
+        assert call("verify", address, "--model", "x", "--record", "y") == 2 and "--record" in capsys.readouterr().err
 
 
 def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert proven(["http://127.0.0.1:9", "--model", "x"]) == 2
+    assert call("verify", "http://127.0.0.1:9", "--model", "x") == 2
     assert "does not answer" in capsys.readouterr().err
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from still_export.cli.main import main
 from still_export.loading.language_model import LanguageModel
 from still_export.models.load import load_model
 from still_export.runtime.ort import OrtModel
@@ -17,6 +16,7 @@ from still_export.runtime.prefix_folder import open_prefixes
 from still_export.runtime.sampling import RunError, Sampling
 from still_export.serving.scheduler import Request, Scheduler
 from tests.still_export.linear_models import VOCAB, linear_model
+from tests.still_export.verbs import call
 
 PROMPTS = np.random.default_rng(5).integers(3, VOCAB, (6, 300))
 SMALL = 64
@@ -30,9 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if "mask_allocator" in name and name.endswith("bias"):
             tensor.zero_()  # what is decided follows from the queries alone
     model.save_pretrained(place / "model")
-    with pytest.raises(SystemExit) as end:
-        main([str(x) for x in ("export", place / "model", "-o", place / "package", "--quiet")])
-    assert not end.value.code
+    assert not call("export", place / "model", "-o", place / "package", "--quiet")
     return place
 
 

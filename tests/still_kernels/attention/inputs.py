@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_kernels.attention.meaning import AttentionState, Inputs, naive_attention
+from still_kernels.attention.meaning import AttentionState
 from still_kernels.codes import rounded
 
 Split = int | list[int]
@@ -35,6 +35,16 @@ class Call:
     state: AttentionState
 
 
+def quadratic(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax attention over whole sequences, in at least float32."""
+    wide, group = torch.promote_types(query.dtype, torch.float32), query.shape[2] // key.shape[2]
+    q = query.transpose(1, 2).to(wide)
+    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1).to(wide) for x in (key, value))
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    logits = (q @ k.transpose(-1, -2) * query.shape[3] ** -0.5).masked_fill(future, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(1, 2).to(query.dtype)
+
+
 def calls(
     layer: Layer,
     splits: Sequence[Split],
@@ -58,7 +68,7 @@ def calls(
     whole = {"query": sharpness * normal(layer.heads), "key": normal(layer.kv_heads), "value": normal(layer.kv_heads)}
     if cache == "int8":
         whole |= {name: rounded(whole[name]) for name in ("key", "value")}
-    expected = naive_attention(Inputs(**whole))
+    expected = quadratic(**whole)
     state = AttentionState.empty(batch, layer.kv_heads, layer.dim, layer.rows, dtype)
     for new in counts:
         tokens = max(int(new.max()), 1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from still_graphs.errors import CapacityError, ShapeError
-from still_kernels.attention.meaning import BLOCK, AttentionState, Inputs, blocked_attention, naive_attention
-from tests.still_kernels.attention.inputs import SPLITS, Call, Layer, calls
+from still_kernels.attention.meaning import BLOCK, AttentionState, Inputs, blocked_attention
+from tests.still_kernels.attention.inputs import SPLITS, Call, Layer, calls, quadratic
 from tests.tolerances import REFERENCE
 
 
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_definition() -> None:
         for heads in (layer.heads, layer.kv_heads, layer.kv_heads)
     ]
     weight = torch.randn(2, 9, layer.heads, layer.dim, generator=generator, dtype=torch.float64)
-    expected = torch.autograd.grad((naive_attention(Inputs(*tensors)) * weight).sum(), tensors)
+    expected = torch.autograd.grad((quadratic(*tensors) * weight).sum(), tensors)
     output, _ = blocked_attention(
         Inputs(*tensors), AttentionState.empty(2, layer.kv_heads, layer.dim, 9, torch.float64)
     )
@@ -78,4 +78,4 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"state key: expected \[2, 2, 12, 10\]"):
         run(call, AttentionState.empty(1, layer.kv_heads, layer.dim, 12))
     with pytest.raises(ShapeError, match="no multiple"):
-        naive_attention(Inputs(torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)))
+        Inputs(torch.zeros(1, 1, 5, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)).check()

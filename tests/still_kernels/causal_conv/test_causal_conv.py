@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import conv1d, pad
 
 from still_graphs.errors import ShapeError
-from still_kernels.causal_conv.meaning import Inputs, empty_state, naive_causal_conv, whole_causal_conv
-from tests.still_kernels.causal_conv.inputs import LAYERS, SPLITS, Layer, calls
+from still_kernels.causal_conv.meaning import Inputs, empty_state, whole_causal_conv
+from tests.still_kernels.causal_conv.inputs import LAYERS, SPLITS, Layer, calls, loop
 from tests.tolerances import REFERENCE
 
 
@@ -29,7 +29,7 @@ def test_equals_the_loop(layer: Layer, in_place: bool, dtype: torch.dtype) -> No
 def test_the_loop_is_a_convolution() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens, weight = torch.randn(2, 9, 5, generator=generator), torch.randn(5, 1, 4, generator=generator)
-    output, state = naive_causal_conv(Inputs(tokens, weight), empty_state(2, 5, 4))
+    output, state = loop(Inputs(tokens, weight), empty_state(2, 5, 4))
     expected = conv1d(pad(tokens.transpose(1, 2), (3, 0)), weight, groups=5).transpose(1, 2)
     torch.testing.assert_close(output, expected)
     assert torch.equal(state, tokens[:, -3:].transpose(1, 2))

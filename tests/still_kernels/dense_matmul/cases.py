@@ -9,7 +9,7 @@ import torch
 
 from still_kernels.tile import Setting, TileTable
 from tests.still_kernels.dense_matmul.inputs import FEW, FLOAT8, MANY, SOME, Case, call, every_number, exact
-from tests.still_kernels.stateless_cases import launched, main, worst_error
+from tests.still_kernels.stateless_cases import launched, main, worst_of
 
 CASES = {**FEW, **SOME, **MANY, **FLOAT8}
 NUMBERS = "e4m3, every number"
@@ -45,21 +45,14 @@ def small_table(case: Case, aligned: int) -> TileTable:
 
 
 def run_case(name: str, device: str = "cpu") -> float:
-    """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
     from still_kernels.dense_matmul.plan import OP
 
     if name == NUMBERS:
         return wrong_numbers(device)
-    case, worst, tables = CASES[name], 0.0, [None]
-    if device == "cpu":
-        tables = [small_table(case, aligned) for aligned in range(1 + (case.outputs % 8 == case.inputs % 8 == 0))]
-    for batch, count in case.rows:
-        given = call(case, batch, count)
-        expected = exact(given)
-        for table in tables:
-            outputs = launched(OP.launch, given, [expected], table, device)
-            worst = max(worst, worst_error(outputs, [expected]))
-    return worst
+    case = CASES[name]
+    whole = case.outputs % 8 == case.inputs % 8 == 0
+    tables = [small_table(case, aligned) for aligned in range(1 + whole)] if device == "cpu" else [None]
+    return worst_of(OP, case, call, exact, device, tables)
 
 
 def wrong_numbers(device: str) -> float:

@@ -1,15 +1,62 @@
-"""Holds the kernels of still::GatedMlp to float64; as a program ([NAME ...]): in Triton's interpreter, prints the errors.
+"""Calls of still::GatedMlp held to float64; as a program ([NAME ...]): in Triton's interpreter, prints the errors.
 
 The interpreter must be chosen before Triton is imported, so the tests start this file in a process of its own.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from still_kernels.gated_mlp.plan import Inputs
 from still_kernels.tile import Setting, TileTable
-from tests.still_kernels.gated_mlp.inputs import CASES, call, exact
-from tests.still_kernels.stateless_cases import launched, main, worst_error
+from tests.still_kernels.dense_matmul.inputs import normed
+from tests.still_kernels.stateless_cases import main, worst_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes that all differ, and are no multiples of what a program takes at a time."""
+
+    width: int = 72
+    middle: int = 104
+    rows: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (3, 7))  # batch, tokens
+
+
+CASES = {
+    "few": Case(),
+    "few, odd sizes": Case(37, 83, ((1, 1), (1, 17))),
+    "few, inputs shared": Case(middle=2112, rows=((3, 7),)),
+    "some, whole": Case(64, 128, ((1, 66),)),
+    "some": Case(rows=((1, 65), (2, 43))),
+    "some, odd sizes": Case(37, 41, ((1, 70),)),
+    "many, whole": Case(64, 64, ((1, 257),)),
+    "many, odd sizes": Case(37, 41, ((2, 135),)),
+}
+
+
+def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16) -> Inputs:
+    """Random tokens [batch, count, width] and weights."""
+    generator = torch.Generator().manual_seed(batch + 17 * count)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    down = drawn(case.middle, case.width) / 8
+    return Inputs(
+        0.02 * drawn(batch, count, case.width), drawn(case.width), down, drawn(case.width, 2 * case.middle) / 8, 3e-5
+    )
+
+
+def exact(given: Inputs) -> Tensor:
+    """The result, float64; norms and what lies between the products are rounded."""
+    rows = normed(given.input, given.norm_weight, given.norm_epsilon)
+    gate, up = (rows.double() @ given.gate_up.double()).chunk(2, -1)
+    middle = (gate * gate.sigmoid() * up).to(given.input.dtype)
+    return given.input.double() + middle.double() @ given.down.double()
+
 
 SMALL: dict[str, Setting] = {
     **{name: {"BN": 16, "BK": 32} for name in ("few_gated", "few_down")},
@@ -34,19 +81,12 @@ def small_table(aligned: int) -> TileTable:
 
 
 def run_case(name: str, device: str = "cpu") -> float:
-    """Greatest relative error of the outputs of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
     from still_kernels.gated_mlp.plan import OP
 
-    case, worst, tables = CASES[name], 0.0, [None]
-    if device == "cpu":
-        tables = [small_table(aligned) for aligned in range(1 + (case.middle % 8 == case.width % 8 == 0))]
-    for batch, count in case.rows:
-        given = call(case, batch, count)
-        expected = exact(given)
-        for table in tables:
-            outputs = launched(OP.launch, given, [expected], table, device)
-            worst = max(worst, worst_error(outputs, [expected]))
-    return worst
+    case = CASES[name]
+    whole = case.middle % 8 == case.width % 8 == 0
+    tables = [small_table(aligned) for aligned in range(1 + whole)] if device == "cpu" else [None]
+    return worst_of(OP, case, call, exact, device, tables)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from still_kernels.linear_attention.meaning import Inputs, naive_linear_attention
+from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import DELTA, GATED
 
 Split = int | list[int]
@@ -96,6 +96,21 @@ def whole(layer: Layer, batch: int, tokens: int, seed: int = 0) -> dict[str, Ten
     return tensors
 
 
+def loop(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and state of one token after the other."""
+    query, key, value, decay, beta = inputs.spread()
+    outputs = [query[:, :0] @ state[:, None]]
+    for t in range(query.shape[1]):
+        k, update = key[:, t, :, :, None], value[:, t, :, None]  # [B, H, D, 1], [B, H, 1, V]
+        if decay is not None:
+            state = decay[:, t, :, :, None].exp() * state
+        if beta is not None:
+            update = beta[:, t, :, None, None] * (update - k.transpose(2, 3) @ state)
+        state = state + k * update
+        outputs.append((query[:, t] @ state)[:, None])
+    return torch.cat(outputs, dim=1).to(inputs.query.dtype), state
+
+
 def calls(
     layer: Layer, splits: Sequence[Split], dtype: torch.dtype = torch.float32, batch: int = 2, seed: int = 0
 ) -> Iterator[Call]:
@@ -112,7 +127,7 @@ def calls(
         start = 0
         for count in counts[:, row].tolist():
             part = {name: x[:, start : start + count] for name, x in given.items()}
-            output, state = naive_linear_attention(Inputs(**part, **settings), state)
+            output, state = loop(Inputs(**part, **settings), state)
             outputs.append(output[0])
             after.append(state[0])
             start += count

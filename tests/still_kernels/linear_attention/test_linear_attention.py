@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from still_graphs.errors import ShapeError
 from still_kernels.linear_attention.chunked import chunked_linear_attention
-from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
+from still_kernels.linear_attention.meaning import Inputs, empty_state
 from tests.still_kernels.linear_attention.inputs import (
     BOUND,
     LAYERS,
@@ -22,6 +22,7 @@ from tests.still_kernels.linear_attention.inputs import (
     Split,
     calls,
     error,
+    loop,
     whole,
     wrong_forms,
 )
@@ -65,9 +66,7 @@ def test_a_decay_that_forgets_all_is_no_nan() -> None:
     call.inputs.decay[:, [5, 17, 64]] = -torch.inf
     call.inputs.decay[:, 30, :, 3] = -torch.inf
     state = torch.randn(2, 6, 10, 7, generator=torch.Generator().manual_seed(1))
-    for mine, theirs in zip(
-        chunked_linear_attention(call.inputs, state), naive_linear_attention(call.inputs, state), strict=True
-    ):
+    for mine, theirs in zip(chunked_linear_attention(call.inputs, state), loop(call.inputs, state), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -88,7 +87,7 @@ def test_gradients_flow() -> None:
     names = ("query", "key", "value", "decay", "beta")
     leaves = {n: getattr(call.inputs, n).double().requires_grad_() for n in names}
     gradients = []
-    for form in (chunked_linear_attention, naive_linear_attention):
+    for form in (chunked_linear_attention, loop):
         output, _ = form(replace(call.inputs, **leaves), empty_state(2, 6, 10, 7, torch.float64))
         gradients.append(torch.autograd.grad(output.square().sum(), list(leaves.values())))
     for mine, theirs in zip(*gradients, strict=True):
@@ -118,7 +117,7 @@ def test_the_loop_is_that_of_the_standard_op(rule: str, per_key: bool) -> None:
     )
     tensors = {name: x.float() for name, x in whole(layer, 2, tokens).items()}
     state = torch.randn(2, heads, dim, size, generator=torch.Generator().manual_seed(2))
-    mine = naive_linear_attention(Inputs(**tensors, update_rule=rule), state)
+    mine = loop(Inputs(**tensors, update_rule=rule), state)
     feeds = {name: x.reshape(2, tokens, -1).numpy() for name, x in tensors.items()} | {"past_state": state.numpy()}
     order = ("query", "key", "value", "past_state", "decay", "beta")
     node = helper.make_node(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from still_kernels.linear_attention.call import linear_attention_whole
-from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
-from tests.still_kernels.linear_attention.inputs import LAYERS, Layer, error, whole
+from still_kernels.linear_attention.meaning import Inputs, empty_state
+from tests.still_kernels.linear_attention.inputs import LAYERS, Layer, error, loop, whole
 
 
 def inputs_of(layer: Layer, tensors: dict[str, Tensor]) -> Inputs:
@@ -19,7 +19,7 @@ def expected(layer: Layer, tensors: dict[str, Tensor], grad: Tensor) -> tuple[Te
     """Outputs and gradients of the loop in float64."""
     wide = {name: x.detach().double().cpu().requires_grad_() for name, x in tensors.items()}
     state = empty_state(len(grad), layer.heads, layer.dim, layer.size, torch.float64)
-    output, _ = naive_linear_attention(inputs_of(layer, wide), state)
+    output, _ = loop(inputs_of(layer, wide), state)
     return output.detach(), torch.autograd.grad(output, list(wide.values()), grad.double().cpu())
 
 

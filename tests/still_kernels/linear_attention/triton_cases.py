@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from still_kernels.linear_attention.meaning import Inputs, empty_state, naive_linear_attention
+from still_kernels.linear_attention.meaning import Inputs, empty_state
 from still_kernels.linear_attention.pages import ALIGNMENT, Pages
 from still_kernels.packing import Packing
-from tests.still_kernels.linear_attention.inputs import LAYERS, Call, Layer, Split, calls, error, wrong_forms
+from tests.still_kernels.linear_attention.inputs import LAYERS, Call, Layer, Split, calls, error, loop, wrong_forms
 from tests.still_kernels.triton_cases import Guarded, guarded_workspaces, shuffle_programs
 
 KEYS, HEADS = Layer(decay=10, groups=3, keys=2), Layer()
@@ -208,7 +208,7 @@ def run_resets(device: str = "cpu") -> dict[str, float]:
         inputs = replace(call.inputs, **given)
         state = torch.randn(2, layer.heads, layer.dim, layer.size, generator=torch.Generator().manual_seed(1))
         wide = {n: x.cpu() if n == "new_tokens" else x.cpu().double() for n, x in given.items()}
-        expected = naive_linear_attention(replace(call.inputs, **wide), state.double())
+        expected = loop(replace(call.inputs, **wide), state.double())
         state, output = state.to(device), torch.full(call.output.shape, torch.nan, device=device)
         launch.launch_linear_attention(inputs, state, output)
         found[name] = max(error(output.cpu(), expected[0]), error(state.cpu(), expected[1]))
@@ -233,7 +233,7 @@ def run_large(device: str = "cpu") -> dict[str, float]:
         inputs = replace(call.inputs, **given)
         state = size * torch.randn((2, layer.heads, layer.dim, layer.size), generator=torch.Generator().manual_seed(1))
         wide = {n: x.cpu() if n == "new_tokens" else x.cpu().double() for n, x in given.items()}
-        expected = naive_linear_attention(replace(call.inputs, **wide), state.double())
+        expected = loop(replace(call.inputs, **wide), state.double())
         output = torch.full(call.output.shape, torch.nan, device=device, dtype=torch.float16)
         state = state.to(device)
         launch.launch_linear_attention(inputs, state, output)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from still_kernels.low_rank_matmul.plan import Inputs
-from tests.still_kernels.stateless_cases import launched, main, worst_error
+from tests.still_kernels.stateless_cases import main, small, worst_of
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,11 @@ def exact(given: Inputs) -> torch.Tensor:
 
 
 def run_case(name: str, device: str = "cpu") -> float:
-    """Greatest relative error of all calls, by Frobenius norm. Outputs start as NaN, a write outside is an error."""
     from still_kernels.low_rank_matmul.plan import OP, Variant
-    from still_kernels.tile import changed
 
-    case, worst = CASES[name], 0.0
-    table = None
-    if device == "cpu":  # blocks that end inside of the matrices
-        table = changed(OP.tiles(Variant(), 90), "low_rank", {"BN": 16, "BK": 32, "BR": 32})
-        for kernel in ("lower", "raise"):
-            table = changed(table, kernel, {"BM": 16, "BN": 32, "BK": 32})
-    for batch, count in case.rows:
-        given = call(case, batch, count)
-        expected = [exact(given)]
-        found = launched(OP.launch, given, expected, table, device)
-        worst = max(worst, worst_error(found, expected))
-    return worst
+    blocks = {"BM": 16, "BN": 32, "BK": 32}  # which end inside of the matrices
+    own = {"low_rank": {"BN": 16, "BK": 32, "BR": 32}, "lower": blocks, "raise": blocks}
+    return worst_of(OP, CASES[name], call, exact, device, small(OP, Variant(), device, **own))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,55 @@
-"""Holds the kernel of still::RoundKeyValue to the rows that a state holds; as a program ([NAME ...]): in Triton's interpreter.
+"""Calls of still::RoundKeyValue held to the rows that a state holds; as a program ([NAME ...]): in Triton's interpreter, prints the errors.
 
 The interpreter must be chosen before Triton is imported, so the tests start this file in a process of its own.
 """
 
 from __future__ import annotations
 
-from tests.still_kernels.round_key_value.inputs import CASES, call, exact
-from tests.still_kernels.stateless_cases import launched, main
+from dataclasses import dataclass
+
+import torch
+
+from still_kernels.round_key_value.plan import Inputs
+from tests.still_kernels.stateless_cases import main, worst_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads and their numbers."""
+
+    heads: int = 3
+    head_dim: int = 64
+    rows: tuple[tuple[int, int], ...] = ((1, 1), (3, 5))  # batch, tokens
+
+
+CASES = {
+    "64": Case(),
+    "128": Case(8, 128, rows=((1, 1), (2, 3))),
+    "no power of two": Case(2, 48, rows=((2, 5),)),
+}
+
+
+def call(case: Case, batch: int, count: int, dtype: torch.dtype = torch.float16) -> Inputs:
+    """Random rows [batch, count, heads, head_dim] of many sizes, one of them all 0."""
+    generator = torch.Generator().manual_seed(batch + 17 * count)
+    both = torch.randn(2, batch, count, case.heads, case.head_dim, generator=generator)
+    both = both * 2 ** (6 * torch.randn(2, batch, count, case.heads, 1, generator=generator))
+    both[0, 0, 0, 0] = 0
+    key, value = both.clamp(-6e4, 6e4).to(dtype)
+    return Inputs(key, value)
+
+
+def exact(given: Inputs) -> list[torch.Tensor]:
+    """What words and scales of a state hold of both."""
+    from still_kernels.codes import dequantized, quantized
+
+    return [dequantized(*quantized(rows), rows.dtype) for rows in (given.key, given.value)]
 
 
 def run_case(name: str, device: str = "cpu") -> float:
-    """How many numbers of all calls differ. Outputs start as NaN, a write outside is an error."""
     from still_kernels.round_key_value.plan import OP
 
-    differ = 0
-    for batch, count in CASES[name].rows:
-        given = call(CASES[name], batch, count)
-        expected = [exact(given.key), exact(given.value)]
-        outputs = launched(OP.launch, given, expected, None, device)
-        differ += sum(int((x.cpu() != y).sum()) for x, y in zip(outputs, expected, strict=True))
-    return float(differ)
+    return worst_of(OP, CASES[name], call, exact, device)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from still_graphs.errors import CapacityError
 from still_kernels.hybrid_attention.config import HybridAttentionConfig
 from still_kernels.hybrid_attention.meaning.features import feature_map
 from still_kernels.hybrid_attention.meaning.inputs import Inputs
@@ -35,7 +34,7 @@ def local_mask(positions: Tensor, config: HybridAttentionConfig) -> Tensor:
     return (key <= query) & (key // config.chunk_size >= query // config.chunk_size - 1)
 
 
-def naive_scores(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> Tensor:
+def scores_of(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> Tensor:
     """Self-saliency of every token, [B, H, T], from query and key [B, H, T, D] (key repeated per query head)."""
     tokens = query.shape[2]
     position = torch.arange(tokens, device=query.device)
@@ -46,24 +45,15 @@ def naive_scores(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> T
     return self_saliency(logits, own.expand_as(logits), slot.expand_as(logits), window.expand_as(logits), config)
 
 
-def naive_routing(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> Routing:
+def routing_of(query: Tensor, key: Tensor, config: HybridAttentionConfig) -> Routing:
     """Route every pair of tokens of whole sequences by the definition.
 
     Args:
         query, key: [B, H, T, D], key repeated per query head.
-        config: The layer.
-
-    Raises:
-        CapacityError: T exceeds capacity_tokens with overflow="error".
     """
     batch, heads, tokens, _ = query.shape
     chunk, k, slots = config.chunk_size, config.salient_per_chunk, config.capacity_slots
-    if config.overflow == "error" and tokens > config.capacity_tokens:
-        raise CapacityError(
-            f"{tokens} tokens exceed capacity_tokens={config.capacity_tokens}. "
-            'Raise it, or choose overflow="fold_oldest".'
-        )
-    scores = naive_scores(query, key, config)
+    scores = scores_of(query, key, config)
     ranked = group_scores(scores, config)  # [B, HS, T]
     position = torch.arange(tokens, device=query.device)
     causal = position[None] <= position[:, None]
@@ -103,24 +93,13 @@ def _evict(kept: Tensor, slots: int, config: HybridAttentionConfig) -> None:
         kept.scatter_(2, order[..., :excess], False)
 
 
-def naive_hybrid_attention(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
-    """Hybrid attention over whole sequences by its quadratic definition, in at least float32.
-
-    Returns:
-        [B, T, H, D], dtype of query.
-
-    Raises:
-        ShapeError: A tensor does not fit `config`, or rows differ in length.
-        CapacityError: T exceeds capacity_tokens with overflow="error".
-
-    Source: STILL, arXiv:2602.02180.
-    """
-    inputs.check(config, whole=True)
+def hybrid_definition(inputs: Inputs, config: HybridAttentionConfig) -> Tensor:
+    """Hybrid attention over whole sequences [B, T, H, D] by its quadratic definition, in at least float32 (STILL, arXiv:2602.02180)."""
     query, gate = inputs.query, inputs.gate
     wide = torch.promote_types(query.dtype, torch.float32)
     q = query.transpose(1, 2).to(wide)
     k, v = (x.transpose(1, 2).repeat_interleave(config.group_size, dim=1).to(wide) for x in (inputs.key, inputs.value))
-    routing = naive_routing(q, k, config)
+    routing = routing_of(q, k, config)
 
     softmax = routing.local | routing.salient
     logits = (q @ k.transpose(-1, -2) * config.head_dim**-0.5).masked_fill(~softmax, -torch.inf)

@@ -1,4 +1,4 @@
-"""Questions for evaluation alone: facts in forms that no training row has, asked in a chat, and a chat's questions without a text.
+"""Questions for measuring alone: facts in forms that no training row has, asked in a chat, and a chat's questions without a text.
 
 Nothing here may be used to train, or to choose a recipe: relations, words and what stands around a fact differ from those of
 `still_export.texts.forms`.
@@ -7,12 +7,13 @@ Nothing here may be used to train, or to choose a recipe: relations, words and w
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from still_export.evaluation.synthetic import Item
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
 WORDS: dict[str, str] = _DATA["words"]
@@ -37,11 +38,6 @@ def unseen_fact(rng: np.random.Generator) -> tuple[str, str, str]:
     return around.format(sentence.format(**values)), question.format(**values), values[kind]
 
 
-def holds(reply: str, answer: str) -> bool:
-    """Whether a reply holds the answer as a word of its own."""
-    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
-
-
 def about_texts(tokenizer: Any, tokens: np.ndarray, length: int, count: int) -> list[str]:
     """`count` questions, each behind another part of a text of `tokens`; part and question have about `length` tokens together."""
     part = length - LONGEST_QUESTION
@@ -50,6 +46,12 @@ def about_texts(tokenizer: Any, tokens: np.ndarray, length: int, count: int) -> 
         f"{tokenizer.decode(tokens[start : start + part].tolist())}\n\n{ABOUT_TEXT[row % len(ABOUT_TEXT)]}"
         for row, start in enumerate(starts)
     ]
+
+
+def unseen(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
+    """An item of `still_export.evaluation.synthetic`."""
+    fact, question, answer = unseen_fact(rng)
+    return Item(f"\n\n{question}", (answer,), ((depth, fact),), chance=True)
 
 
 def repeated(tokens: Sequence[int], size: int = 4) -> float:

@@ -1,0 +1,38 @@
+"""What a model writes: greedy replies to prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def replies(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+    """The most likely continuations of at most `tokens` tokens, as texts; a served model writes them itself."""
+    if hasattr(model, "complete_all"):
+        written: list[str] = model.complete_all([(prompt, tokens) for prompt in prompts])
+        return written
+    said = greedy(model, tokenizer, prompts, tokens)
+    return [tokenizer.decode(reply, skip_special_tokens=True) for reply in said]
+
+
+@torch.no_grad()
+def greedy(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """The most likely continuation of every prompt up to its end, without the end's token, of at most `tokens` tokens."""
+    longest, end = max(map(len, prompts)), tokenizer.eos_token_id
+    ids = torch.full((len(prompts), longest), end, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        mask[row, : len(prompt)] = 1
+    written = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    rows = [row.tolist() for row in written[:, longest:].cpu()]
+    return [row[: row.index(end)] if end in row else row for row in rows]
