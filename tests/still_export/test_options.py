@@ -22,7 +22,6 @@ from still_export.proof.package import VerifyOptions
         (Recipe, {"micro_batch_size": 9}, r"--micro-batch-size 9 is more than --batch-size 8\."),
         (Recipe, {"retrieval": 0.6, "chat": 0.5}, r"--retrieval 0.6 --chat 0.5: shares of one whole"),
         (EvaluationOptions, {"samples": 0}, r"--samples 0: it must be at least 1\."),
-        (EvaluationOptions, {"chat": 51}, r"--chat 51: it must be at most 50\."),
         (EvaluationOptions, {"device": "tpu"}, r"--device tpu is unknown; known: auto, cpu, cuda\."),
         (VerifyOptions, {"decode_steps": 0}, r"--decode-steps 0: it must be at least 1\."),
         (VerifyOptions, {"reference_device": "tpu"}, r"--reference-device tpu is unknown; known: cpu, cuda\."),
