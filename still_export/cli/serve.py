@@ -35,8 +35,8 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
 ) -> None:
     """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
-    demand_package(package, "serve")
     demand("starlette", "uvicorn")
+    demand_package(package, "serve")
     from still_export.api import load
     from still_export.cli.gguf_package import package_of
     from still_export.runtime.cuda_driver import CudaError
