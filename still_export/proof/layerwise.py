@@ -151,7 +151,7 @@ class Passage:
     """Chains on their way through the layers of a model.
 
     Attributes:
-        outputs: As of `LayerwiseModel.run`, what is known so far; who reads them may take them away.
+        outputs: See `LayerwiseModel.run`, what is known so far; who reads them may take them away.
     """
 
     def __init__(self, layers: LayerwiseModel, chains: Sequence[Chain]) -> None:
@@ -252,7 +252,7 @@ class _Layer:
         return told
 
     def _select(self, number: Tensor, keys: Tensor, selected: Tensor) -> Tensor:
-        """What is told in the place of `selected`, all as of `Watch`; keeps the tokens' places."""
+        """What is told in the place of `selected`, all like `Watch`; keeps the tokens' places."""
         if self.told is not None:
             selected, unsure = _told(self.told, number, keys, selected)
             self.unsure = unsure if self.unsure is None else self.unsure | unsure

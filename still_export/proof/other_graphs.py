@@ -119,7 +119,7 @@ class DrawnOnce:
         return self.source.by_layer(answers)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """As of CaseSource; where the subject may have chosen as the first one did, its answers."""
+        """Like CaseSource; where the subject may have chosen as the first one did, its answers."""
         self.again = bool(self._drawn) and all(
             decisions.is_like(self._decisions[number], NEAR) for number, decisions in follow.items()
         )

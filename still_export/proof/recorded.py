@@ -78,7 +78,7 @@ class RecordedCases:
         return {}
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """As of CaseSource; they follow what they followed when they were recorded."""
+        """Like CaseSource; they follow what they followed when they were recorded."""
         return [self._read(self._cases[number]) for number in numbers]
 
     def _arrays(self, keys: dict[str, str]) -> Arrays:

@@ -20,12 +20,9 @@ KIND, FORMAT = "selections", 3
 
 
 class Prompted(Protocol):
-    """As of CaseSource."""
-
     count: int
 
-    def begin(self, number: int) -> Question:
-        """As of CaseSource."""
+    def begin(self, number: int) -> Question: ...
 
 
 def write_selections(session: Session, prompts: Prompts, package: Package, path: Path, progress: Progress) -> None:

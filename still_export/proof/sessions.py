@@ -152,7 +152,7 @@ class Guessing(Session):
         self.random = np.random.default_rng(model.guesses)
 
     def step(self, tokens: tuple[np.ndarray, ...]) -> Arrays:
-        """As of Session; tokens that do not hold are among those that are brought behind and between `tokens`."""
+        """Like Session; tokens that do not hold are among those that are brought behind and between `tokens`."""
         model, right = self.model, np.concatenate(tokens, axis=1)
         (batch, count), vocabulary = right.shape, model.manifest["model"]["vocab_size"]
         capacity = model.table.capacity_tokens if model.table.bounded else np.iinfo(np.int64).max

@@ -62,7 +62,7 @@ class TorchCases:
         return self.prompts.begin(number)
 
     def draw(self, numbers: Sequence[int], follow: DecisionsByCase = EMPTY) -> list[Case]:
-        """As of CaseSource. A second run follows what routers chose, whose layers the first one shows, and keys of which the reference
+        """Like CaseSource. A second run follows what routers chose, whose layers the first one shows, and keys of which the reference
         cannot say whose they are; only where a case needs it."""
         decisions = {number: follow.get(number, Decisions()) for number in numbers}
         drafts = [self._followed(number, decisions[number]) for number in numbers]
@@ -325,7 +325,7 @@ def _usual(held: np.ndarray | None, errors: np.ndarray, done: int) -> np.ndarray
 
 
 def _places(went: np.ndarray) -> np.ndarray:
-    """The choices of a mask [.., E], as of `Chain.follow`; -1 behind them."""
+    """The choices of a mask [.., E]; see `Chain.follow`; -1 behind them."""
     count = went.sum(-1)
     found = np.argsort(~went, axis=-1, kind="stable")[..., : int(count.max(initial=0))]
     return np.where(np.arange(found.shape[-1]) < count[..., None], found, -1)
@@ -344,7 +344,7 @@ def _pair(feed: Arrays, expected: Arrays, actual: Arrays, layer: int | None) -> 
 
 
 def _pairs(case: Case, found: list[Arrays], layer: int | None) -> Pairs:
-    """As of `Case.pairs`, what is said of a layer, or of none, of the answers to the calls of a case, or to the one chain of its steps."""
+    """Like `Case.pairs`, what is said of a layer, or of none, of the answers to the calls of a case, or to the one chain of its steps."""
     if not case.steps:
         calls = zip(case.feeds, case.expected, found, strict=True)
         return [_pair(*call, layer) for call in calls]

@@ -131,7 +131,6 @@ class Ahead(Guessed):
         self.head, self.sequence = head, sequence
 
     def guess(self, most: int) -> list[int]:
-        """As of Guesser."""
         self.guesses = []
         logits = self.head.begin(self.sequence, self.tokens[-1])
         while (token := int(likeliest(logits))) != NO_TOKEN:

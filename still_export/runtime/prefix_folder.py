@@ -35,7 +35,7 @@ def open_prefixes(
         reproducible: Those of reproducible servers, which know no others.
 
     Raises:
-        ConfigError: As of `cache_bytes`; there is a folder and no cache; it cannot be written.
+        ConfigError: See `cache_bytes`; there is a folder and no cache; it cannot be written.
     """
     most = cache_bytes(size)
     if most == 0:
