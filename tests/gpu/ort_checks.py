@@ -18,6 +18,9 @@ from still_export.package.trust import trust_package
 from still_export.proof.sessions import Session
 from still_export.runtime import ort
 from still_export.runtime.ort import OrtModel
+from still_export.runtime.ort_bindings import Bindings
+from still_export.runtime.ort_replay import Replays
+from still_export.runtime.ort_states import States
 
 
 def opened(package: Path, provider: str, **options: Any) -> OrtModel:
@@ -125,6 +128,14 @@ def buffers_apart(package: Path, provider: str) -> dict[str, Any]:
     return {}
 
 
+def of_its_own(model: OrtModel) -> OrtModel:
+    """Another model over the same session, with states of its own."""
+    other = copy.copy(model)
+    other.states = States(model.table, model.values, model.native is not None)
+    other.bindings, other.captures = Bindings(other), Replays(other)
+    return other
+
+
 def runs_at_once(package: Path, provider: str) -> dict[str, Any]:
     """One session from four threads with states of their own, against each alone, bit for bit."""
     base = opened(package, provider)
@@ -136,12 +147,12 @@ def runs_at_once(package: Path, provider: str) -> dict[str, Any]:
         logits += [model.feed(tokens[:, i : i + 1]) for i in range(70, 120)]
         return [*logits, *model.state_arrays().values()]
 
-    alone = [sequence(copy.copy(base), seed) for seed in range(4)]
+    alone = [sequence(of_its_own(base), seed) for seed in range(4)]
     found: list[Any] = [None] * 4
 
     def work(seed: int) -> None:
         try:
-            found[seed] = sequence(copy.copy(base), seed)
+            found[seed] = sequence(of_its_own(base), seed)
         except Exception as error:
             found[seed] = error
 
