@@ -1,8 +1,9 @@
-"""Write docs/notebook/rooms.md and its pictures: rooms with their imports, lines, and the walks of four commands, before and now.
+"""Write the first half of docs/notebook/house.md and its pictures: rooms with their imports, lines, and the walks of four commands.
 
     python -m tests.house
 
-"Before" is the tree of BEFORE, which is read from git. A minute or two, most of it verify under a profiler.
+"Before" is the tree of BEFORE, "now" that of HEAD, both read from git. The page from BY_HAND on stays as it is. It takes a minute or
+two, most of it verify under a profiler.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from tests.floors import PACKAGES, ROOT, Sources, lines_of
 
 BEFORE = "16dc5ab9^"
 """The last commit before ops and systems became folders of their own."""
-PAGE = ROOT / "docs/notebook/rooms.md"
+PAGE = ROOT / "docs/notebook/house.md"
+BY_HAND = "## What left"
+"""Heading of the page's second half, which is written by hand."""
 TREES = ("before", "now")
 COUNTED = ("still_export", "kernels", "graphs", "plugins", "tests", "tools", "web", "docs")
 EXPORT = ("export", "MODEL", "--to")
@@ -155,21 +158,21 @@ def walk_row(tree: Tree, pairs: list[tuple[str, str]]) -> str:
 
 
 def page(trees: Mapping[str, Tree], found: Mapping[str, Mapping[str, list[tuple[str, str]]]]) -> str:
-    """The page's text."""
+    """The page's first half."""
     lines = [
-        "# Rooms: imports, lines, walks",
+        "# The house: rooms, imports, lines",
         "",
-        "`python -m tests.house` writes this page and its pictures anew. Before: the tree in which an op lay in five places and systems",
-        f"between the families (`{BEFORE}`).",
+        "A room is a folder or file of `still_export`. `python -m tests.house` writes this page up to *What left*, and its pictures.",
+        f"*Before* is `{BEFORE}`, where an op was in five places and research systems were among the families; *now* is HEAD.",
         "",
         "## Imports",
         "",
-        "An arrow points from a room to one that it imports. Imports that follow from others are left out; red ones form a circle.",
+        "An arrow points from a room to one that it imports. Arrows that follow from others are not drawn. Red arrows form a circle.",
         "",
     ]
     for name, tree in trees.items():
         circles = "; ".join(", ".join(part) for part in tree.circles()) or "none"
-        lines += [f"{name.capitalize()}, circles: {circles}.", "", f"![Rooms {name}](rooms/{name}.svg)", ""]
+        lines += [f"{name.capitalize()}, circles: {circles}.", "", f"![Rooms {name}]({PAGE.stem}/{name}.svg)", ""]
     lines += ["## Lines", "", "| room of still_export | before | now |", "|---|---|---|"]
     counted = {name: tree.lines() for name, tree in trees.items()}
     level = trees["now"].levels()
@@ -185,14 +188,14 @@ def page(trees: Mapping[str, Tree], found: Mapping[str, Mapping[str, list[tuple[
         "## Walks",
         "",
         "Calls between files of the three packages, in commands over a random Llama of three layers, two of them hybrid. A return is a",
-        "pair of rooms of which the lower calls the upper: through an object or a function that it was handed.",
+        "pair of rooms whose lower one calls the upper one, through an object or function that it was passed.",
         "",
-        "| walk | | files | rooms, as they are entered | returns |",
+        "| walk | | files | rooms, in the order of the calls | returns |",
         "|---|---|---|---|---|",
     ]
     for walk in WALKS:
         lines += [f"| {walk} | {name} | {walk_row(trees[name], found[name][walk])} |" for name in TREES]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n"
 
 
 def lines_below(folder: Path) -> int:
@@ -222,7 +225,8 @@ def main() -> int:
         for name, tree in trees.items():
             (PAGE.with_suffix("") / f"{name}.svg").parent.mkdir(exist_ok=True)
             (PAGE.with_suffix("") / f"{name}.svg").write_text(draw(tree), encoding="utf-8")
-        PAGE.write_text(page(trees, found), encoding="utf-8")
+        written = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(page(trees, found) + written[written.index(BY_HAND) :], encoding="utf-8")
     return 0
 
 

@@ -17,11 +17,12 @@ FIGURES = {"prefill_s": "prompt, s", "decode_ms": "a further token, ms", "peak_m
 USERS = {"tokens_per_s": "tokens a second", "first_s_p50": "first token, s: median", "first_s_p95": "95th percentile"}
 HEAD = """# Speed on CPUs
 
-Published hybrids beside llama.cpp on the **same GGUF file**: weights of the published shape with random values, written and quantized by
-llama.cpp's own tools. The package keeps every block of the file. A cell is ours / llama.cpp's and their ratio, medians of the rounds, in
-which both take turns, each in a process of its own; start is from nothing to the first token. **Bold** ratios are losses. *One core busy*:
-a loop runs on one of the two cores. On the Xeon other programs ran on other cores. Below a table: shares of what NumPy's sum
-reads and a float32 GEMM does.
+Published hybrids and llama.cpp on the **same GGUF file**: random weights of the published sizes, written and quantized by llama.cpp's
+own tools. The package keeps every block of the file.
+
+A cell has still-export's value / llama.cpp's and their ratio; **bold** ratios are losses. Values are medians of rounds in which both
+take turns, each in a process of its own. *Start* is the time to the first token, with the process. *One core busy*: a loop runs on one of
+the two cores. On the Xeon other programs ran on other cores. Below a table: rates as shares of NumPy's sum (bytes) and of a float32 GEMM.
 
     python -m tools.benchmarks.random_gguf lfm2-1.2b FOLDER --converter LLAMA.CPP --types Q4_K_M    # FILE
     still-export FILE --to onnx --quantize int4 -o PACKAGE
@@ -32,8 +33,8 @@ reads and a float32 GEMM does.
 
 """
 TAIL = """
-Trained models beside llama.cpp and onnxruntime-genai: [the notebook](onnxruntime.md#beside-genai-and-llamacpp). Aims that
-these figures miss: [aims](../reference/aims.md).
+[Trained models beside llama.cpp and onnxruntime-genai](onnxruntime.md#beside-genai-and-llamacpp). Missed aims:
+[aims](../reference/aims.md).
 """
 
 

@@ -63,17 +63,17 @@ TEXT_OF = {
     "gemma3": "gemma3_text",
 }
 """Models of text and images, and the model_type of their language model."""
-_SHARED = "its Mamba layers have a family of their own, which has no mixer here yet"
+_SHARED = "its Mamba layers are of a kind that is not supported yet"
 _SPARSE = "its softmax layers select keys"
-_CONVOLVED = "what its softmax layers attend to goes through convolutions, which no mixer here has"
-_UNBOUNDED = "RWKV-4 weights tokens by exponentials of keys without a bound, which no op here does"
+_CONVOLVED = "its softmax layers attend to convolved inputs, which no mixer here supports"
+_UNBOUNDED = "RWKV-4 weights tokens by unbounded exponentials of keys, which no op here supports"
 _HXA = "its RWKV-7 in a Qwen mixes keys with the first layer's, or channels of the token before, which no family here does yet"
 NOT_COVERED = {
     **dict.fromkeys(("zamba", "samba"), _SHARED),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _CONVOLVED),
     "zaya": _CONVOLVED,
-    "nemotron_h_omni": "of Nemotron-H models that see and hear the language model alone is (nemotron_h)",
+    "nemotron_h_omni": "only the language model of such models (nemotron_h) is",
     "rwkv": _UNBOUNDED,
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",
@@ -83,7 +83,7 @@ NOT_COVERED = {
     **dict.fromkeys(("plamo2", "plamo3"), "PLaMo's layers have no family here yet"),
     "zamba2": "its softmax blocks are shared between layers",
     **dict.fromkeys(
-        ("granite_swa", "granitemoe_swa"), "its softmax has a learned logit of each head beside the keys (a sink)"
+        ("granite_swa", "granitemoe_swa"), "its softmax has one more learned logit for each head (an attention sink)"
     ),
 }
 """Linear families that are refused, and why."""
