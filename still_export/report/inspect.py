@@ -1,4 +1,4 @@
-"""The report of `still-export inspect`: what a package holds, and where it runs."""
+"""The report of `still-export inspect`: content of a package, and where it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def page(
     here: Sequence[Finding],
     machine: Mapping[str, str],
 ) -> Report:
-    """The page of a package."""
     sizes = {"this package": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
     state = Lines(
         "State of one row",
@@ -72,5 +71,4 @@ def page(
 
 
 def _plain(name: str) -> str:
-    """A state's or a layer's name as words."""
     return name.replace("_", " ")

@@ -314,7 +314,7 @@ def test_verbs_write_it(export_tiny: Any, tmp_path: Path) -> None:
         (("inspect", package), "What this machine can run it on"),
         (
             ("verify", package, "--lengths", "1,9", "--decode-steps", "2", "-o", tmp_path / "v"),
-            "Error by layer, in parts of its bound",
+            "Error by layer, as a multiple of its bound",
         ),
         (("bench", package, "--lengths", "16", "--steps", "2", "-o", tmp_path / "b"), "One more token"),
     ):
