@@ -207,9 +207,9 @@ def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, caps
         "two are no plot"
     )
     assert call("evaluate", package, SMALL, *asked) == 2
-    assert "several at once are packages" in capsys.readouterr().err.replace("\n", " ")
+    assert "several at once must be packages" in capsys.readouterr().err.replace("\n", " ")
     assert call("evaluate", package, "--lengths", 1000000) == 2
-    assert "tokens; 1000000 were asked for" in capsys.readouterr().err.replace("\n", " ")
+    assert "tokens; 1000000 are needed" in capsys.readouterr().err.replace("\n", " ")
     assert call("evaluate", package, "--tasks", "") == 2
     assert "nothing to measure" in capsys.readouterr().err
 
