@@ -110,7 +110,7 @@ PAIRS = [
     ("export", "softmax", "still-export linearize {here}/softmax -o"),
     ("export", "softmax", "--attach-untrained"),
     ("export", "model.gguf", "still-export linearize {here}/model.gguf"),
-    ("linearize", "linear", "exported as it is: still-export {here}/linear --to onnx"),
+    ("linearize", "linear", "export it directly: still-export {here}/linear --to onnx"),
     ("linearize", "still", "linearized already. Export it: still-export {here}/still --to onnx"),
 ]  # fmt: skip
 

@@ -149,7 +149,7 @@ def test_what_others_linearized_is_refused(tmp_path: Path) -> None:
     for read in (describe_folder, load.open_source, check_model):
         with pytest.raises(UnsupportedModelError, match=r"hybrid_config\.json, beside a gemma2 model; covered: llama"):
             read(folder)
-    with pytest.raises(UnsupportedModelError, match="is a zebra_llama model, and linearize takes softmax models"):
+    with pytest.raises(UnsupportedModelError, match="is a zebra_llama model, and linearize needs a softmax model"):
         demand_model(str(folder), "linearize")
 
 

@@ -149,7 +149,7 @@ def test_the_verb(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
         ([faulty["type"], "--model", model], 2, "of a type that NumPy has not"),
         ([good, "--model", other], 2, "gives logits of 29 tokens, the model 30"),
         ([good], 2, "name its model with --model"),
-        ([tmp_path / "nowhere", "--model", model], 2, "nowhere does not exist. verify takes a package."),
+        ([tmp_path / "nowhere", "--model", model], 2, "nowhere does not exist. verify needs a package."),
         ([good, "--model", model, "--decode-steps", "3"], 2, "--decode-steps: not with a decoder of another exporter"),
     ):
         with pytest.raises(SystemExit) as left:
