@@ -138,7 +138,9 @@ def test_another_processor_needs_its_compiler(
 ) -> None:
     monkeypatch.setattr(library, "this_cpu", lambda: "x86_64")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PluginBuildError, match=r"aarch64-linux-gnu-g\+\+, which is not installed\. Install g\+\+-aarch64"):
+    with pytest.raises(
+        PluginBuildError, match=r"aarch64-linux-gnu-g\+\+, which is not installed\. Install g\+\+-aarch64"
+    ):
         build_library("aarch64")
     (tmp_path / "aarch64-linux-gnu-g++").touch(0o755)
     build_library("aarch64")
