@@ -281,7 +281,7 @@ class PromptWriter:
                     f"{self.task}: {len(counts)} different words do not fill {room} tokens. Give more --text."
                 )
             if not counts[COMMON]:
-                raise ConfigError(f"{self.task}: its common words take more than {room} tokens. Use greater --lengths.")
+                raise ConfigError(f"{self.task}: its common words need more than {room} tokens. Use greater --lengths.")
         order = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         return np.concatenate([np.asarray(encoded[i], np.int64) for i in order])
 

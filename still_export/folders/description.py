@@ -123,7 +123,7 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
     path = folder / "tokenizer.json"
     if not path.is_file():
         others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
-        return f"{others[0]}, which transformers converts" if others else "none, so that a package takes token ids"
+        return f"{others[0]}, which transformers converts" if others else "none, so a package accepts token ids only"
     try:
         check_tokenizer_files(folder)
         read = Tokenizer.from_file(str(path))

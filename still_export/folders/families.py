@@ -73,7 +73,7 @@ NOT_COVERED = {
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "glm5_next", "glm5_next_text", "deepseek_v32", "nsa"), _SPARSE),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"), _CONVOLVED),
     "zaya": _CONVOLVED,
-    "nemotron_h_omni": "of Nemotron-H models that see and hear the language model alone is (nemotron_h)",
+    "nemotron_h_omni": "only the language model of Nemotron-H with images and audio is (nemotron_h)",
     "rwkv": _UNBOUNDED,
     **dict.fromkeys(("ttt", "titans"), "its memory is trained token by token (TTT), which no rule of the op does"),
     "xlstm": "xLSTM's exponential gate needs a running maximum as a state",

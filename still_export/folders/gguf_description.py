@@ -93,7 +93,7 @@ def _tokenizer(file: Container) -> str:
     try:
         made = make_tokenizer(file)
     except ModelNotFoundError as error:
-        return f"none, so that a package takes token ids: {error}"
+        return f"none, so a package accepts token ids only: {error}"
     except StillExportError as error:
         return f"not read: {error}"
     rule = file.value("tokenizer.ggml.pre", None)

@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
     if files:
         raise CheckpointError(
             f"{folder} has {', '.join(f.name for f in files[:4])}{' and others' * (len(files) > 4)}, but neither model.safetensors nor "
-            "model.safetensors.index.json, which says what belongs to the model. Fetch the index, too."
+            "model.safetensors.index.json, which lists the files of the model. Fetch the index, too."
         )
     pickles = sorted(p for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
     if pickles:

@@ -191,7 +191,7 @@ def _falcon_h1(view: View) -> Config:
     keys = view.keys
     if view.tied:
         raise view.refuse(
-            "no output.weight: embedding and head are tied, each with a factor of its own, of which the file has the embedding's alone"
+            "no output.weight: embedding and head are tied but have different factors, and the file only has the embedding's"
         )
     sizes = heads(view)
     mixer = _mixer2(view)

@@ -45,7 +45,7 @@ SHARED_EXPERT = {
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Tensors by GGUF's name and by transformers', without `.weight`; {} is the number of an expert."""
 MINUS_ONE = Edit(value=lambda norm: norm - 1)
-"""For norms to whose weights transformers adds 1."""
+"""transformers adds 1 to the weights of these norms."""
 LOG = Edit(value=lambda a: (-a).log().flatten())
 """A_log; the file stores -exp(A_log)."""
 FLAT = Edit(value=lambda values: values.flatten())

@@ -197,8 +197,8 @@ class Planner:
             return 0
         self.stick.keep(tokens)
         self.run.log(
-            f"measuring by {whole:,} tokens takes {spoken(MEASUREMENTS * whole / speed)} of the {self.budget.time:g} minutes, so it is by "
-            f"{self.stick.tokens:,}: text to {max(self.stick.contexts):,} tokens, {len(self.stick.prompts)} questions"
+            f"measuring {whole:,} tokens would take {spoken(MEASUREMENTS * whole / speed)} of the {self.budget.time:g} minutes, so "
+            f"{self.stick.tokens:,} are measured: text to {max(self.stick.contexts):,} tokens, {len(self.stick.prompts)} questions"
         )
         return max(1, tokens)
 

@@ -274,7 +274,7 @@ class Recipe:
         if longest > context:
             name = "row_lengths has" if self.row_lengths else "sequence_length is"
             raise ConfigError(
-                f"{name} {longest}, and the model holds {context} tokens. Use shorter rows, or raise --capacity-tokens."
+                f"{name} {longest}, and the model has room for {context} tokens. Use shorter rows, or raise --capacity-tokens."
             )
         return self
 

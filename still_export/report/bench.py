@@ -12,7 +12,7 @@ MEASURES = {
     "decode_ms": ("One more token", "time, ms"),
     "peak_mb": ("Memory", "peak, MB"),
 }
-SIZES = {"the state": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
+SIZES = {"the state": "state_bytes", "full attention's cache": "full_attention_cache_bytes"}
 
 
 def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], command: str) -> Report:

@@ -17,7 +17,7 @@ def page(
     here: Sequence[Finding],
     machine: Mapping[str, str],
 ) -> Report:
-    sizes = {"this package": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
+    sizes = {"this package": "state_bytes", "full attention's cache": "full_attention_cache_bytes"}
     state = Lines(
         "State of one row",
         "context, tokens",
@@ -48,7 +48,7 @@ def page(
         verdict=f"Holds {summary['length']}; {summary['size']}.{trained}",
         findings=[f"Speed: {summary['speed']}."],
         parts=[
-            Table("What this machine can run it on", ["", "where", "with", "what to do"], runs),
+            Table("Runtimes on this machine", ["", "where", "with", "what to do"], runs),
             Plots("State by context length", [state]),
             Table("Layers", ["kind", "layers", "count", "state at capacity, MB", "states", "of them grow"], kinds),
             Table("Precision", ["what", "type"], [[what, _plain(kind)] for what, kind in found["precision"].items()]),

@@ -208,7 +208,7 @@ class _Server:
         """Read a document ahead of the requests that begin with it."""
         scheduler = self.worker.scheduler
         if scheduler.prefixes is None:
-            raise ApiError(400, "this server keeps no prefixes: start it with --prefix-cache 2GiB, or another size.")
+            raise ApiError(400, "this server has no prefix cache: start it with --prefix-cache 2GiB, or another size.")
 
         request = await self._read(http, None)
         job, events = self._submit(request, warm=True)

@@ -49,7 +49,7 @@ def dumper(folder: Path) -> Dump:
 
 
 def _without_weights(model: ir.Model) -> onnx.ModelProto:
-    """The graph with references to a missing file instead of its weights, none of which is read."""
+    """The graph with references to a missing file instead of its weights, which are not read."""
     held = {value: value.const_value for value in model.graph.initializers.values()}
     for value, tensor in held.items():
         if tensor is not None and tensor.nbytes > SMALL_BYTES:

@@ -43,7 +43,7 @@ def linear_state(cache: Any) -> torch.dtype:
     name = next((name for name in names if name != "auto"), "float32")
     if name not in LINEAR_STATES:
         raise ConfigError(
-            f"--mamba-ssm-cache-dtype {name}: the linear state of a STILL model is kept in {' or '.join(LINEAR_STATES)}."
+            f"--mamba-ssm-cache-dtype {name}: the linear state of a STILL model is stored in {' or '.join(LINEAR_STATES)}."
         )
     return LINEAR_STATES[name]
 
@@ -63,7 +63,7 @@ def common_pages(
     layers = [layer for layer in paged_layers(config, ranks) if layer is not None]
     if not all(linear in layer.linear_states for layer in layers):
         raise UnsupportedModelError(
-            "--mamba-ssm-cache-dtype bfloat16 is for layers of STILL's hybrid attention, whose promotions keep what rounding takes; this "
+            "--mamba-ssm-cache-dtype bfloat16 is for layers of STILL's hybrid attention, which store the remainders of rounding; this "
             "model has others. Leave it out."
         )
     found = [layer.pages(tokens, capacity, dtype, linear) for layer in layers]

@@ -91,7 +91,7 @@ STRIP = Pass(
 )
 GUESS = Pass(
     keep_replay,
-    "tokens that hold are folded into the states",
+    "accepted tokens are folded into the states",
     only=(SPECULATION,),
     requires=no_functions,
     ensures=gives_replay,

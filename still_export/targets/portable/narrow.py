@@ -146,8 +146,8 @@ class _Narrowing:
         narrow = any(v in self.narrow or (v.is_graph_input() and v.dtype == ir.DataType.FLOAT) for v in given)
         if narrow and (node.domain != "" or node.op_type not in SAME_IN_ANY_TYPE):
             raise UnsupportedError(
-                f"--dtype {self.dtype}: whether the model computes {node.name or node.op_type} ({node.op_type}) in float32 beside "
-                f"activations in {self.dtype} cannot be told from the package. Export the model with --dtype {self.dtype}."
+                f"--dtype {self.dtype}: the package does not show whether the model computes {node.name or node.op_type} ({node.op_type}) "
+                f"in float32 beside activations in {self.dtype}. Export the model with --dtype {self.dtype}."
             )
         return [narrow] * len(node.inputs)
 
@@ -162,8 +162,8 @@ class _Narrowing:
             return value
         if not wanted:
             raise UnsupportedError(
-                f"--dtype {self.dtype}: {node.op_type} {node.name} reads {value.name} in float32, and how the model would make that "
-                f"cannot be told from the package. Export the model with --dtype {self.dtype}."
+                f"--dtype {self.dtype}: {node.op_type} {node.name} reads {value.name} in float32, and the package does not show how "
+                f"the model would compute it. Export the model with --dtype {self.dtype}."
             )
         if value.is_graph_input() and node.domain == DOMAIN:  # a state
             self.narrow.add(value)

@@ -259,5 +259,5 @@ def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
         found.render([{"role": "user", "content": "Hello."}])
         start = found.start()
     except RunError as error:
-        logging.getLogger(__name__).warning("of a message alone, %s", error)
+        logging.getLogger(__name__).warning("for a single message, %s", error)
     return {"chat": {**found.to_dict(), "start": start}}

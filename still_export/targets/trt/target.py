@@ -37,7 +37,7 @@ lower_opset, lowered = lowering(21)
 OPENING = (
     Pass(
         leave_head,
-        "the runner asks no head that guesses tokens ahead",
+        "the runner uses no head that guesses tokens ahead",
         only=(SPECULATION,),
         requires=known_ops,
         ensures=no_head,
@@ -65,7 +65,7 @@ GREEDY = Pass(add_greedy_token, "greedy decoding stays on the device", ensures=g
 CLOSING = (
     Pass(
         lower_integers,
-        "plugins take counts in int32, and hosts bind int32 alike everywhere",
+        "plugins read counts in int32, and hosts bind int32 alike everywhere",
         requires=gives_next_token,
         ensures=no_int64_io,
     ),

@@ -92,7 +92,7 @@ class _Merger:
     def reshape(
         self, value: ir.Value, dims: list[int | str | None], hint: str, node: ir.Node, behind: bool = False
     ) -> ir.Value:
-        """The result of a new Reshape to `dims`, of which the first two are those of `value`, before or after `node`."""
+        """The result of a new Reshape of `value` to `dims`, before or after `node`; the first two dimensions stay."""
         name = self.fresh(f"{hint}.shape")
         tensor = ir.tensor([0, 0, *(int(size or 0) for size in dims[2:])], dtype=ir.DataType.INT64, name=name)
         shape = ir.node("Constant", [], {"value": tensor}, name=f"{name}/Constant")

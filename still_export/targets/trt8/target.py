@@ -36,7 +36,7 @@ def demand(asked: ExportOptions, options: TrtOptions) -> None:
     if asked.quantize and asked.dtype != "float16":
         raise UnsupportedError(
             f"--quantize {asked.quantize} beside --dtype {asked.dtype}: {LAYOUT.form} multiplies with float16. "
-            "Export with --dtype float16, or name the headers of TensorRT 10 or later alone with --tensorrt-include."
+            "Export with --dtype float16, or name only headers of TensorRT 10 or later with --tensorrt-include."
         )
 
 

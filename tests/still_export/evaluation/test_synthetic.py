@@ -183,7 +183,7 @@ def test_too_little_text_or_length_is_said() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ConfigError, match=r"different words do not fill \d+ tokens\. Give more --text"):
         writer("common_words", DEFAULT_HAYSTACK).prompt(LENGTH, 0.5, 0, rng)
-    with pytest.raises(ConfigError, match=r"its common words take more than \d+ tokens\. Use greater --lengths"):
+    with pytest.raises(ConfigError, match=r"its common words need more than \d+ tokens\. Use greater --lengths"):
         writer("common_words").prompt(1000, 0.5, 0, rng)
     with pytest.raises(ConfigError, match="does not fit"):
         writer("variable_tracking").prompt(100, 0.5, 0, rng)

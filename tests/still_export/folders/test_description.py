@@ -56,7 +56,7 @@ def test_a_model_of_text_and_images(tmp_path: Path) -> None:
     assert describe_folder(folder) == {
         "model": "qwen3_5_text, 2 layers (1 linear, 1 full), 0.0 M parameters",
         "weights": "embedding in float16; layers in float16",
-        "tokenizer": "none, so that a package takes token ids",
+        "tokenizer": "none, so a package accepts token ids only",
         "template": f"{len(template)} characters, with tools, enable_thinking, <think>",
         "adapter": "none",
         "ignored": "1 tensors of images (--vision exports them), 1 tensors of layers that guess tokens ahead (--speculate exports them), "

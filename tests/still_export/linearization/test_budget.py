@@ -265,8 +265,8 @@ def test_a_slow_machine_measures_by_less(
 
     with pytest.raises(Stop):
         linearize(recipe, tmp_path / "model", progress=stop, log=said.append)
-    (line,) = [line for line in said if line.startswith("measuring by ")]
-    assert line.endswith("so it is by 256: text to 256 tokens, 0 questions")
+    (line,) = [line for line in said if "are measured: text" in line]
+    assert line.endswith("so 256 are measured: text to 256 tokens, 0 questions")
     monkeypatch.setattr(module, "MEASURING", 1.0)
     result = linearize(recipe, tmp_path / "model", resume=True)
     assert result.plan is not None and result.plan["base"]["asked"] == result.plan["reached"]["asked"] == 0

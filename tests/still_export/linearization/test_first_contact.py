@@ -48,7 +48,7 @@ def test_rows_fit_the_model() -> None:
     assert Recipe().fitted(512).row_tokens == 512
     assert Recipe(sequence_length=512).fitted(512).row_tokens == 512
     for rows in ({"sequence_length": 1024}, {"row_lengths": (1024, 512)}):
-        with pytest.raises(ConfigError, match="1024, and the model holds 512 tokens"):
+        with pytest.raises(ConfigError, match="1024, and the model has room for 512 tokens"):
             Recipe(**rows).fitted(512)
     with pytest.raises(ConfigError, match="two chunks"):
         Recipe().fitted(128)
