@@ -103,7 +103,7 @@ def test_bits_are_chosen_at_export() -> None:
     quantization = {"scheme": "int4", "nodes": "com.microsoft"}
     manifest = {"model": {"dtype": "float16"}, "ops": {}, "quantization": quantization}
     target_of("genai").check_model({**manifest, "still": {}}, OrtOptions())
-    with pytest.raises(ConfigError, match=r"int4 weights as com\.microsoft, trt-rtx as dequantized"):
+    with pytest.raises(ConfigError, match=r"int4 weights as com\.microsoft, trt-rtx needs dequantized"):
         target_of("trt-rtx").check_model(manifest, RtxOptions())
     for kernels, to in (("plugin", "genai"), ("plugin", "web")):
         manifest = {"model": {"dtype": "float32"}, "ops": {}, "quantization": {**quantization, "nodes": kernels}}
