@@ -84,7 +84,7 @@ def test_without_documentation_a_text_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_left_of_a_run_that_did_not_begin(base: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
-    with pytest.raises(ConfigError, match="holds 192 tokens"):
+    with pytest.raises(ConfigError, match="has room for 192 tokens"):
         linearize(small_recipe(base, text, sequence_length=256), output)
     assert not output.exists()
     short = make_text(tmp_path / "short.txt", words=60)
