@@ -1,5 +1,5 @@
-"""What a path is that a user gives: a package, a model, an adapter. Told by its small files alone, in milliseconds: torch and transformers,
-which read the rest, take seconds to import."""
+"""Kind of a path that a user gives: package, model or adapter. Only small files are read, which takes milliseconds; importing torch and
+transformers takes seconds."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from still_export.errors import (
 from still_export.package.files import MANIFEST
 
 SOFTMAX = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "gemma3_text")
-"""Families with softmax layers, by model_type; linearize takes them."""
+"""Families with softmax layers, by model_type; linearize accepts them."""
 
 BESIDE = {
     "mamba_config.json": ("mambainllama", ("llama", "mistral")),
     "hybrid_config.json": ("zebra_llama", ("llama",)),
 }
-"""Files beside the config.json of a softmax model that others linearized: what the model_type of what it became begins with, and those of
-the models that it was."""
+"""Files next to config.json that mark a softmax model linearized by others: prefix of the new model_type, and the model_types of the
+original."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MOST_HEADER = 100 << 20
 _MAPS = ("feature_map_", "window_factors")
-"""Parts of the names of a linearized model's tensors."""
+"""Parts of tensor names that only linearized models have."""
 _SPECIAL = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -48,12 +48,12 @@ _SPECIAL = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a path is.
+    """Kind of a path.
 
     Attributes:
         kind: "none" is anything else, such as an empty folder.
-        model_type: Of a model. dtype: Of its weights, as config.json says; "" = it does not.
-        base: Of an adapter: the model that it changes, as its maker named it.
+        model_type: For models. dtype: Type of the weights in config.json; "": not stated.
+        base: For adapters: the base model, as named in the adapter.
     """
 
     path: Path
@@ -64,17 +64,17 @@ class Found:
 
 
 def local(source: str | Path) -> Path | None:
-    """The file or folder that `source` names; None: it is a hub id.
+    """The file or folder named `source`; None: it is a hub id.
 
     Raises:
-        ModelNotFoundError: It is empty, or names nothing.
-        CheckpointError: It is, or its folder has, a named pipe, a device or a socket: reading one may never end.
+        ModelNotFoundError: The name is empty, or nothing has it.
+        CheckpointError: It is or contains a named pipe, a device or a socket; reading one may never end.
     """
     if not str(source) or not str(source).strip():
         raise ModelNotFoundError(
             "the model is an empty text. Give a Hugging Face model folder, a hub id or a .gguf file."
         )
-    path = Path(os.path.expanduser(source))  # as it is where there is no home
+    path = Path(os.path.expanduser(source))  # unchanged without a home folder
     try:
         exists = path.exists()
     except (OSError, ValueError) as error:  # such as a name that is too long
@@ -90,7 +90,7 @@ def local(source: str | Path) -> Path | None:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise CheckpointError where `path`, or an entry of it or of a folder in it, is no file and no folder."""
+    """Raise CheckpointError if `path`, or an entry up to two levels below it, is neither file nor folder."""
     entries = [path]
     for folder in (path, *(sorted(path.iterdir()) if path.is_dir() else ())):
         if folder.is_dir() and not (folder is not path and folder.is_symlink()):
@@ -98,14 +98,14 @@ def refuse_special(path: Path) -> None:
     for entry in entries:
         try:
             kind = stat.S_IFMT(entry.stat().st_mode)
-        except OSError:  # a link to nothing, which whoever needs the file reports
+        except OSError:  # a broken link; the reader of the file reports it
             continue
         if kind in _SPECIAL:
             raise CheckpointError(f"{entry} is {_SPECIAL[kind]}, not a file, so nothing is read here. Remove it.")
 
 
 def look(source: str | Path) -> Found:
-    """What `source` is.
+    """Determine the kind of `source`.
 
     Raises:
         ModelNotFoundError, CheckpointError: See `local`.
@@ -133,14 +133,14 @@ def look(source: str | Path) -> Found:
 
 
 GGUF_VERBS = ("run", "serve", "bench", "verify")
-"""Verbs that take a GGUF file in the place of a package."""
+"""Verbs that accept a GGUF file instead of a package."""
 
 
 def demand_package(path: Path, verb: str) -> None:
-    """Raise PackageError unless `path` is a package, with the command that makes one of what it is."""
+    """Raise PackageError unless `path` is a package; the message has the command that makes one."""
     if not path.exists():
         raise PackageError(
-            f"{path} does not exist. {verb} takes a package. Make one: still-export MODEL --to onnx -o {shlex.quote(str(path))}"
+            f"{path} does not exist. {verb} needs a package. Make one: still-export MODEL --to onnx -o {shlex.quote(str(path))}"
         )
     if verb in GGUF_VERBS and path.suffix == ".gguf" and path.is_file():
         return
@@ -148,35 +148,35 @@ def demand_package(path: Path, verb: str) -> None:
     to = {"lower": "", "build": " --to trt"}.get(verb, " --to onnx")
     if found.kind == "none" and not (path / MANIFEST).exists():
         what = (
-            f"has no {MANIFEST}: it is no exported package" if path.is_dir() else "is a file, and no exported package"
+            f"has no {MANIFEST}: it is no exported package" if path.is_dir() else "is a file, not an exported package"
         )
         raise PackageError(
-            f"{path} {what}. {verb} takes the folder that an export wrote. Make one: still-export MODEL{to} -o PACKAGE"
+            f"{path} {what}. {verb} needs the folder that an export wrote. Make one: still-export MODEL{to} -o PACKAGE"
         )
     if found.kind in ("package", "none") or verb == "inspect":
-        return  # what is damaged is the reader's to refuse
+        return  # readers refuse damaged packages
     name, quoted = os.path.basename(os.path.abspath(path)).removesuffix(".gguf"), shlex.quote(str(path))
     made = shlex.quote(f"{name}-package")
     model = quoted
     if found.kind == "adapter":
         model = f"{shlex.quote(found.base) if found.base else 'BASE'} --overlay {quoted}"
     raise PackageError(
-        f"{path} is {'an adapter' if found.kind == 'adapter' else 'a model'}, and {verb} takes a package. Export it first: "
+        f"{path} is {'an adapter' if found.kind == 'adapter' else 'a model'}, and {verb} needs a package. Export it first: "
         f"still-export {model}{to} -o {made}, then: still-export {verb} {made}"
     )
 
 
 def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained: bool = False) -> Found:
-    """What `source` is; raise where `source` is no model that `verb` takes, with the command that goes on.
+    """Check that `source` is a model for `verb`; errors have the command to use instead.
 
     Args:
-        overlays: Adapters or feature maps that are added to it.
-        untrained: A softmax model is taken as it is.
+        overlays: Adapters or feature maps to add to it.
+        untrained: Accept a softmax model.
 
     Raises:
-        ConfigError: It is a package or an adapter; or linearize is given a model that is linearized.
-        NotLinearizedError: It is a softmax model, where a linearized one is needed.
-        UnsupportedModelError: linearize is given a model without softmax layers.
+        ConfigError: It is a package or an adapter, or already linearized (for linearize).
+        NotLinearizedError: It is a softmax model, but a linearized one is needed.
+        UnsupportedModelError: It has no softmax layers (for linearize).
         ModelNotFoundError, CheckpointError: See `local`.
     """
     found = look(source)
@@ -186,7 +186,7 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
         to = f"still-export lower {quoted} --to TARGET -o OTHER" if verb == "export" else ""
         if not to:
             to = f"still-export {verb} {shlex.quote(str(made_of or 'MODEL'))}"
-        raise ConfigError(f"{source} is an exported package, and {verb} takes a model. Type: {to}")
+        raise ConfigError(f"{source} is an exported package, and {verb} needs a model. Type: {to}")
     if found.kind == "adapter":
         base = shlex.quote(found.base) if found.base else "BASE"
         flag = "--adapter" if verb == "linearize" else "--overlay"
@@ -206,8 +206,8 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
             raise ConfigError(f"{source} is linearized already. Export it: still-export {quoted} --to onnx -o PACKAGE")
         if found.model_type and found.model_type not in SOFTMAX and found.path.is_dir():
             raise UnsupportedModelError(
-                f"{source} is a {found.model_type} model, and {verb} takes softmax models: {', '.join(SOFTMAX)}. If its layers are linear "
-                f"already, it is exported as it is: still-export {quoted} --to onnx -o PACKAGE"
+                f"{source} is a {found.model_type} model, and {verb} needs a softmax model: {', '.join(SOFTMAX)}. If its layers are linear "
+                f"already, export it directly: still-export {quoted} --to onnx -o PACKAGE"
             )
     elif verb == "export" and not (overlays or untrained) and found.model_type in SOFTMAX and _has_no_maps(found.path):
         raise NotLinearizedError(
@@ -219,7 +219,7 @@ def demand_model(source: str, verb: str, overlays: Sequence[str] = (), untrained
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where it is damaged, which its reader reports."""
+    """The JSON object in a file; {} if it is damaged, which its reader reports."""
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
@@ -228,7 +228,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _gguf_family(path: Path) -> str:
-    """general.architecture of a GGUF file whose first entry says it, as llama.cpp's converter writes them; else ""."""
+    """general.architecture of a GGUF file if it is the first entry, as in files of llama.cpp's converter; else ""."""
     with path.open("rb") as file:
         head = file.read(256)
     key = b"general.architecture"
@@ -243,7 +243,7 @@ def _gguf_family(path: Path) -> str:
 
 
 def _has_no_maps(path: Path) -> bool:
-    """Whether the weights, by the headers of their files, are read and have no linearized model's tensors."""
+    """Whether the file headers can be read and have no tensors of a linearized model."""
     if path.is_file():
         return True
     files = sorted(path.glob("*.safetensors"))

@@ -31,7 +31,7 @@ def bench(
     ] = None,
     beside: Annotated[
         Path | None,
-        typer.Option(help="JSON rows of another runtime, as bench.json has them, to compare and plot with."),
+        typer.Option(help="JSON rows of another runtime, in bench.json's format, to compare and plot."),
     ] = None,
     report: ReportFile = None,
     trust_native: TrustNative = False,

@@ -27,7 +27,7 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Build the engines of a package with the TensorRT and the GPU of this machine; build.log keeps TensorRT's words."""
+    """Build the engines of a package for this machine's TensorRT and GPU; TensorRT's messages go to build.log."""
     demand_package(package, "build")
     from still_export.engines.build import BuildOptions, build_engines, discard_staged, reopen
     from still_export.package.trust import trust_package

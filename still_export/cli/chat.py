@@ -1,4 +1,4 @@
-"""The terminal of `still-export run --chat`: a line editor with history, commands, answers that Ctrl-C stops."""
+"""The terminal of `still-export run --chat`: a line editor with history, commands, and answers that Ctrl-C stops."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
     """Talk until /exit or the input ends.
 
     Args:
-        when_full: At the end of the capacity: "ask" whether the oldest turns may go, "drop" them, or "stop".
+        when_full: What happens at the end of the capacity: "ask" to drop the oldest turns, "drop" them, or "stop".
 
     Raises:
-        RunError: A message does not fit; with "stop", the conversation does not.
+        RunError: A message does not fit, or with "stop" the conversation does not.
     """
     read = line_reader()
     last: Answer | None = None
@@ -65,7 +65,7 @@ def talk(conversation: Conversation, output: Output, when_full: str) -> None:
 def _ask(
     conversation: Conversation, message: str, output: Output, when_full: str, read: Callable[[str], str | None]
 ) -> Answer | None:
-    """The answer, after room was made where there was none; None where the user keeps the oldest turns."""
+    """Returns None if the user keeps the oldest turns and so the message does not fit."""
     with interruptible() as stopped, typing_kept(), output.reading(len(message) // 4) as progress:
         try:
             answer = conversation.ask(message, sys.stdout, progress, stopped)
@@ -115,7 +115,7 @@ ENDS = {"end": "the model", "length": "--tokens", "stop": "a stop text", "interr
 
 
 def line_reader() -> Callable[[str], str | None]:
-    """A function that reads a message behind a prompt, None at the input's end: an editor in a terminal, plain lines elsewhere."""
+    """Returns a function that reads one message, or None at the end of input: a line editor in a terminal, plain lines elsewhere."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
 
         def plain(prompt: str) -> str | None:
@@ -131,7 +131,7 @@ def line_reader() -> Callable[[str], str | None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         history: Any = FileHistory(str(path))
-    except OSError:  # no home that can be written
+    except OSError:  # the home folder is not writable
         history = InMemoryHistory()
     session: PromptSession[str] = PromptSession(history=history, enable_history_search=True)
 
@@ -149,7 +149,7 @@ def line_reader() -> Callable[[str], str | None]:
 
 @contextlib.contextmanager
 def typing_kept() -> Iterator[None]:
-    """Inside the block a terminal shows nothing of what is typed, and keeps all of it for the next `read`, also at Ctrl-C."""
+    """Hide what is typed in a terminal inside the block, and keep it for the next `read`, also after Ctrl-C."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return
@@ -168,9 +168,9 @@ def typing_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside the block Ctrl-C sets what the yielded function says instead of raising; a second one raises.
+    """Inside the block the yielded function reports whether Ctrl-C was pressed; a second Ctrl-C raises.
 
-    An exception in the middle of a call would leave a state that is updated in place half old and half new.
+    An exception during a call would leave a state that is updated in place half written.
     """
     asked = False
 

@@ -11,7 +11,7 @@ from still_export.cli.output import Output
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
-    """Say what this machine can export, build, run and train, and what to install for the rest."""
+    """Show what this machine can export, build, run and train, and what to install for the rest."""
     from still_export.doctor import examine, machine
 
     here, findings = machine(), examine()

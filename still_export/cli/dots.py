@@ -1,4 +1,4 @@
-"""Progress in a log file, where a bar would show nothing until its end."""
+"""Progress in a log file, where a bar appears only at its end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ TICK_S = 2.0
 
 
 class Dots:
-    """Names on stderr a step that is longer than two seconds, with a dot for every two seconds and the time at its end."""
+    """Prints on stderr the name of a step that takes over two seconds, a dot every two seconds, and its time at the end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="still-export progress", daemon=True)
         self._step, self._begin = "", 0.0
-        self._open = self._dotted = False  # a line of the step, and dots on it
+        self._open = self._dotted = False  # whether the step has a line, and dots on it
 
     def __enter__(self) -> Dots:
         self._thread.start()
@@ -32,7 +32,7 @@ class Dots:
         self.end_line()
 
     def step(self, name: str, at_once: bool = False) -> None:
-        """The step that begins; `at_once`: name it at once, however short it is."""
+        """Begin a step; `at_once`: print its name immediately, even if the step is short."""
         with self._lock:
             if name != self._step:
                 self._end_line()
@@ -41,7 +41,7 @@ class Dots:
                 self._name()
 
     def end_line(self) -> None:
-        """End the line of dots, if one is open: others print."""
+        """End the line of dots before other output is printed."""
         with self._lock:
             self._end_line()
 

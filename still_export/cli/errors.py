@@ -1,4 +1,4 @@
-"""How a command ends early: one line on stderr that begins with what was typed; Ctrl-C and SIGTERM."""
+"""Early ends of a command: errors as one line on stderr that begins with the typed words; Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ LOST_PAGES = (
     b"LostPages: a file was cut while it was read, such as a model's or package's weights, or its disk failed. Copy or export it again, "
     b"and start again.\n"
 )
-_on_lost_pages: object = None  # which the system calls: kept from being freed
+_on_lost_pages: object = None  # the system calls it, so it must not be freed
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 USAGE: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises where flags or arguments are not those of the verb."""
+"""Raised by typer for wrong flags or arguments."""
 _COMMAND = re.compile(r"still-export |pip install |Run: |Type: |--force")
-"""What a message has that ends with something to type."""
+"""Matches messages that already end with a command to type."""
 _AGAIN = re.compile(r"[Ee]xport (?:it |the model )?(?:again )?with (?:a larger )?(--[a-z-]+)\b(?! a model)")
 
 
 @contextlib.contextmanager
 def ended_at_once(undo: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the process where it is, after `undo`.
+    """Let Ctrl-C and SIGTERM end the process immediately, after `undo`.
 
-    For TensorRT: what signal handlers raise in its callbacks is lost, and it works on for minutes.
+    For TensorRT: exceptions of signal handlers are lost in its callbacks, and it would go on for minutes.
     """
 
     def end(*_: object) -> None:
@@ -53,8 +53,7 @@ def ended_at_once(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_lost_pages() -> None:
-    """End with a sentence where a file is cut that is mapped: reading the lost pages raises SIGBUS, for which Python's own handlers would
-    never run."""
+    """End with one line if a mapped file is truncated. Reading a lost page raises SIGBUS, for which Python's own handlers never run."""
 
     def end(number: int) -> None:
         os.write(2, LOST_PAGES)
@@ -66,8 +65,8 @@ def end_at_lost_pages() -> None:
 
 
 def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseException]) -> Callable[..., None]:
-    """`progress` of a training (stage, steps done, steps in all, measurements) that raises `stop` behind the step in which Ctrl-C or
-    SIGTERM came. A second one ends the process at once, as both do before the first step and behind the last."""
+    """Wrap the `progress` of a training (stage, steps done, steps in all, measurements): after Ctrl-C or SIGTERM it raises `stop` at the
+    end of the step. A second signal, and any before the first step or after the last, ends the process at once."""
     before: dict[signal.Signals, object] = {}
     asked = False
 
@@ -80,7 +79,7 @@ def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseExceptio
         nonlocal asked
         asked = True
         restore()
-        print("stopping behind this step, with a checkpoint; once more: at once", file=sys.stderr)
+        print("stopping after this step, with a checkpoint; once more: at once", file=sys.stderr)
 
     def reported(stage: str, done: int, total: int, measured: dict[str, float]) -> None:
         if done == total:
@@ -95,7 +94,6 @@ def stopping_behind_steps(progress: Callable[..., None], stop: type[BaseExceptio
 
 
 def complain_interrupted() -> None:
-    """What is said when Ctrl-C or SIGTERM ended the command."""
     complain("Interrupted", "nothing half-written was left behind.")
 
 
@@ -105,8 +103,7 @@ def complain(name: str, message: str) -> None:
 
 
 def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
-    """`message` behind the verb and the folder that were typed, if it does not name the folder itself, and before a command to type, if
-    it has none."""
+    """Add the typed verb and folder before `message`, unless it names the folder, and a command to type after it, unless it has one."""
     verb, subject = given[0], next((word for word in given[1:2] if not word.startswith("-")), "")
     begin = "" if subject and subject in message else f"{verb} {subject}".rstrip() + ": "
     end = ""
@@ -120,7 +117,7 @@ def as_typed(message: str, kind: str, given: Sequence[str]) -> str:
 
 
 def usage(error: Exception, given: Sequence[str]) -> str:
-    """What typer says of wrong flags, in one sentence that begins with the flag and its value as they were typed."""
+    """A typer error as one sentence that begins with the typed flag and value."""
     parameter = getattr(error, "param", None)
     names = tuple(getattr(parameter, "opts", ())) or (getattr(error, "option_name", ""),)
     typed = ""
@@ -148,4 +145,4 @@ _PLAIN = (
     (r"^Option '(\S+)' requires an argument", r"\1 needs a value"),
     (r"^Got unexpected extra arguments?(?:\(s\))? \((.+)\)", r"\1: one word too many, or a flag is missing before it"),
 )
-"""Words of typer and pydantic, and ours."""
+"""Messages of typer and pydantic, and their replacements."""

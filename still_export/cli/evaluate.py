@@ -1,4 +1,4 @@
-"""still-export evaluate: what a model knows, and what each part of STILL attention gives it."""
+"""still-export evaluate: what a model knows, and how much each part of STILL attention contributes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL",
-            help="STILL model folder, a softmax model, or packages and addresses of servers (http://HOST/v1), one or more.",
+            help="STILL model folder, softmax model, packages, or addresses of servers (http://HOST/v1); one or more.",
             show_default=False,
         ),
     ],
@@ -45,9 +45,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part, norm-preserving map.
+    """Measure bits per byte and retrieval: teacher, STILL, and STILL without salient tokens, linear part or norm-preserving map.
 
-    Of packages also size, memory and speed, so that one can be chosen.
+    Packages are also compared by size, memory and speed.
     """
     from dataclasses import asdict
 

@@ -39,7 +39,7 @@ NO_KERNELS = (
     "still-export kernels build)"
 )
 NO_PLUGIN = (
-    "no plugin library: there is no NvInfer.h in the usual places. Name its folder with --tensorrt-include, or the engine's "
+    "no plugin library: NvInfer.h is not in the usual places. Name its folder with --tensorrt-include, or the engine's "
     "machine will need --plugin."
 )
 
@@ -70,7 +70,7 @@ def export(
             "no model. Type: still-export MODEL --to onnx -o DIR, or still-export export --config manifest.json -o DIR"
         )
     if ("dtype" in asked) + fp16 + bf16 > 1:
-        raise ConfigError("--dtype, --fp16 and --bf16 name types: give one of them.")
+        raise ConfigError("--dtype, --fp16 and --bf16 all choose the type: give one of them.")
     asked |= {"dtype": "float16" if fp16 else "bfloat16"} if fp16 or bf16 else {}
     if model is not None:
         overlays, untrained = asked.get("overlays") or (), config is not None or bool(asked.get("attach_untrained"))
@@ -123,7 +123,7 @@ def export(
 
 
 def _build_kernels(out: Output) -> None:
-    """Build the kernels for this machine's processor where they are not there and can be built; without them the export goes on."""
+    """Build the kernels for this processor if they are missing and can be built. The export does not depend on them."""
     from still_export.targets.ort.library import build_library, can_build, find_library
     from still_export.targets.trt.plugins import PluginBuildError
 
@@ -142,7 +142,7 @@ def _build_kernels(out: Output) -> None:
 
 
 def _check_dtype(to: str | None, asked: str | None, stored: str) -> None:
-    """Refuse at once a type that no target by the name `to` computes in."""
+    """Refuse a type at once if no target named `to` computes in it."""
     from still_export.targets.registry import names, targets_of
 
     if to not in names():
@@ -156,7 +156,7 @@ def _check_dtype(to: str | None, asked: str | None, stored: str) -> None:
 
 
 def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path], str]:
-    """The engines of a package, where its target has some; or none, and why."""
+    """Returns (engines, reason there are none)."""
     from still_export.targets.target import NoBuilderError
 
     if not target.built:
@@ -170,7 +170,7 @@ def _engines(package: Package, target: Target, progress: Any) -> tuple[list[Path
 
 
 def _overflow(asked: ExportOptions, package: Package) -> str:
-    """The warning of a model that overflows in the package's type; empty where it does not, or has bfloat16's range."""
+    """The warning for a model that overflows in the package's type, or ""."""
     from still_export.proof.overflow import overflow_of
 
     dtype = package.manifest["model"]["dtype"]
@@ -184,7 +184,7 @@ def _overflow(asked: ExportOptions, package: Package) -> str:
 
 
 def _say_what_was_rounded(package: Package, out: Output) -> None:
-    """Say what became of a source's codes, where they are not in the package as they are."""
+    """Report source codes that the package does not store unchanged."""
     codes = package.manifest.get("source_codes") or {"floats": 0, "rounded": {}}
     if codes["floats"]:
         dtype = package.manifest["model"]["dtype"]
@@ -194,17 +194,17 @@ def _say_what_was_rounded(package: Package, out: Output) -> None:
         named = ", ".join(f"{name} ({count})" for name, count in sorted(layers.items()))
         worst = max(rounded, key=rounded.__getitem__)
         out.log(
-            f"codes of the source that --quantize {package.manifest['config']['quantize']} has no place for were rounded again: {named}; "
+            f"codes of the source that --quantize {package.manifest['config']['quantize']} cannot store were rounded again: {named}; "
             f"relative errors are up to {rounded[worst]:.2%} ({worst}), and in manifest.json"
         )
 
 
 def _say_what_lacks(package: Package, target: Target, out: Output) -> None:
-    """Say which native code the package could have and has not."""
+    """Report native code that is missing in the package."""
     from still_export.targets.ort.library import find_library
 
     manifest = package.manifest
-    if not manifest.get("plugins", True):  # where a target has plugins
+    if not manifest.get("plugins", True):  # only targets with plugins have this entry
         out.log(NO_PLUGIN)
     taken = manifest["config"].get("native") is not None or "native" in manifest
     if "native" in target.flags and not taken and find_library() is None:

@@ -1,4 +1,4 @@
-"""Flags made from the fields of options records: an option's name, help and default stand in one place, where the option is."""
+"""Command line flags made from the fields of options records, which define name, help and default once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def add_verb(
     targets: bool = False,
     finders: bool = False,
 ) -> None:
-    """Add `verb` to `app`; `whole` with the flags of `records` (module.Name), `without` some, and with those of all `targets` and
-    `finders`; the help has it in `panel`."""
+    """Add `verb` to `app`, in `panel` of the help. If `whole`, it gets the flags of `records` (module.Name) except `without`, and of all
+    `targets` and `finders`."""
     kinds = [getattr(import_module(r.rpartition(".")[0]), r.rpartition(".")[2]) for r in records if whole]
     flags = [flag for kind in kinds for flag in flags_of(kind, without)] + (target_flags() if whole and targets else [])
     flags += finder_flags() if whole and finders else []
@@ -34,7 +34,7 @@ def add_verb(
 
 
 def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Callable[..., None]:
-    """The verb `function` with `flags`; those that the user gave are its argument `asked`, values by field."""
+    """The verb `function` with `flags`. Flags that the user gave become its argument `asked`, values by field name."""
 
     def verb(**given: Any) -> None:
         asked = {flag.name: given.pop(flag.name) for flag in flags}
@@ -50,12 +50,12 @@ def with_flags(function: Callable[..., None], *flags: inspect.Parameter) -> Call
 
 
 def flags_of(record: type, without: Collection[str] = ()) -> list[inspect.Parameter]:
-    """A flag for each option of a record, but `without` some."""
+    """Flags for all options of a record except those named in `without`."""
     return [_flag(record, entry) for entry in _options(record) if entry.name not in without]
 
 
 def target_flags() -> list[inspect.Parameter]:
-    """`--to`, and the flags of every target's own options record in groups by the targets that have them."""
+    """`--to`, and the flags of all targets' options records, grouped by the targets that accept them."""
     from still_export.targets.registry import TARGETS, names
 
     places: dict[str, list[tuple[str, type]]] = {}
@@ -76,7 +76,7 @@ def target_flags() -> list[inspect.Parameter]:
 
 
 def finder_flags() -> list[inspect.Parameter]:
-    """`--find-NAME` of everything that measures layers."""
+    """`--find-NAME` of every layer finder."""
     from still_export.linearization.recipe import FINDERS
 
     named = ((name, typer.Option(f"--find-{name}", help=found.text)) for name, found in FINDERS.items())
@@ -84,7 +84,7 @@ def finder_flags() -> list[inspect.Parameter]:
 
 
 def _together(said: list[tuple[str, str]]) -> str:
-    """What targets say, once where they say the same."""
+    """Texts of several targets; equal texts appear once."""
     by_text: dict[str, list[str]] = {}
     for to, text in said:
         by_text.setdefault(text, []).append(to)
@@ -96,7 +96,7 @@ def _options(record: type) -> Iterator[Field[Any]]:
 
 
 def _shown(entry: Field[Any]) -> str:
-    """The default in words, empty where it needs none."""
+    """The default as shown in the help; "" if none is shown."""
     default = entry.default
     if "shown" in entry.metadata:
         return str(entry.metadata["shown"])

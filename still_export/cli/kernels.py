@@ -22,7 +22,7 @@ def register(app: typer.Typer, panel: str) -> None:
 def build(
     cpu: Annotated[
         str | None,
-        typer.Option(help="CPUs they are for: x86_64 or aarch64, by a cross compiler.", show_default="this machine's"),
+        typer.Option(help="Target CPU: x86_64 or aarch64, by a cross compiler.", show_default="this machine's"),
     ] = None,
     onnxruntime_include: Annotated[
         Path | None,
@@ -30,7 +30,7 @@ def build(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Build the kernels (cmake, g++, half a minute) where neither the wheel nor the cache has them; print the library's path."""
+    """Build the kernels (cmake, g++, half a minute) unless the wheel or the cache has them; print the library's path."""
     from still_export.errors import unknown
     from still_export.targets.ort.library import CPUS, build_library
 
@@ -43,7 +43,7 @@ def build(
 
 
 def headers() -> None:
-    """Fetch ONNX Runtime's C headers, which no wheel has, from Debian's libonnxruntime-dev into the cache; print their folder."""
+    """Fetch ONNX Runtime's C headers from Debian's libonnxruntime-dev into the cache (no wheel has them); print their folder."""
     from still_export.targets.ort.headers import fetch_headers
 
     print(fetch_headers())
@@ -52,7 +52,7 @@ def headers() -> None:
 def flags(
     genai: Annotated[bool, typer.Option("--genai", help="For a program over onnxruntime-genai.")] = False,
 ) -> None:
-    """Print what a C++ compiler needs for a program over ONNX Runtime: g++ program.cpp $(still-export kernels flags)."""
+    """Print the flags that a C++ program over ONNX Runtime is compiled with: g++ program.cpp $(still-export kernels flags)."""
     from still_export.targets.ort.headers import compiler_flags
 
     print(shlex.join(compiler_flags(genai)))

@@ -1,4 +1,4 @@
-"""still-export linearize: from a softmax model to a STILL model, or one of linear attention."""
+"""still-export linearize: from a softmax model to a STILL model, or to one with linear attention."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def linearize(
     text: Annotated[
         list[str] | None, typer.Option("--text", help="Text file; repeatable. The end of each is held out.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML recipe; flags win over it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML recipe; flags override it.")] = None,
     named: Annotated[
         str | None,
         typer.Option(
             "--recipe",
-            help="quick, paper, retrieval, or the mixer's own; flags win over it.",
+            help="quick, paper, retrieval, or the mixer's own; flags override it.",
             show_default="quick, or the mixer's own",
         ),
     ] = None,
@@ -65,7 +65,9 @@ def linearize(
     ] = 0,
     rank_layers: Annotated[
         bool,
-        typer.Option("--rank-layers", help="Train nothing: write which layers should stay softmax into the folder."),
+        typer.Option(
+            "--rank-layers", help="Only rank layers: write which should stay softmax into the folder, without training."
+        ),
     ] = False,
     adapter: Annotated[
         Path | None, typer.Option(help="Apply this adapter to BASE instead of training.", show_default=False)
@@ -76,7 +78,7 @@ def linearize(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Turn a softmax model into a STILL model, or one of linear attention: attention transfer, then LoRA; say what each costs."""
+    """Turn a softmax model into a STILL model, or one with linear attention: attention transfer, then LoRA; report what each costs."""
     if base is not None:
         demand_model(base, "linearize")
     demand(*EXTRAS["train"])
@@ -155,7 +157,7 @@ def linearize(
             result = run(
                 recipe, output, resume=resume, force=force, command=command_line(), progress=progress, log=out.log
             )
-        except BaseException as end:  # Ctrl-C, while it trains or measures, keeps what a run can go on from
+        except BaseException as end:  # after Ctrl-C during training or measuring, the run can be resumed
             if isinstance(end, Exception) or not RunFolder(output).holds_a_run():
                 raise
             words = [word for word in sys.argv[1:] if word not in ("--resume", "--force")]

@@ -37,7 +37,7 @@ def lower(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Lower a portable package to a target, without the model: bits and capacity stay as they were exported."""
+    """Lower a portable package to a target without the model. Bits and capacity stay as exported."""
     demand_package(package, "lower")
     demand_free(output, force)
     from still_export.targets import lower as lowering

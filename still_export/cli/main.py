@@ -68,7 +68,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "linearize": RECIPE,
     "doctor": PLAIN,
 }
-"""Verbs, a file each with a function of its name, and what flags are made from beside those of the function."""
+"""Verbs, each a file with a function of the same name, and the records that their flags are made from."""
 
 PANELS = {
     "Use": ("run", "serve", "inspect", "doctor"),
@@ -76,14 +76,14 @@ PANELS = {
     "Prove and measure": ("verify", "prove", "bench", "evaluate"),
     "Train": ("linearize",),
 }
-"""Verbs by what they are for, in the order of the help."""
+"""Verbs by purpose, in the order of the help."""
 
 
-@functools.cache  # every call of `main` in a process would have all verbs more to build
+@functools.cache  # otherwise each call of `main` in a process builds all verbs again
 def app(verb: str = "", alone: bool = False) -> typer.Typer:
-    """The command line. Flags made from records cost seconds of imports, so only `verb` gets them.
+    """The command line. Only `verb` gets the flags made from records, because they cost seconds of imports.
 
-    `alone`: it is the only verb, as the others' files and flags take a tenth of the time to a first token.
+    `alone`: build no other verb; the others' files and flags take a tenth of the time to a first token.
     """
     from still_export.cli import kernels
     from still_export.cli.flags import add_verb
@@ -94,7 +94,7 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
         "still-export MODEL --to onnx -o DIR is short for still-export export MODEL --to onnx -o DIR. "
         "--debug, with any verb, shows the traceback of an error.",
         no_args_is_help=True,
-        add_completion=False,  # its options ask which shell called, and fail where none did
+        add_completion=False,  # its options need to know the calling shell and fail without one
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode="markdown",
@@ -110,7 +110,7 @@ def app(verb: str = "", alone: bool = False) -> typer.Typer:
         function, examples = getattr(module, file), getattr(module, "EXAMPLES", None)
         if flags is PLAIN:
             made.command(name, epilog=examples, rich_help_panel=panel)(function)
-        else:  # a recipe's take no time
+        else:  # a recipe's flags cost no imports
             add_verb(made, function, examples, verb == name or flags is RECIPE, panel, **flags)
     return made
 
@@ -126,14 +126,14 @@ READ = (
     "--chat-file",
     "--reuse",
 )
-"""Flags that name a file to read, in each verb that has them."""
+"""Flags of any verb that name a file to read."""
 
 ROOT_OPTIONS = ("-h", "--help", "--version")
-"""What stands in the place of a verb; anything else is the model of an export."""
+"""What may stand in place of a verb; anything else is the model of an export."""
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C or SIGTERM; not KeyboardInterrupt, which typer would turn into exit code 130."""
+    """Ctrl-C or SIGTERM. typer would turn KeyboardInterrupt into exit code 130."""
 
 
 def _interrupt(*_: object) -> None:
@@ -141,9 +141,9 @@ def _interrupt(*_: object) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: exit 0 on success, 1 on failure or mismatch, 2 on wrong usage or input.
+    """Run the command line. Exits 0 on success, 1 on failure or mismatch, 2 on wrong usage or input.
 
-    An error is one line; with --debug, in any place, its traceback.
+    An error is one line; --debug, in any place, adds its traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         verb = given[0] if given else ""
         sys.exit(app(verb, verb in verbs)(given, standalone_mode=False) or 0)
     except USAGE as error:
-        if not given or verb not in verbs:  # the help, where no verb is given
+        if not given or verb not in verbs:  # show the help
             error.show()  # type: ignore[attr-defined]
         else:
             complain("ConfigError", as_typed(usage(error, given), "ConfigError", given))
@@ -187,13 +187,11 @@ def main(arguments: list[str] | None = None) -> None:
     except MemoryError as error:
         if debug:
             raise
-        asked = f": {error}" if str(error) else ""  # NumPy says how much, of what shape
-        complain(
-            "OutOfMemory", f"this machine's memory does not suffice{asked}. Use one with more, or a smaller dtype."
-        )
+        asked = f": {error}" if str(error) else ""  # NumPy reports size and shape
+        complain("OutOfMemory", f"this machine has too little memory{asked}. Use one with more, or a smaller dtype.")
         sys.exit(2)
     except BaseException as error:
-        # What no check foresaw, from libraries too, whose Rust parts panic beside Exception. The input may be damaged, or this a bug.
+        # Unforeseen errors, also of libraries: panics of Rust extensions are no Exception. The input may be damaged, or this is a bug.
         if debug or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         said = " ".join(str(error).split())
@@ -205,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _look_ahead(given: list[str]) -> None:
-    """Look at what a verb is about before its flags are made."""
+    """Check a verb's files before its flags are made."""
     words = list(takewhile(lambda word: not word.startswith("-"), given[1:]))
     if any(not word.strip() for word in words):
         raise ModelNotFoundError(
@@ -214,7 +212,7 @@ def _look_ahead(given: list[str]) -> None:
     for flag, value in _values(given[1:]):
         if flag in READ and value and not Path(value).expanduser().exists():
             raise ConfigError(f"{flag} {value}: there is no such file.")
-    if given[:1] == ["evaluate"]:  # whose flags take as long as torch
+    if given[:1] == ["evaluate"]:  # its flags take as long to load as torch
         from still_export.folders.model import check_model
 
         if any(word.partition("=")[0] == "--report" for word in given):
@@ -233,7 +231,7 @@ def _look_ahead(given: list[str]) -> None:
 
 
 def _values(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Flags and what follows them."""
+    """Flags with the word that follows each."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, joined, value = word.partition("=")
         yield flag, value if joined else following

@@ -1,4 +1,4 @@
-"""What verbs print: results on stdout, progress on stderr."""
+"""Output of verbs: results on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from still_export.errors import ConfigError
 
 
 def next_commands(package: Path, target: str, ready: bool = True) -> str:
-    """The line that names what can be done with a package for `target`; `ready`: it is complete, with engines where it has some."""
+    """The line with the next commands for a package; `ready`: complete, with engines if its target has them."""
     from still_export.targets.registry import target_of
 
     if not ready:
@@ -42,19 +42,19 @@ def next_commands(package: Path, target: str, ready: bool = True) -> str:
 
 
 PackageFolder = Annotated[Path, typer.Argument(help="Package folder.")]
-"""Argument of the verbs that read packages."""
+"""Argument of verbs that read packages."""
 
 TrustNative = Annotated[
     bool,
     typer.Option(
-        "--trust-native", help="Load native code of the package that this machine did not build, and remember it."
+        "--trust-native", help="Load native code of the package that was not built on this machine, and remember it."
     ),
 ]
-"""Flag of the verbs that run packages."""
+"""Flag of verbs that run packages."""
 
 
 def _writable_report(path: Path | None) -> Path | None:
-    """`path`, looked at while flags are read: before the verb's work."""
+    """Check `path` while flags are parsed, before the verb's work."""
     if path is not None:
         from still_export.report.render import check_report
 
@@ -67,21 +67,21 @@ ReportFile = Annotated[
     typer.Option(
         "--report",
         callback=_writable_report,
-        help="Also write this HTML file, to look at: one file of 1 MB with tables and plots.",
+        help="Also write this HTML file: one page of 1 MB with tables and plots.",
     ),
 ]
-"""Flag of the verbs whose results can be looked at."""
+"""Flag of verbs with a report."""
 
 LOADING = "loading PyTorch and its libraries, slowly the first time"
 LONG_PROMPT = 1024
-"""Tokens from which reading a prompt shows a bar."""
+"""Tokens of a prompt from which reading shows a bar."""
 
 
 def report_folder(folder: Path) -> Path:
-    """`folder`, made where missing, before the work whose results go there.
+    """Create `folder` for results, before the work begins.
 
     Raises:
-        ConfigError: It cannot be made or written, as in a package on a read-only disk.
+        ConfigError: It cannot be created or written, as in a package on a read-only disk.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,15 +94,14 @@ def report_folder(folder: Path) -> Path:
 
 
 def command_line() -> str:
-    """The command that was given, to repeat it."""
     return shlex.join(["still-export", *sys.argv[1:]])
 
 
 class Output:
-    """Prints a verb's results and progress as its --json and --quiet flags say; of several processes of a run, the first does."""
+    """Prints a verb's results and progress according to --json and --quiet. In a distributed run only the first process prints."""
 
     def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
-        self.first = os.environ.get("RANK", "0") == "0"  # of torchrun and accelerate
+        self.first = os.environ.get("RANK", "0") == "0"  # set by torchrun and accelerate
         self.as_json = as_json
         self.quiet = quiet or not self.first
         self.errors = Console(stderr=True, highlight=False)
@@ -124,7 +123,7 @@ class Output:
             self.say(line)
 
     def say(self, text: str) -> None:
-        """Print to stderr, quiet or not: the answer to a question."""
+        """Print to stderr, even if quiet."""
         self._end_line()
         print(text, file=sys.stderr)
 
@@ -134,7 +133,7 @@ class Output:
 
     @contextlib.contextmanager
     def _log_file(self, step: str) -> Iterator[Dots]:
-        """Dots while `step`, and those that follow it, are done; what is printed meanwhile has lines of its own."""
+        """Dots during `step` and the steps after it; other output gets its own lines."""
         with Dots() as dots:
             self._dots = dots
             dots.step(step)
@@ -145,7 +144,7 @@ class Output:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[Callable[..., None]]:
-        """A spinner that names the step at work; a step that counts bytes is a bar."""
+        """A spinner with the name of the current step; a step that counts bytes gets a bar."""
         if self.quiet:
             yield lambda step, done=0, total=0: None
             return
@@ -171,7 +170,7 @@ class Output:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A spinner beside `what` is done, gone behind it."""
+        """A spinner while `what` is done."""
         if self.quiet:
             yield
             return
@@ -183,7 +182,7 @@ class Output:
 
     @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[Callable[[int, int], None]]:
-        """A bar over a prompt of about `tokens` tokens, gone when it was read; none for a short one."""
+        """A bar while a prompt of about `tokens` tokens is read; none for a short one."""
         if self.quiet or tokens < LONG_PROMPT:
             yield lambda done, total: None
             return
@@ -204,7 +203,7 @@ class Output:
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A bar that advances by one with each call, which names what was done."""
+        """A bar that advances by one with each call; the argument names what was done."""
         if self.quiet:
             yield lambda done: None
             return
@@ -224,7 +223,7 @@ class Output:
 
     @contextlib.contextmanager
     def phases(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A bar for each phase, called with its name, what is done of it and of how much; in a log file a line for each phase."""
+        """A bar for each phase, called with (phase, done, total); in a log file a line for each phase."""
         if self.quiet:
             yield lambda phase, done, total: None
             return
@@ -237,12 +236,12 @@ class Output:
                     known[phase] = part
                     dots.step(f"{phase}: {done} of {total}", at_once=True)
 
-            with self._log_file("loading") as dots:  # of libraries, too, which take seconds
+            with self._log_file("loading") as dots:  # libraries too, which take seconds
                 yield line
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.errors) as progress:
-            loading = progress.add_task("loading", total=None)  # of libraries, too, which take seconds
+            loading = progress.add_task("loading", total=None)  # libraries too, which take seconds
 
             def update(phase: str, done: int, total: int) -> None:
                 progress.update(loading, visible=False)
@@ -254,9 +253,9 @@ class Output:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[Callable[[str, int, int, dict[str, float]], None]]:
-        """A bar per stage with its newest measurements and the time left; called with stage, steps done, steps in all, measurements.
+        """A bar per stage with its latest measurements and the time left, called with (stage, steps done, steps in all, measurements).
 
-        In a log file, where a bar shows nothing until its end, twenty lines per stage.
+        A log file, where a bar appears only at its end, gets twenty lines per stage.
         """
         if self.quiet:
             yield lambda stage, done, total, measured: None

@@ -1,4 +1,4 @@
-"""still-export prove: all that this machine can show of a package, as a record."""
+"""still-export prove: every check that this machine can run on a package, as a record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prove(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Build engines, compare with PyTorch, measure, and write a record of it; exit 1 on a mismatch. What cannot be shown here is said."""
+    """Build engines, compare with PyTorch, measure, and write a record; exit 1 on a mismatch. Checks that cannot run here are listed."""
     demand_package(package, "prove")
     from still_export.evaluation.prove import ProveOptions
     from still_export.evaluation.prove import prove as show
@@ -43,7 +43,7 @@ def prove(
         proven = show(package, options, progress)
     made = proven.record
     path = write_record(made, folder)
-    lines = [f"{made.verdict}: {figures_line(made.figures)}", *(f"not shown here: {each}" for each in proven.missing)]
+    lines = [f"{made.verdict}: {figures_line(made.figures)}", *(f"not checked here: {each}" for each in proven.missing)]
     content = {**made.model_dump(mode="json"), "record": str(path), "missing": proven.missing}
     out.result(content, *lines, f"record: {path}")
     raise typer.Exit(1 if made.verdict == "failed" else 0)

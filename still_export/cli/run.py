@@ -33,7 +33,7 @@ A long text is read once and asked many times:
 """
 
 TOKENS, TALK_TOKENS = 128, 512
-"""Tokens of an answer, where --tokens does not say: of one, and of each in a talk."""
+"""Default tokens of an answer: of a single one, and of each in a chat."""
 
 
 def run(
@@ -44,25 +44,27 @@ def run(
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with that text.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, separated by commas.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat format; without a prompt, talk.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Use the model's chat format; without a prompt, chat interactively.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
     chat_template_kwargs: Annotated[
         str | None,
         typer.Option(help="Arguments of the model's chat template, as JSON: '{\"enable_thinking\": false}'."),
     ] = None,
     save_state: Annotated[
-        Path | None, typer.Option(help="Read the prompt, write the state into this file, answer nothing.")
+        Path | None, typer.Option(help="Read the prompt, write the state into this file, and stop.")
     ] = None,
-    load_state: Annotated[Path | None, typer.Option(help="Go on from a state that --save-state wrote.")] = None,
+    load_state: Annotated[Path | None, typer.Option(help="Continue from a state that --save-state wrote.")] = None,
     adapter: Annotated[
         Path | None,
-        typer.Option(help="LoRA adapter to add to the weights of a package that was exported with --adapters."),
+        typer.Option(help="LoRA adapter to add to the weights of a package exported with --adapters."),
     ] = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens, text and timings as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No timings on stderr.")] = False,
 ) -> None:
-    """Continue a prompt, or chat, with ONNX Runtime or TensorRT; prompts of any length are fed in pieces."""
+    """Continue a prompt, or chat, with ONNX Runtime or TensorRT. Prompts of any length are processed in pieces."""
     demand_package(package, "run")
     from still_export.api import load
     from still_export.cli.chat import ENDS, talk
@@ -86,7 +88,7 @@ def run(
         )
     wanted, opening = AnswerOptions(**options_of(AnswerOptions, asked)), options_of(LoadOptions, asked)
     if save_state and not given:
-        raise ConfigError("--save-state saves what a prompt leaves: give --prompt or --prompt-file.")
+        raise ConfigError("--save-state saves the state after a prompt: give --prompt or --prompt-file.")
     if save_state:
         report_folder(save_state.parent)
     cache_bytes(wanted.prefix_cache)
@@ -98,7 +100,7 @@ def run(
     out = Output(as_json, quiet)
     package = package_of(package, out)
     if not opening.get("check", True):
-        print("--no-check: damaged weights go unnoticed", file=sys.stderr)
+        print("--no-check: damaged weights are not detected", file=sys.stderr)
     try:
         sampling = Sampling(wanted.temperature, wanted.top_k, wanted.top_p, wanted.seed)
         with out.waiting(f"opening {package}"):
@@ -175,7 +177,7 @@ def _arguments(given: str | None) -> dict[str, Any] | None:
     try:
         found = json.loads(given)
     except ValueError as error:
-        raise ConfigError(f"--chat-template-kwargs {given:.60}: no JSON: {error}.") from None
+        raise ConfigError(f"--chat-template-kwargs {given:.60}: not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise ConfigError(f"--chat-template-kwargs {given:.60}: give an object, as '{{\"enable_thinking\": false}}'.")
     return found

@@ -1,4 +1,4 @@
-"""still-export serve: a package behind OpenAI's interface."""
+"""still-export serve: a package behind an OpenAI-compatible interface."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def serve(
     asked: dict[str, Any],
     package: PackageFolder,
     trust_native: TrustNative = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone on stderr.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors on stderr.")] = False,
 ) -> None:
-    """Serve a package by OpenAI's interface: chats and texts, many at a time, streamed or whole."""
+    """Serve a package with OpenAI's interface: chats and completions, many at a time, streamed or whole."""
     demand("starlette", "uvicorn")
     demand_package(package, "serve")
     from still_export.api import load
@@ -54,7 +54,7 @@ def serve(
     wanted, opening = ServeOptions(**options_of(ServeOptions, asked)), options_of(LoadOptions, asked)
     if wanted.reproducible and opening.get("guess") not in (None, "none"):
         raise ConfigError(
-            "--reproducible and --guess do not go together: guessed tokens are read in other pieces. Leave one of them out."
+            "--reproducible and --guess exclude each other: guessed tokens change the pieces that are read. Leave one of them out."
         )
     name = wanted.name or os.path.basename(os.path.abspath(package)).removesuffix(".gguf")
     package = package_of(package, out)
@@ -100,7 +100,7 @@ def serve(
         out.log(f"chat in a browser: {url}/\n{_curl(url, settings, bool(scheduler.text.chat))}")
         if wanted.api_key is None and not local:
             print(
-                f"warning: everyone who reaches {where} can use this server: set a key in STILL_API_KEY",
+                f"warning: anyone who can reach {where} can use this server: set a key in STILL_API_KEY",
                 file=sys.stderr,
             )
         Server(worker, settings, wanted.stop_timeout).run(sockets=[sock])
@@ -113,7 +113,7 @@ def serve(
 
 
 def _curl(url: str, settings: Settings, chat: bool) -> str:
-    """A request to try the server with, as a line of a shell."""
+    """A shell command that tries the server."""
     path, asked = "completions", dict[str, Any](prompt="Once upon a time")
     if chat:
         path, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}

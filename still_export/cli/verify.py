@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 LOGITS = "logits"
 SERVED = "With --runtime vllm"
 WITH_BOTH = ("seed", "runtime", "provider")
-"""Fields of the options that vLLM's proof has, too, or lets pass."""
+"""Options that vLLM's proof shares or ignores."""
 SHOWN = 5
-"""Mismatches that are printed; the report has all."""
+"""Most mismatches that are printed; the report lists all."""
 
 EXAMPLES = """
 Examples:
@@ -43,7 +43,7 @@ Examples:
 
     still-export verify package --record calls.npz     and, where there is a GPU and no PyTorch: --calls calls.npz
 
-    still-export verify package --selections chosen.npz     there first, of a large model; then --record calls.npz --follow chosen.npz
+    still-export verify package --selections chosen.npz     there, first, for a large model; then --record calls.npz --follow chosen.npz
 
     still-export verify STILL_FOLDER --runtime vllm
 
@@ -69,14 +69,15 @@ def verify(
         Path | None, typer.Option(help="Only write PyTorch's answers to this file, for a machine without PyTorch.")
     ] = None,
     selections: Annotated[
-        Path | None, typer.Option(help="Only write what the runtime selects to this file, for --record --follow.")
+        Path | None, typer.Option(help="Only write the runtime's selections to this file, for --record --follow.")
     ] = None,
     follow: Annotated[
-        Path | None, typer.Option(help="With --record: PyTorch selects what --selections wrote to this file.")
+        Path | None,
+        typer.Option(help="With --record: PyTorch uses the selections in this file, which --selections wrote."),
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests of each of three loads.", rich_help_panel=SERVED, show_default="24"),
+        typer.Option(min=1, help="Requests in each of three loads.", rich_help_panel=SERVED, show_default="24"),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16.", rich_help_panel=SERVED, show_default="as stored")
@@ -88,13 +89,13 @@ def verify(
         str | None, typer.Option("--as", help="The server's name of the model.", show_default="its only one")
     ] = None,
     report: ReportFile = None,
-    junit: Annotated[Path | None, typer.Option(help="Write the verdict on every output as JUnit XML, for CI.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write the verdict on each output as JUnit XML, for CI.")] = None,
     trust_native: TrustNative = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Compare ONNX Runtime or TensorRT with PyTorch on logits, every state tensor and every selection, or vLLM's answers under load
-    with PyTorch's, or another exporter's decoder with its model, or a running server's answers with its file; exit 1 on a mismatch."""
+    """Compare with PyTorch: logits, states and selections of ONNX Runtime or TensorRT, vLLM's answers under load, another exporter's
+    decoder, or a running server's answers; exit 1 on a mismatch."""
     ours = {"--requests": requests, "--dtype": dtype, "--tensor-parallel-size": tensor_parallel_size}
     others = {f"--{name.replace('_', '-')}": x for name, x in asked.items() if name not in WITH_BOTH}
     others |= {"--record": record, "--selections": selections, "--follow": follow, "--report": report, "--junit": junit}
@@ -208,13 +209,13 @@ def verify(
         try:
             write_report(looks.page(content, ran.title, str(package), machine(), command_line()), report)
             out.log(f"report to look at: {report}")
-        except Exception as error:  # of a library that draws: the verdict stands
+        except Exception as error:  # a plotting library failed: the verdict stands
             out.say(f"the report could not be drawn: {error}")
     raise typer.Exit(0 if found.report.passed else 1)
 
 
 def _print(report: Report, folder: Path, runtime: str, native: bool, own_run: str, repeatable: bool) -> None:
-    """`repeatable`: by polygraphy's command, which can give no adapter."""
+    """`repeatable`: polygraphy's command can repeat the run, which it cannot with an adapter."""
     console = Console(width=None if Console().is_terminal else 150)
     table = Table(
         title=f"PyTorch against {runtime}: the logits, and the state nearest to its bound; own = mean error of {own_run}"

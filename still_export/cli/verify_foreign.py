@@ -1,4 +1,4 @@
-"""still-export verify of a decoder that another program exported: prove it against the model that it was made from."""
+"""still-export verify of a decoder from another exporter: prove it against its model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_export.extras import demand
 from still_export.package.files import MANIFEST
 
 FLAGS = ("model", "lengths", "seed")
-"""Fields of the options that mean something here."""
+"""Options that apply here."""
 
 
 def is_foreign(path: Path) -> bool:
@@ -28,11 +28,11 @@ def is_foreign(path: Path) -> bool:
 def verify_foreign(
     package: Path, output: Path | None, asked: Mapping[str, Any], out: Output, junit: Path | None = None
 ) -> bool:
-    """Compare a decoder with its model in every way of `ForeignProof`, print and write the verdict, for CI to `junit`.
+    """Compare a decoder with its model in every way of `ForeignProof`; print the verdict and write it, for CI to `junit`.
 
     Raises:
-        ConfigError: The model is not named or cannot be read, or a flag means nothing here.
-        PackageError, UnsupportedError: The decoder cannot be read, has no states, or inputs of unknown meaning.
+        ConfigError: The model is not named or cannot be read, or a flag does not apply.
+        PackageError, UnsupportedError: The decoder cannot be read, has no states, or has inputs of unknown meaning.
     """
     from still_export.package.staging import staged_files
     from still_export.proof.foreign import LENGTHS, ForeignProof
@@ -46,9 +46,7 @@ def verify_foreign(
             f"{', '.join(wrong)}: not with a decoder of another exporter. Leave {'it' if len(wrong) == 1 else 'them'} out."
         )
     if asked.get("model") is None:
-        raise ConfigError(
-            f"{package} was exported by another program: name the model that it was made from with --model."
-        )
+        raise ConfigError(f"{package} was exported by another program: name its model with --model.")
     proof = ForeignProof(package, asked["model"], asked.get("lengths") or LENGTHS, asked.get("seed") or 0)
     where = report_folder(output or (package if package.is_dir() else package.parent) / "verify")
     with out.steps() as step:
@@ -62,7 +60,7 @@ def verify_foreign(
     out.result(
         content,
         *(f"{'ok   ' if check.passed else 'WRONG'} {check.name}: {check.what}" for check in report.checks),
-        *(f"not seen: {line}" for line in report.unseen),
+        *(f"not covered: {line}" for line in report.unseen),
         f"report: {where / 'report.json'}",
         "PASSED" if report.passed else "FAILED: the decoder does not compute what the model computes",
     )

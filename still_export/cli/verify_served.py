@@ -23,7 +23,7 @@ REQUESTS = 24
 
 
 def check_flags(runtime: str | None, ours: Mapping[str, bool], others: Mapping[str, bool]) -> None:
-    """Raise ConfigError where flags of one kind of proof were given with the other.
+    """Refuse flags of one kind of proof with the other.
 
     Args:
         ours, others: Flags of the proof of an engine, and of a package; whether each was given.
@@ -46,7 +46,7 @@ def verify_served(
     """Serve random requests from `folder` in every way of `loads_of`, compare them with PyTorch, print and write the verdict.
 
     Raises:
-        ConfigError, UnsupportedError: The folder is none of a STILL model, or vLLM refuses it.
+        ConfigError, UnsupportedError: The folder has no STILL model, or vLLM refuses it.
         ModuleNotFoundError: vLLM is not installed.
     """
     from still_export.models.description import describe_model
@@ -110,4 +110,4 @@ def _print(found: list[LoadReport], kind: str, folder: Path) -> None:
             print(f"{report.name}: {line}")
         for line in report.not_asked:
             print(f"not asked: {line}")
-    print(f"report: {folder / 'report.json'}; what vLLM said: {folder / 'vllm.log'}")
+    print(f"report: {folder / 'report.json'}; vLLM's messages: {folder / 'vllm.log'}")

@@ -1,1 +1,1 @@
-"""The build verb: engines of packages whose target has some, with the TensorRT of this machine."""
+"""Engines of packages, built with the TensorRT of this machine."""

@@ -33,9 +33,9 @@ EXPORTED = "as exported"
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Overrides of what the export recorded; None keeps it. Every field is a flag of `still-export build`."""
+    """Changes to the export's settings; None keeps a setting. Each field is a flag of `still-export build`."""
 
-    plugin: Path | None = option(None, "Plugin library in the place of the package's.")
+    plugin: Path | None = option(None, "Plugin library to use instead of the package's.")
     batch: int | None = option(None, "Most sequences at once.", shown=EXPORTED)
     prefill_tokens: int | None = option(None, "Tokens of one prefill call.", shown=EXPORTED)
     workspace_mib: int | None = option(None, "Limit of TensorRT's workspace, MiB.", flag="--workspace", shown=EXPORTED)
@@ -45,12 +45,12 @@ class BuildOptions:
 def build_engines(
     package: Package, options: BuildOptions | None = None, progress: Progress | None = None
 ) -> list[Path]:
-    """Build the engines of a package, in place, and record them in its manifest.
+    """Build the engines of a package in place, and record them in its manifest.
 
     Raises:
-        NoBuilderError: No TensorRT or no GPU here.
-        BuildError: The graph was refused, a still node did not become a plugin layer, or rows of a batch are not what they are alone;
-            build.log has TensorRT's words.
+        NoBuilderError: There is no TensorRT or no GPU.
+        BuildError: The graph was refused, a still node did not become a plugin layer, or rows of a batch differ from rows alone;
+            build.log has TensorRT's messages.
     """
     options, say = options or BuildOptions(), progress or (lambda step: None)
     manifest = package.manifest
@@ -75,16 +75,16 @@ def build_engines(
             for name in engines:
                 trust(package.path / name)
             if trt.builds_here:
-                say("comparing rows with each alone")
+                say("comparing rows of a batch with rows alone")
                 _check_rows(package.path, options.plugin, trt.batch)
     except WrongEngineError as error:
         raise BuildError(
-            f"{error} It was removed. TensorRT chooses kernels anew where {package.path / TIMING_CACHE} is deleted, or with another "
+            f"{error} It was removed. TensorRT chooses other kernels if {package.path / TIMING_CACHE} is deleted, or with another "
             "--batch, --prefill-tokens or --optimization-level."
         ) from error
     except OSError as error:
         raise BuildError(
-            f"cannot write into {package.path}: {error.strerror or error}. Free space, or copy the package where you may write."
+            f"cannot write into {package.path}: {error.strerror or error}. Free space, or copy the package to a writable folder."
         ) from error
     return [package.path / entry["file"] for entry in entries]
 
@@ -97,14 +97,14 @@ def _builder_class(module: Any, trt: TrtOptions) -> type[EngineBuilder]:
 
 @contextlib.contextmanager
 def _kept(package: Package) -> Iterator[None]:
-    """Keep manifest and engines while others are built, and put them back where those are wrong."""
+    """Back up manifest and engines during a build, and restore them if the new ones are wrong."""
     folder, engines = package.path / BEFORE, [entry["file"] for entry in package.manifest["engines"]]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
         shutil.copyfile(package.path / MANIFEST, folder / MANIFEST)
         for name in engines:
-            with contextlib.suppress(OSError):  # the engine is lost, or the file system has no links
+            with contextlib.suppress(OSError):  # the engine is missing, or the file system has no links
                 os.link(package.path / name, folder / name)
         try:
             yield
@@ -119,14 +119,14 @@ def _kept(package: Package) -> Iterator[None]:
 
 
 def discard_staged(package: Path) -> None:
-    """Remove what a build that is ended in its midst leaves beside the package's files."""
+    """Remove the temporary files of an interrupted build."""
     shutil.rmtree(package / BEFORE, ignore_errors=True)
     for part in package.glob(".*.part"):
         part.unlink(missing_ok=True)
 
 
 def _check_rows(path: Path, plugin: Path | None, batch: int) -> None:
-    """Raise unless the engine runs here, where it was built, and every row is what it is alone."""
+    """Raise unless the engine runs on this machine and computes rows of a batch like rows alone."""
     try:
         model = TrtModel(path, plugin)
         for rows in {min(2, batch), batch}:
@@ -141,7 +141,7 @@ def load_tensorrt(trt: TrtOptions, package: Path) -> Any:
     """TensorRT's Python module.
 
     Raises:
-        NoBuilderError: It is not installed, or it needs a GPU and there is none.
+        NoBuilderError: It is not installed, or needs a GPU and there is none.
     """
     name = trt.module
     again = f"Run on a machine that has it: still-export build {package}"
@@ -166,7 +166,7 @@ def has_gpu() -> bool:
 
 
 def reopen(path: Path) -> Package:
-    """The package at `path`, hashes unchecked: a build reads the graph, and TensorRT checks it."""
+    """Open the package at `path` without checking hashes: a build reads the graph, which TensorRT checks."""
     if not (path / MANIFEST).is_file():
         raise PackageError(
             f"{path} has no {MANIFEST}: it is no exported package. Make one: still-export MODEL --to trt -o PACKAGE"

@@ -1,6 +1,6 @@
-"""One run of TensorRT's builder over a package, for the GPU of this machine, and the check of what it built.
+"""One run of TensorRT's builder over a package for this machine's GPU, and checks of the engine.
 
-Written for TensorRT 10 and later; builder_trt8.py adds what 8.6 needs, builder_rtx.py has what TensorRT-RTX does otherwise.
+Written for TensorRT 10 and later; builder_trt8.py and builder_rtx.py have what TensorRT 8.6 and TensorRT-RTX need instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG, TIMING_CACHE = "build.log", "timing.cache"
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """A library that the runner refuses is an error of the build."""
+    """Turn the runner's refusal of a library into a build error."""
     try:
         yield
     except TrtError as error:
@@ -42,7 +42,7 @@ def _refusals() -> Iterator[None]:
 
 
 class EngineBuilder:
-    """One run of TensorRT's builder over a package; keeps its log in build.log."""
+    """One run of TensorRT's builder over a package, logged in build.log."""
 
     def __init__(self, module: Any, package: Package, trt: TrtOptions, say: Progress) -> None:
         self.module, self.package, self.trt, self.say = module, package, trt, say
@@ -57,7 +57,7 @@ class EngineBuilder:
         self.log.close()
 
     def fail(self, what: str) -> BuildError:
-        """An error that carries TensorRT's last words."""
+        """An error with TensorRT's last messages."""
         said = "\n  ".join(self.errors[-5:]) or "TensorRT gave no reason"
         advice = ""
         if any("memory" in error.lower() for error in self.errors):
@@ -84,7 +84,7 @@ class EngineBuilder:
         )
 
     def build(self, plugin: Path | None) -> list[dict[str, Any]]:
-        """Build, check and write the engine; its manifest entry."""
+        """Build, check and write the engine; returns its manifest entries."""
         self._prepare(plugin)
         start = time.monotonic()
         plan = self._plan()
@@ -106,10 +106,10 @@ class EngineBuilder:
         return [entry]
 
     def _prepare(self, plugin: Path | None) -> None:
-        """Load what the build needs.
+        """Load the driver and the plugin library.
 
         Raises:
-            BuildError: This GPU or this TensorRT cannot build the package.
+            BuildError: This GPU or TensorRT cannot build the package.
         """
         from still_export.runtime.cuda_driver import Driver
 
@@ -120,7 +120,7 @@ class EngineBuilder:
             self.plugin = load_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
 
     def _check_kernels(self, plugin: Path | None) -> None:
-        """Raise where the library has no kernels of an op that run on this GPU: TensorRT would say so after minutes, in its words."""
+        """Raise if the library has no kernels of an op for this GPU. TensorRT would report it minutes later."""
         with _refusals():
             library = find_plugin_library(self.module, self.package.path, self.package.manifest, plugin)
         kernels, device = kernels_in(library) or {}, self.driver.architecture
@@ -133,8 +133,8 @@ class EngineBuilder:
                 )
 
     def _plan(self) -> Any:
-        """The serialized engine; the network and its weights are gone when this returns."""
-        cache = None  # the first name, so the first that goes: 8.6 crashes where it outlives builder and logger
+        """The serialized engine; network and weights are freed on return."""
+        cache = None  # defined first, so freed first: 8.6 crashes if it outlives builder and logger
         module = self.module
         self.say("starting TensorRT")
         builder = module.Builder(self.logger)
@@ -172,7 +172,7 @@ class EngineBuilder:
                 raise BuildError(
                     f"TensorRT {module.__version__} cannot strip weights; it came with 10.0. Export without --strip-weights."
                 )
-            # Refitted with the very weights of the build: no optimization is given up.
+            # Refitted with the same weights as built, so no optimization is lost.
             config.set_flag(flags.STRIP_PLAN)
             config.set_flag(flags.REFIT_IDENTICAL)
         if trt.version_compatible:
@@ -189,35 +189,35 @@ class EngineBuilder:
     def _set_device(self, config: Any) -> None:
         """Settings for the GPU that runs the engine."""
         if self.package.manifest["model"]["dtype"] == "float32":
-            config.clear_flag(self.module.BuilderFlag.TF32)  # float32 is asked for, not 10 bits of it
+            config.clear_flag(self.module.BuilderFlag.TF32)  # it would round float32 to 10 bits
         config.builder_optimization_level = self.trt.optimization_level
         if self.trt.version_compatible:
             config.plugins_to_serialize = [str(self.plugin.resolve())]
 
     def _adjust(self, network: Any) -> None:
-        """Change the parsed network; the graph's types are those of the layers."""
+        """Change the parsed network. By default layers already have the graph's types."""
 
     def _timing_cache(self, config: Any) -> Any:
-        """Take up the timings of an earlier build; those of another GPU or TensorRT are dropped."""
+        """Load the timings of an earlier build; those of another GPU or TensorRT are dropped."""
         path = self.package.path / TIMING_CACHE
         cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
         if cache is None or not config.set_timing_cache(cache, False):
-            self.say("the timing cache is of another machine: starting a new one")
+            self.say("the timing cache belongs to another machine: starting a new one")
             self.errors.clear()
             cache = config.create_timing_cache(b"")
             config.set_timing_cache(cache, False)
         return cache
 
     def _rows(self) -> dict[str, int]:
-        """Most rows of the states that grow; at least one, because dimensions of length 0 crash some versions."""
+        """Most rows of growing states; at least one, because dimensions of length 0 crash some versions."""
         table = StateTable.of(self.package.manifest)
         return table.rows(table.capacity_tokens, least=1)
 
     def _calls(self) -> list[tuple[str, tuple[int, int, int], tuple[int, int, int]]]:
-        """Profiles: name, rows and tokens, each the least, those that kernels are chosen for, and the most.
+        """Profiles: name, then (rows, tokens) for the least, the optimal and the largest call.
 
-        Kernels that 8.6 chose for a single row are wrong for more, which a profile of 1 to 8 rows let it run: so single rows have a
-        profile of their own, and that of more rows is chosen for the most. Calls of guesses are of one size, replayed from a CUDA graph.
+        8.6 chose kernels for a single row that are wrong for more rows, within one profile of 1 to 8 rows. So single rows have their own
+        profile, and the profile of more rows is tuned for the largest. Calls with guesses have one size and are replayed as a CUDA graph.
         """
         batch, tokens = self.trt.batch, self.trt.prefill_tokens
         prefill, decode = (PREFILL, (1, 1, batch), (1, tokens, tokens)), (DECODE, (1, 1, 1), (1, 1, 1))
@@ -243,7 +243,7 @@ class EngineBuilder:
             yield profile
 
     def _check_plugin_layers(self, plan: Any) -> None:
-        """Raise unless every still node became a plugin layer: the parser would take a function in its place, silently."""
+        """Raise unless every still node became a plugin layer. The parser silently uses a function body otherwise."""
         wanted = self.package.manifest["plugin_layers"]
         if not wanted:
             return
@@ -260,24 +260,24 @@ class EngineBuilder:
             if counts.get(op, 0) != count:
                 raise BuildError(
                     f"{count} nodes of {op} became {counts.get(op, 0)} plugin layers; engine.json has all layers. "
-                    "This plan would not compute what was exported, and was not written."
+                    "This plan would not compute the exported model, and was not written."
                 )
 
 
 def plugin_layers(inspected: str) -> dict[str, int]:
-    """Plugin layers by plugin type of the first profile, from the engine inspector's JSON."""
+    """Plugin layers of the first profile by plugin type, from the engine inspector's JSON."""
     counts: dict[str, int] = {}
     for layer in json.loads(inspected, strict=False)["Layers"]:
-        # The text holds raw control characters. Layers of further profiles carry the profile's number in their names.
+        # The text has raw control characters. Layers of further profiles have the profile's number in their names.
         if isinstance(layer, dict) and "PluginType" in layer and "[profile " not in layer["Name"]:
             counts[layer["PluginType"]] = counts.get(layer["PluginType"], 0) + 1
     return counts
 
 
 def runs_on(name: str, device: int) -> bool:
-    """Whether kernels for `name` run on a GPU of compute capability `device`, 86 for 8.6; as plugins/core/archive.cpp says."""
+    """Whether kernels for `name` run on a GPU of compute capability `device`, 86 for 8.6; same rule as plugins/core/archive.cpp."""
     compiled = int(name.removeprefix("sm_"))
-    if compiled >= 90:  # compiled for exactly that one
+    if compiled >= 90:  # compiled for exactly this one
         return compiled == device
     return compiled // 10 == device // 10 and compiled <= device
 

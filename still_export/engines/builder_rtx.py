@@ -1,4 +1,4 @@
-"""What TensorRT-RTX does otherwise than TensorRT: it builds for named GPUs on any machine, without plugins and timings."""
+"""The builder of TensorRT-RTX: it builds for named GPUs on any machine, without plugins and timings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RtxBuilder(EngineBuilder):
             if not hasattr(module.ComputeCapability, name):
                 known = [n for n in dir(module.ComputeCapability) if n.startswith("SM")]
                 raise BuildError(
-                    f"--arch {arch} is no architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}. "
+                    f"--arch {arch} is not an architecture of TensorRT-RTX {module.__version__}: {', '.join(known)}. "
                     "Export with --arch of these."
                 )
             config.set_compute_capability(getattr(module.ComputeCapability, name), index)

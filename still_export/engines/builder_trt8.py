@@ -1,4 +1,4 @@
-"""What TensorRT 8.6 needs beside what builder.py does for later versions."""
+"""The builder of TensorRT 8.6."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from still_export.targets.trt.options import QUANTIZED_MAJOR, WORKAROUND
 
 
 class Trt8Builder(EngineBuilder):
-    """Builds with types as constraints, as 8.6 has no strongly typed networks."""
+    """Builds with types as constraints, because 8.6 has no strongly typed networks."""
 
     def _prepare(self, plugin: Path | None) -> None:
         manifest, version = self.package.manifest, self.module.__version__
@@ -36,21 +36,21 @@ class Trt8Builder(EngineBuilder):
         super()._set_device(config)
         flags = self.module.BuilderFlag
         if self.trt.version_compatible:
-            # The build loads the variant that registers itself; an engine carries the other.
+            # The build loads the variant that registers itself; the engine contains the other.
             config.plugins_to_serialize = [str(self.plugin.resolve()).replace("_static.so", ".so")]
         else:
-            # 8.6 rearranges weights for every kernel that it tries, on one core; those that may be replaced it leaves alone. On an H200 the
-            # first layer of a Llama-3.1-8B took 36 s instead of 3, and the kernels are as fast.
+            # 8.6 rearranges weights for every kernel that it tries, on one core, but not weights that can be refitted. On an H200 the first
+            # layer of a Llama-3.1-8B took 36 s instead of 3, and the kernels are as fast.
             config.set_flag(flags.REFIT)
         if self.package.manifest["model"]["dtype"] == "float16":
             config.set_flag(flags.FP16)
             config.set_flag(flags.OBEY_PRECISION_CONSTRAINTS)
-        config.set_tactic_sources(0)  # cuBLAS and cuDNN bring nothing to these graphs, and may be absent
+        config.set_tactic_sources(0)  # cuBLAS and cuDNN do not speed up these graphs, and may be absent
 
     def _adjust(self, network: Any) -> None:
-        """Hold every layer to the types that the graph says: before 10 they are hints, and norms would run in half precision.
+        """Force the graph's types on all layers. Before 10 they are hints, and norms would run in half precision.
 
-        The parsed network does not know the types of its inner tensors, so the package lists those of the graph.
+        The parsed network does not have the types of inner tensors, so the package lists them.
         """
         module, types = self.module, self.package.manifest["value_types"]
         kinds = {"float32": module.float32, "float16": module.float16}

@@ -1,1 +1,1 @@
-"""What a model knows and how fast a package is."""
+"""Quality of models and speed of packages."""

@@ -1,7 +1,7 @@
 """Prefill and decode speed, and peak memory, of a package by context length; one process per length.
 
-As a program (`python -m still_export.evaluation.bench PACKAGE LENGTH SETTING`, JSON) it measures one length and prints JSON: no torch is
-imported, so the peak is the runtime's own.
+As a program (`python -m still_export.evaluation.bench PACKAGE LENGTH SETTING`, JSON) it measures one length and prints JSON. It does not
+import torch, so the peak is the runtime's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DECODE_STEPS = 24
 
 @dataclass(frozen=True)
 class Measurement:
-    """One context length: time of its prefill with the first token, median time of a decode step of all rows, peak memory."""
+    """One context length: time of the prefill with the first token, median time of a decode step of all rows, peak memory."""
 
     length: int
     prefill_s: float
@@ -44,7 +44,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class BenchOptions(RunnerOptions):
-    """How a package is measured: with the runner that `run` would open. Context lengths are in tokens; the help of flags says the rest."""
+    """Settings of a measurement with the runner that `run` opens. Context lengths are in tokens."""
 
     steps: int = option(DECODE_STEPS, "Decode steps per length.", least=1)
     batch: int = option(1, "Sequences at once.", least=1)
@@ -53,26 +53,28 @@ class BenchOptions(RunnerOptions):
     )
 
     def room(self, length: int) -> int:
-        """Tokens that a package holds at the end of a measurement at `length`: a step before those that are timed captures them."""
+        """Tokens in the package at the end of a measurement at `length`; an untimed step comes first and captures the timed ones."""
         return length + self.steps + 1
 
     def held(self, manifest: dict[str, Any]) -> tuple[int, ...]:
-        """The lengths that are measured: those asked for, or of the usual ones those that a package has room for.
+        """The requested lengths, or by default those of LENGTHS that fit into the package.
 
         Raises:
-            ConfigError: One that was asked for does not fit.
+            ConfigError: A requested length does not fit.
         """
         capacity = manifest["capacity"]
         most = capacity["capacity_tokens"] if capacity["bounded"] else None
         for length in self.lengths:
             if length < 1 or (most is not None and self.room(length) > most):
                 room = f"1 to {most - self.room(0)}" if most is not None else "1 or more"
-                raise ConfigError(f"--lengths {length}: this package takes {room} tokens with {self.steps} steps.")
+                raise ConfigError(
+                    f"--lengths {length}: this package has room for {room} tokens with {self.steps} steps."
+                )
         return self.lengths or tuple(n for n in LENGTHS if most is None or self.room(n) <= most)
 
 
 def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
-    """Measure one context length in this process: random tokens in pieces as a prompt is fed, then greedy decoding."""
+    """Measure one context length in this process: prefill of random tokens in pieces, as of a prompt, then greedy decoding."""
     manifest = read_manifest(package)
     runtime = runtime_of(manifest["target"], setting.runtime).name
     model = open_runner(package, manifest, runtime, setting.provider, threads=setting.threads)
@@ -90,7 +92,7 @@ def measure(package: Path, length: int, setting: BenchOptions) -> Measurement:
     prefill = time.perf_counter() - begin
     times = []
     steps = model.greedy(token, setting.steps + 1)
-    next(steps)  # captures the step, where steps are replayed
+    next(steps)  # captures the step if steps are replayed
     for _ in range(setting.steps):
         begin = time.perf_counter()
         next(steps)
@@ -104,13 +106,13 @@ def bench(
     options: BenchOptions = BenchOptions(),
     progress: Callable[[str], None] = lambda done: None,
 ) -> list[Measurement]:
-    """Measure prefill, decode and peak memory of a package by context length, each in a process of its own.
+    """Measure prefill, decode and peak memory of a package by context length, each in its own process.
 
     Args:
-        progress: Called with each length that is done.
+        progress: Called with each finished length.
 
     Returns:
-        A measurement for each length, in seconds, milliseconds and MB.
+        One measurement per length, in seconds, milliseconds and MB.
 
     Raises:
         PackageError: A measurement failed; the message has its error.
@@ -122,7 +124,7 @@ def bench(
         done = subprocess.run(command, text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            reason = re.sub(r"^[\w.]+Error: ", "", reason)  # the message, without the class that a traceback names
+            reason = re.sub(r"^[\w.]+Error: ", "", reason)  # drop the traceback's class name
             raise PackageError(f"measuring {length} tokens failed: {reason}")
         rows.append(Measurement(**json.loads(done.stdout.strip().splitlines()[-1])))
         progress(f"{length} tokens")

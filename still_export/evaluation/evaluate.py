@@ -1,4 +1,4 @@
-"""What a model knows: bits per byte of texts, retrieval by depth and length; for a STILL model also with parts switched off."""
+"""Quality of models: bits per byte of texts, retrieval by depth and length; for a STILL model also with parts switched off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from still_export.texts.texts import check_ids, tokenize
 VARIANTS = ("still", *(part for mixer in MIXERS.values() for part in mixer.parts))
 TEACHER = "teacher"
 TOKENS_AT_ONCE = {"cuda": 1 << 16, "cpu": 1 << 13}
-"""Tokens of one forward pass; bounds the logits, 1.6 GB for 8K tokens of a 49K vocabulary."""
+"""Tokens of one forward pass. It limits the logits: 1.6 GB for 8K tokens of a 49K vocabulary."""
 
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -40,19 +40,19 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is measured, and of what; every field is a flag of `still-export evaluate`.
+    """Options of an evaluation; each field is a flag of `still-export evaluate`.
 
-    Bits per byte of `texts` are at `context_lengths`, every block on its own. Retrieval has `samples` prompts for each task, length and
-    depth (0 = far, 1 = near the question). RULER's tasks and BABILong's (`synthetic.MAKERS`) are answered in words, in a chat where the
-    tokenizer has a template.
+    Bits per byte of `texts` use independent blocks of `context_lengths`. Retrieval has `samples` prompts for each task, length and depth
+    (0 = far, 1 = near the question). Replies to RULER's tasks and BABILong's (`synthetic.MAKERS`) are in words, in a chat if the tokenizer
+    has a template.
     """
 
     texts: tuple[str, ...] = option((), "Text file for bits per byte and as filler; repeatable.", flag="--text")
     context_lengths: tuple[int, ...] = option(
         (1024,), "Context lengths for bits per byte.", flag="--contexts", commas=True, shown="1024"
     )
-    by_position: int = option(0, "Perplexity by position in blocks of so many tokens of each text; 0 = none.", least=0)
-    text_tokens: int = option(1 << 17, "Tokens of each text at most.", least=2)
+    by_position: int = option(0, "Block length for perplexity by position in each text; 0 = none.", least=0)
+    text_tokens: int = option(1 << 17, "Most tokens of each text.", least=2)
     tasks: tuple[str, ...] = option(
         ("needle", "passkey", "key_value"),
         f"Retrieval tasks: needle, passkey, key_value, {', '.join(MAKERS)}; empty: none.",
@@ -64,15 +64,15 @@ class EvaluationOptions:
     )
     depths: int = option(10, "Depths at which the fact is hidden.", least=1)
     samples: int = option(4, "Prompts for each task, length and depth.", least=1)
-    seed: int = option(0, "Of the prompts.")
-    variants: tuple[str, ...] = option(VARIANTS, "Of a STILL model.", commas=True, shown="all that it has")
+    seed: int = option(0, "Seed of the prompts.")
+    variants: tuple[str, ...] = option(VARIANTS, "Variants of a STILL model.", commas=True, shown="all that it has")
     teacher: str | None = option(None, "The softmax model that MODEL was made from.")
-    tokenizer: str | None = option(None, "Folder of the tokenizer, if not beside the model.")
+    tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not next to the model.")
     dtype: str = option("auto", "auto, float32, float16 or bfloat16.")
-    device: str = option("auto", "auto, cpu or cuda; a package runs where its runtime does.", choices=DEVICES)
-    runtime: str | None = option(None, "Of packages: ort, trt or torch.", shown="the package's target")
-    provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
-    threads: int = option(0, "Of packages; 0 = the runtime's choice.", least=0)
+    device: str = option("auto", "auto, cpu or cuda; a package runs on its runtime's device.", choices=DEVICES)
+    runtime: str | None = option(None, "Runtime of packages: ort, trt or torch.", shown="the package's target")
+    provider: str = option("cpu", "ONNX Runtime's provider: cpu or cuda.")
+    threads: int = option(0, "Threads for packages; 0 = the runtime's choice.", least=0)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -91,8 +91,8 @@ class Evaluation:
     """Results by variant.
 
     bits_per_byte: variant -> "file @ context" -> value. perplexity: variant -> file -> "first-end" of positions -> value.
-    retrieval: variant -> task -> length -> accuracy by depth. prompts: Of each task and length, over all depths.
-    costs: of packages, name -> what is measured -> value (`packages.costs`).
+    retrieval: variant -> task -> length -> accuracy by depth. prompts: Per task and length, over all depths.
+    costs: package -> measure -> value (`packages.costs`).
     """
 
     bits_per_byte: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -102,13 +102,12 @@ class Evaluation:
     prompts: int = 0
 
     def add(self, other: Evaluation) -> None:
-        """Add what was measured of other models."""
+        """Add results of other models."""
         for name in ("bits_per_byte", "perplexity", "retrieval", "costs"):
             getattr(self, name).update(getattr(other, name))
         self.prompts = self.prompts or other.prompts
 
     def accuracy(self, variant: str, task: str, length: int) -> float:
-        """Mean over depths."""
         row = self.retrieval[variant][task][length]
         return sum(row) / len(row)
 
@@ -147,8 +146,8 @@ def measure(
     """Measure every model.
 
     Args:
-        models: By name: "still" in the options' variants, all others as they are; a package as `packages.PackageModel`.
-        tokenizer: Of all.
+        models: By name: "still" is measured in the options' variants, others unchanged; a package is a `packages.PackageModel`.
+        tokenizer: Common to all models.
 
     Raises:
         DataError: A text is unusable, or the tokenizer does not fit.
@@ -181,7 +180,7 @@ def measure(
 def by_depth(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
-    """Share of right answers of a task at a length."""
+    """Share of right answers to a task at one length, by depth."""
     if task not in MAKERS:
         return retrieval(model, tokenizer, task, length, options, texts)
     hay = [text[: 200 * length] for text in texts.values()] or [DEFAULT_HAYSTACK]
@@ -192,7 +191,7 @@ def by_depth(
 
 
 def prompts_at_once(model: Any, length: int) -> int:
-    """Prompts of so many tokens in one call; a server is asked for a few at a time."""
+    """Prompts of `length` tokens per call; a few at a time for a server."""
     return AT_ONCE if hasattr(model, "complete_all") else max(1, TOKENS_AT_ONCE[model.device.type] // length)
 
 
@@ -204,11 +203,11 @@ def load_any(
     tokens: int = 0,
     overlays: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
-    """The models to evaluate by name: "still" for a STILL model, "teacher" for a softmax one, and for `teacher`.
+    """Models to evaluate, by name: "still" is a STILL model, "teacher" a softmax one or `teacher`.
 
     Args:
-        generates: They will write, which takes a cache; a softmax model without is faster on long texts.
-        tokens: Longest sequence; a STILL model whose cache holds less gets room for it, beyond what it was trained on.
+        generates: The models will write, which needs a cache; without it a softmax model is faster on long texts.
+        tokens: Longest sequence. A STILL model with a smaller capacity gets a larger one, beyond its training.
     """
 
     def softmax(path: str) -> Any:
@@ -216,7 +215,7 @@ def load_any(
             layers = load_model(path, attach_untrained=True, dtype=dtype).config.num_hidden_layers
             full = StillConfig(layer_types=(FULL,) * layers)
             return load_model(path, attach_untrained=True, still_config=full, dtype=dtype)
-        # The loader checks files and reads GGUF; in softmax mode the attached maps and gates are not used.
+        # The loader checks files and reads GGUF. Softmax mode does not use the attached maps and gates.
         model = load_model(path, attach_untrained=True, dtype=dtype)
         for mixer in MIXERS.values():
             mixer.restore_base(model)
@@ -231,7 +230,7 @@ def load_any(
             opened = open_source(source, dtype=dtype, overlays=overlays, deployment={"capacity_tokens": tokens})
         if inserted := getattr(opened.config, "feeding", {}).get("inserted"):
             raise ConfigError(
-                f"{source} needs a token of its own after every {inserted['every']}, which only runners insert. Export it and evaluate the "
+                f"{source} needs an extra token after every {inserted['every']}, which only runners insert. Export it and evaluate the "
                 f"package: still-export {source} -o PACKAGE"
             )
         models["still"] = opened.read()
@@ -241,18 +240,18 @@ def load_any(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `name` means; auto is CUDA where there is one."""
+    """The device named `name`; auto is CUDA if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in DEVICES:
         raise unknown(name, DEVICES, f"--device {name}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch finds no such device here. Leave it out: the CPU computes.")
+        raise ConfigError("--device cuda: PyTorch finds no CUDA device here. Leave it out to use the CPU.")
     return torch.device(name)
 
 
 def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
-    """How often `evaluate` will call `advance`."""
+    """Number of times `evaluate` will call `advance`."""
     variants = sum(len(options.variants) if name == "still" else 1 for name in models)
     texts = len(options.texts) * (len(options.context_lengths) + bool(options.by_position))
     tasks = len(options.tasks) * len(options.lengths)
@@ -260,27 +259,27 @@ def measurements(models: Sequence[str], options: EvaluationOptions) -> int:
 
 
 def variants_of(model: Any) -> tuple[str, ...]:
-    """Variants that a STILL model has: itself, and without each part of its layers."""
+    """Variants of a STILL model: itself, and without each part of its layers."""
     layers = range(model.config.num_hidden_layers)
     return tuple(dict.fromkeys(("still", *(part for i in layers for part in mixer_of(model.config, i).parts))))
 
 
 def without(model: Any, variant: str) -> contextlib.AbstractContextManager[None]:
-    """`model` as `variant` inside the block: a part of its layers switched off, as their mixers know it."""
+    """Inside the block `model` is `variant`: one part of its layers is switched off by their mixers."""
     owner = next((mixer for mixer in MIXERS.values() if variant in mixer.parts), None)
     return contextlib.nullcontext() if owner is None else owner.without(model, variant)
 
 
 @torch.no_grad()
 def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: int) -> float:
-    """Bits per UTF-8 byte of the first `limit` tokens of `text`, in blocks of `context` tokens that know nothing of each other.
+    """Bits per UTF-8 byte of the first `limit` tokens of `text`, in independent blocks of `context` tokens.
 
-    The first token of a block is given, not predicted.
+    The first token of a block is not predicted.
 
     Raises:
-        ConfigError: The text has not one block.
+        ConfigError: The text is shorter than one block.
     """
-    # Tokens are longer than a byte on the whole; the tail that is not needed is not tokenized.
+    # Tokens average more than a byte; text beyond the limit is not tokenized.
     ids = tokenize(text[: 16 * limit], tokenizer, int(model.config.vocab_size))[:limit]
     blocks = len(ids) // context
     if blocks == 0:
@@ -301,11 +300,11 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str, context: int, limit: in
 def retrieval(
     model: Any, tokenizer: Any, task: str, length: int, options: EvaluationOptions, texts: dict[str, str]
 ) -> list[float]:
-    """Share of answers whose every token is the most likely one, which is what greedy decoding gives, by depth."""
+    """Share of answers with the most likely token in every place, as greedy decoding gives, by depth."""
     haystack = next(iter(texts.values()), None) or DEFAULT_HAYSTACK
     filler = tokenize(haystack[: 200 * length], tokenizer, int(model.config.vocab_size))
     writer = TaskWriter(tokenizer, filler)
-    # One seed for all variants: every model is asked the same questions.
+    # One seed for all variants, so that all models get the same questions.
     rng = np.random.default_rng((options.seed, length))
     found = []
     for depth in range(options.depths):
@@ -324,19 +323,19 @@ def retrieval(
 
 
 def check_answers(tokenizer: Any, prompts: Sequence[tuple[np.ndarray, int]]) -> None:
-    """Raise DataError unless the last tokens of each prompt are a number that its text has just once before."""
+    """Raise DataError unless the last tokens of each prompt are a number that occurs exactly once before."""
     for ids, count in prompts:
         text, answer = (tokenizer.decode(part.tolist()) for part in (ids[:-count], ids[-count:]))
         if not answer.strip().isdigit() or len(re.findall(rf"(?<!\d){answer.strip()}(?!\d)", text)) != 1:
             raise DataError(
-                f"a prompt of {len(ids)} tokens does not have its answer {answer!r} once: the tokenizer takes numbers apart, or the text "
+                f"a prompt of {len(ids)} tokens does not have its answer {answer!r} once: the tokenizer splits numbers, or the text "
                 "has the number. Use another --text or --seed."
             )
 
 
 @torch.no_grad()
 def answered(model: Any, tokenizer: Any, ids: np.ndarray, counts: Sequence[int]) -> int:
-    """Rows of `ids` [B, T] whose last `counts` tokens are each the most likely continuation; a served model writes them as text."""
+    """Number of rows of `ids` [B, T] with the last `counts` tokens each the most likely; a served model answers with text."""
     if hasattr(model, "complete_all"):
         pairs = [(row[:-count].tolist(), row[-count:].tolist()) for row, count in zip(ids, counts, strict=True)]
         said = model.complete_all([(given, len(rest)) for given, rest in pairs])
@@ -358,7 +357,7 @@ DEFAULT_HAYSTACK = " ".join(
     ]
     * 40
 )
-"""Filler for retrieval where no text is given."""
+"""Filler for retrieval without a text."""
 
 
 def write_evaluation(result: Evaluation, options: EvaluationOptions, folder: Path, command: str) -> None:

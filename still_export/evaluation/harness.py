@@ -1,9 +1,9 @@
-"""Packages, and models in PyTorch, as models of lm-evaluation-harness 0.4.
+"""Packages and PyTorch models for lm-evaluation-harness 0.4.
 
     python -m still_export.evaluation.harness run --model still-export --model_args package=DIR --tasks TASK
     python -m still_export.evaluation.harness run --model still-export-torch --model_args model=BASE.gguf,adapter=DIR --tasks TASK
 
-is its command line with these models known.
+is its command line with these models registered.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Answer = tuple[float, bool]
 
 @register_model("still-export")
 class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """A package by the runner that users run, one row at a time.
+    """A package in the runner of `still-export run`, one row at a time.
 
     Args:
         package: Its folder. runtime, provider, threads: See `still-export run`.
-        max_tokens: Of a window of `loglikelihood_rolling`, and of an answer whose task names no length.
-        given: What the command line always passes: device and batch sizes, which a package has itself.
+        max_tokens: Window of `loglikelihood_rolling`, and length of answers to tasks that set none.
+        given: Ignored: device and batch sizes, which the command line always passes and a package fixes.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         **given: Any,
     ) -> None:
         super().__init__()
-        opened = open_package(Path(package), check_hashes=False)  # the runner compares them
+        opened = open_package(Path(package), check_hashes=False)  # the runner checks them
         setting = BenchOptions(threads=int(threads), runtime=runtime, provider=provider)
         self.model = LanguageModel(open_model(opened, setting).runner)
         self.tokenizer = load_tokenizer(Path(package))
@@ -86,7 +86,7 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return found
 
     def _continuations(self, context: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Each continuation after the context, which is read once."""
+        """Log-probability of each continuation after the context, which is read once."""
         runner = self.model.runner
         runner.start(1, len(context) + max(map(len, continuations)))
         first = runner.prefill(context)
@@ -133,12 +133,12 @@ class PackageLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 @register_model("still-export-torch")
 class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
-    """A model in PyTorch, in batches, as lm-evaluation-harness runs models of transformers.
+    """A PyTorch model, in batches, as lm-evaluation-harness runs transformers models.
 
     Args:
-        model: Its folder, hub id or GGUF file; a softmax model is read as it is.
-        adapter: What `linearize` trained from it.
-        given: What the command line always passes: device and batch size among it.
+        model: Folder, hub id or GGUF file; a softmax model is not changed.
+        adapter: Folder that `linearize` trained from it.
+        given: Further arguments of the command line, such as device and batch size.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TorchLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         (found,) = load_any(model, None, dtype, generates=True, tokens=int(tokens), overlays=overlays).values()
         device = pick_device(
             str(given.pop("device", None) or "auto").partition(":")[0]
-        )  # the command line says "cuda:0"
+        )  # the command line passes "cuda:0"
         super().__init__(found.to(device), tokenizer=load_tokenizer(model), max_length=int(tokens), **given)
 
 

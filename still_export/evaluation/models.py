@@ -1,4 +1,4 @@
-"""Models and packages by their folders, measured in one call."""
+"""Evaluation of models and packages named by folders."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def evaluate(
     command: str = "",
     started: Callable[[int], Callable[[str], None]] = lambda count: lambda done: None,
 ) -> Evaluation:
-    """Measure what models know: bits per byte, retrieval; of packages also size, memory and speed.
+    """Measure models: bits per byte, retrieval; for packages also size, memory and speed.
 
     Args:
-        models: Folder of a STILL model, whose parts are measured too, or of a softmax model; or packages, and addresses of servers.
-        options: What is measured; None: the defaults.
-        output: An existing folder for tables; None: none are written.
-        command: The command line, for the tables.
-        started: Called with how many measurements there will be; what it returns is called with each that is done.
+        models: Folder of a STILL model (its parts are measured too) or of a softmax model; or packages, and addresses of servers.
+        options: None: the defaults.
+        output: An existing folder for tables; None: no tables are written.
+        command: The command line, recorded in the tables.
+        started: Called with the number of measurements; its result is called with each finished one.
 
     Returns:
-        The results by model, or by variant of the one STILL model.
+        Results by model, or by variant of the one STILL model.
 
     Raises:
-        ConfigError: Nothing is to be measured, several models are not all packages, a package has no room for a length, or a server
-            is asked for what needs logits.
+        ConfigError: There is nothing to measure, several models are not all packages, a package has no room for a length, or a measurement
+            needs logits of a server.
         RunError: A server does not answer.
         DataError: A text is unusable.
     """
@@ -87,7 +87,7 @@ def evaluate(
         result.costs[name] = costs(package, measured, setting)
         advance(f"{name}, costs")
     result.add(measure(loaded, vocabulary, options, device=pick_device(options.device), advance=advance))
-    for name, package in packages.items():  # one at a time: memory
+    for name, package in packages.items():  # one at a time saves memory
         opened = {name: open_model(package, setting)}
         result.add(measure(opened, vocabulary, options, advance=advance))
         del opened
@@ -99,20 +99,20 @@ def evaluate(
 
 
 def _check_served(options: EvaluationOptions) -> None:
-    """Raise ConfigError where a server is asked for more than words, or its tokenizer is not named."""
+    """Raise ConfigError if a measurement needs logits of a server, or the tokenizer is not named."""
     if options.tokenizer is None:
-        raise ConfigError("a server is asked in token ids: name the folder of its tokenizer with --tokenizer.")
+        raise ConfigError("a server gets token ids: name the folder of its tokenizer with --tokenizer.")
     if options.texts and (options.context_lengths or options.by_position):
-        raise ConfigError('a server shows no logits: leave out --by-position, and give --contexts "".')
+        raise ConfigError('a server does not return logits: leave out --by-position, and give --contexts "".')
 
 
 def _packages(models: list[str], alone: bool) -> dict[str, Package]:
-    """The packages by their folders' names; empty for one model that is none, if it is `alone`."""
+    """Packages by folder name; {} if there is one model, it is not a package, and `alone`."""
     folders = [Path(model) for model in models]
     if not all(map(is_package, folders)):
         if len(models) > 1 or not alone:
             raise ConfigError(
-                f"{len(models)} models: several at once are packages, or servers. Evaluate each on its own."
+                f"{len(models)} models: several at once must be packages or servers. Evaluate each on its own."
             )
         return {}
     names = [folder.resolve().name for folder in folders]
@@ -124,12 +124,12 @@ def _packages(models: list[str], alone: bool) -> dict[str, Package]:
 def _check_room(name: str, tokens: int, capacity: dict[str, Any]) -> None:
     if capacity["bounded"] and tokens > capacity["capacity_tokens"]:
         raise ConfigError(
-            f"{name} holds {capacity['capacity_tokens']} tokens; {tokens} were asked for. Give smaller --lengths and --contexts."
+            f"{name} has room for {capacity['capacity_tokens']} tokens; {tokens} are needed. Give smaller --lengths and --contexts."
         )
 
 
 def _measured(tokens: int, packages: Mapping[str, Package], setting: BenchOptions) -> int:
-    """Of `tokens` what leaves every package room for the steps that are timed behind them."""
+    """`tokens`, reduced until every package has room for the timed steps as well."""
     bounds = [p.manifest["capacity"] for p in packages.values()]
     held = (b["capacity_tokens"] - setting.room(0) for b in bounds if b["bounded"])
     return max(1, min((tokens, *held)))

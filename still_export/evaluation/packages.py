@@ -1,4 +1,4 @@
-"""A package in the place of a model: what evaluation asks of a model, answered by the runner that users run."""
+"""A package as a model to evaluate, computed by the runner of `still-export run`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from still_export.runtime.sampling import Sampling
 
 
 class PackageModel:
-    """A runner as `evaluate` calls a transformers model: logits of ids without padding, greedy continuations.
+    """A runner with the interface that `evaluate` uses of transformers models: logits of unpadded ids, greedy continuations.
 
-    A package gives the logits of each call's last token, unless it was exported with all of them: others are had token by token.
+    Packages return logits of each call's last token only, unless exported with all. Otherwise tokens are fed one by one.
     """
 
     device = torch.device("cpu")
-    """Of ids and logits, wherever the package runs."""
+    """Device of ids and logits; the package itself may run elsewhere."""
 
     def __init__(self, runner: Runner) -> None:
         model = runner.manifest["model"]
@@ -33,18 +33,18 @@ class PackageModel:
         self._all_logits = bool(model["all_logits"])
 
     def to(self, device: Any) -> PackageModel:
-        """Itself: a package runs where it was opened."""
+        """No effect: a package stays on its device."""
         return self
 
     def __call__(self, ids: Tensor, use_cache: bool = False, logits_to_keep: int = 0) -> Any:
-        """Logits of the last `logits_to_keep` tokens of ids [B, T], 0 = all: an object whose `logits` are float32 [B, n, V]."""
+        """Returns an object with `logits` float32 [B, n, V] of the last `logits_to_keep` tokens of ids [B, T]; 0: all."""
         most = self.runner.most_rows or len(ids)
         parts = [self._logits(part.numpy(), logits_to_keep or ids.shape[1]) for part in ids.split(most)]
         logits = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return SimpleNamespace(logits=torch.from_numpy(logits.astype(np.float32, copy=False)))
 
     def _logits(self, tokens: np.ndarray, kept: int) -> np.ndarray:
-        """[B, kept, V] of the last tokens of [B, T]."""
+        """Logits [B, kept, V] of the last tokens of [B, T]."""
         rows, count = tokens.shape
         feeding = self.runner.feeding
         self.runner.start(rows, feeding.length(count))
@@ -52,7 +52,9 @@ class PackageModel:
             fed, places = feeding.fed(tokens)
             return self._fed(fed)[:, places[-kept:]]
         first = count - kept + 1
-        found = np.empty((rows, kept, self.config.vocab_size), np.float32)  # of long texts gigabytes, once
+        found = np.empty(
+            (rows, kept, self.config.vocab_size), np.float32
+        )  # gigabytes for long texts, so allocated once
         found[:, 0] = self._fed(feeding.fed(tokens[:, :first])[0])[:, -1]
         for place in range(first, count):
             found[:, place - first + 1] = self.runner.step(tokens[:, place])
@@ -67,7 +69,7 @@ class PackageModel:
         eos_token_id: int,
         pad_token_id: int,
     ) -> Tensor:
-        """Each prompt and its greedy continuation up to its end, padded: [B, T + max_new_tokens]."""
+        """Prompts with greedy continuations up to their end, padded: [B, T + max_new_tokens]."""
         new = torch.full((len(ids), max_new_tokens), pad_token_id, dtype=torch.int64)
         for row, (prompt, mask) in enumerate(zip(ids, attention_mask, strict=True)):
             self.runner.start()
@@ -77,25 +79,25 @@ class PackageModel:
         return torch.cat([ids, new], dim=1)
 
     def _fed(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits of tokens [B, T], fed in pieces: of all [B, T, V], or of the last [B, 1, V]."""
+        """Logits of tokens [B, T] fed in pieces: [B, T, V] if the package returns all, else [B, 1, V]."""
         step = self.runner.prefill_tokens
         pieces = [self.runner.feed(tokens[:, start : start + step]) for start in range(0, tokens.shape[1], step)]
         return np.concatenate(pieces, axis=1) if self._all_logits else pieces[-1]
 
 
 def open_model(package: Package, setting: BenchOptions) -> PackageModel:
-    """A package with the runner of `run`.
+    """Open a package in the runner of `still-export run`.
 
     Raises:
-        ConfigError: The runtime or the provider is not one of the package.
-        RunError: It does not run here.
+        ConfigError: The runtime or provider does not fit the package.
+        RunError: The package does not run here.
     """
     asked = runtime_of(package.manifest["target"], setting.runtime).name
     return PackageModel(open_runner(package.path, package.manifest, asked, setting.provider, threads=setting.threads))
 
 
 def costs(package: Package, length: int, setting: BenchOptions) -> dict[str, float]:
-    """Costs of a package at a context of `length` tokens: size and peak memory in MB, seconds of prefill, ms of a decode step."""
+    """Costs of a package at a context of `length` tokens: size and peak memory in MB, prefill in s, decode step in ms."""
     (row,) = bench(package.path, replace(setting, lengths=(length,)))
     size = sum(entry["size_bytes"] for entry in package.manifest["files"].values())
     return {

@@ -1,4 +1,4 @@
-"""Perplexity by position in long texts: whether what stands far above still helps, and where a model's context ends."""
+"""Perplexity by position in long texts: it shows whether distant text still helps, and where a model's context ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from still_export.errors import ConfigError
 from still_export.texts.texts import tokenize
 
 FIRST = 1024
-"""Positions of the first range; each further one is as long as all before it."""
+"""Positions of the first range; each further range is as long as all before it."""
 SLICE = 4096
-"""Positions whose logits are widened at a time."""
+"""Positions whose logits are converted to float32 at a time."""
 
 
 def ranges(context: int) -> list[tuple[int, int]]:
-    """Ranges of positions up to `context`, first and end: 0 to FIRST, then octaves."""
+    """Ranges [first, end) of positions up to `context`: 0 to FIRST, then octaves."""
     found, start = [], 0
     while start < context:
         end = min(context, max(FIRST, 2 * start))
@@ -30,10 +30,10 @@ def ranges(context: int) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def perplexity_by_position(model: Any, tokenizer: Any, text: str, context: int, limit: int) -> dict[str, float]:
-    """Perplexity of the tokens in each range of positions, "first-end", over blocks of `context` tokens of the first `limit`.
+    """Perplexity of tokens by range of positions ("first-end"), over blocks of `context` tokens from the first `limit`.
 
     Raises:
-        ConfigError: The text has not one block.
+        ConfigError: The text is shorter than one block.
     """
     ids = tokenize(text[: 16 * limit], tokenizer, int(model.config.vocab_size))[:limit]
     blocks = len(ids) // context
@@ -46,7 +46,7 @@ def perplexity_by_position(model: Any, tokenizer: Any, text: str, context: int, 
         pairs = zip(logits.split(SLICE), row[1:].split(SLICE), strict=True)
         losses = [nn.functional.cross_entropy(part.float(), target, reduction="none") for part, target in pairs]
         nats += torch.cat(losses).double().cpu()
-    # Position p is predicted by the one before it; the first is given.
+    # Position p is predicted by the one before it; the first is not predicted.
     return {
         f"{first}-{end}": math.exp(float(nats[max(first, 1) - 1 : end - 1].mean()) / blocks)
         for first, end in ranges(context)

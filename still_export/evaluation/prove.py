@@ -1,4 +1,4 @@
-"""All that this machine can show of a package, in one call: engines built, compared with PyTorch, measured, recorded."""
+"""Prove a package as far as this machine can: build engines, compare with PyTorch, measure, record."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from still_export.proof.records import Record, make_record, what_ran
 from still_export.targets.registry import packaged_target
 
 SHOWN = 5
-"""Mismatches that a record names."""
+"""Mismatches listed in a record."""
 
 
 @dataclass(frozen=True)
 class ProveOptions:
-    """How a package is proven; every field is a flag of `still-export prove`, and means what it does for `verify` and `bench`."""
+    """Options of a proof; each field is a flag of `still-export prove`, with its meaning in `verify` and `bench`."""
 
     model: str | None = option(None, "The PyTorch model, if it is no longer where it was exported from.")
     calls: Path | None = option(None, "Read PyTorch's answers from a file made with verify --record.")
-    provider: str = option("cpu", "Of ONNX Runtime: cpu or cuda.")
-    reference_device: str | None = option(None, "Where PyTorch answers: cpu or cuda.", shown="cpu")
+    provider: str = option("cpu", "ONNX Runtime's provider: cpu or cuda.")
+    reference_device: str | None = option(None, "Device of PyTorch: cpu or cuda.", shown="cpu")
     seed: int = option(0, "Seed of the prompts.")
     lengths: tuple[int, ...] = option(
-        (), "Context lengths that are measured.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
+        (), "Context lengths to measure.", commas=True, shown=f"{','.join(map(str, LENGTHS))}, those that fit"
     )
 
 
 @dataclass(frozen=True)
 class Proven:
-    """The record, and what could not be shown here, a sentence each."""
+    """The record, and sentences on what could not be checked here."""
 
     record: Record
     missing: list[str]
@@ -48,14 +48,14 @@ class Proven:
 def prove(
     package: str | Path, options: ProveOptions = ProveOptions(), say: Callable[[str], None] = lambda done: None
 ) -> Proven:
-    """Build, verify and measure a package, as far as this machine can.
+    """Build, verify and measure a package as far as this machine can.
 
     Raises:
-        ConfigError: No runtime of this project runs packages of this target.
+        ConfigError: The project has no runtime for this target.
         PackageError: The package is damaged or does not run here.
         ModuleNotFoundError: The target's runtime is not installed.
     """
-    opened = open_package(Path(package), check_hashes=False)  # who builds of it, and verify, compare them
+    opened = open_package(Path(package), check_hashes=False)  # the builder and verify check them
     target = packaged_target(opened.manifest)
     runtime = runtime_of(opened.manifest["target"], None)
     demand(*runtime.modules)
@@ -73,7 +73,7 @@ def prove(
     say("measuring")
     setting = BenchOptions(provider=options.provider, lengths=options.lengths)
     if left := sorted(set(LENGTHS) - set(setting.held(opened.manifest))) if not options.lengths else []:
-        missing.append(f"speed at {', '.join(map(str, left))} tokens, which are beyond the package's capacity")
+        missing.append(f"speed at {', '.join(map(str, left))} tokens, which exceed the package's capacity")
     try:
         for row in bench(opened.path, setting, say):
             figures |= _speed(row)
@@ -101,7 +101,7 @@ def prove(
 
 
 def _verified(package: Package, options: ProveOptions, missing: list[str], say: Callable[[str], None]) -> Report | None:
-    """The verdict, None where PyTorch's answers are not here."""
+    """The verdict, or None without PyTorch's answers."""
 
     def progress(phase: str, done: int, total: int) -> None:
         say(f"verifying: {phase}, {done} of {total}")

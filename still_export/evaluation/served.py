@@ -1,4 +1,4 @@
-"""A server of OpenAI's completions in the place of a model: vLLM, `still-export serve` or another, asked over HTTP."""
+"""A server with OpenAI's completions as a model to evaluate: vLLM, `still-export serve` or another."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import torch
 from still_export.runtime.sampling import RunError
 
 SECONDS = 600
-"""Until an answer has to be there."""
+"""Timeout of an answer."""
 AT_ONCE = 8
-"""Prompts that it is asked at a time: servers answer several together."""
+"""Prompts sent at a time; servers answer several together."""
 
 
 def is_served(model: str) -> bool:
-    """Whether a model is named by an address."""
+    """Whether a model is an address."""
     return model.startswith(("http://", "https://"))
 
 
 class ServedModel:
-    """What a server continues prompts with. Its logits are not seen, so tasks that are answered in words can be measured, and needles.
+    """A model behind a server. It returns no logits, so only tasks answered in words, and needles, can be measured.
 
     Args:
         address: Up to the version: http://127.0.0.1:8000/v1.
-        vocab_size: Of the tokenizer.
+        vocab_size: Vocabulary of the tokenizer.
 
     Raises:
-        RunError: Nothing of this kind answers there.
+        RunError: No such server answers there.
     """
 
     device = torch.device("cpu")
@@ -43,16 +43,16 @@ class ServedModel:
         self.name = self._ask("models", lambda found: found["data"][0]["id"])
 
     def to(self, device: Any) -> ServedModel:
-        """Itself: it runs where its server does."""
+        """No effect: the model stays on its server."""
         return self
 
     def complete(self, prompt: Sequence[int], tokens: int) -> str:
-        """The greedy continuation of a prompt's ids, of at most `tokens` tokens."""
+        """The greedy continuation of token ids, of at most `tokens` tokens."""
         body = {"model": self.name, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0}
         return self._ask("completions", lambda found: found["choices"][0]["text"], body)
 
     def complete_all(self, asked: Sequence[tuple[Sequence[int], int]]) -> list[str]:
-        """The continuations of prompts' ids, each of at most so many tokens, in their order."""
+        """The continuations of (token ids, most tokens) pairs, in order."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(lambda one: self.complete(*one), asked))
 

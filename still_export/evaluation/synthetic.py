@@ -1,5 +1,5 @@
-"""Prompts that are answered in words: RULER's synthetic tasks and BABILong's, over any text, made anew from their papers
-(arXiv:2404.06654, arXiv:2406.10149). Each prompt is read again before it counts."""
+"""Prompts answered in words: RULER's synthetic tasks and BABILong's, over any text, rewritten from their papers (arXiv:2404.06654,
+arXiv:2406.10149). Each prompt is checked before it is used."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from still_export.texts.tasks import COLOURS, THINGS, hide, piece, room_for_fill
 from still_export.texts.turns import turn_pieces
 
 REPLY_TOKENS = 40
-"""Of a reply at most, where a task has no number of its own; long lists of answers have."""
+"""Most tokens of a reply by default; tasks with long lists of answers have more."""
 MANY = 4
-"""Values, keys, distractors of RULER's harder needles."""
+"""Values, keys or distractors of RULER's harder needles."""
 HOPS = 4
 COMMON, OFTEN, SELDOM = 10, 30, 3
-"""Common words, and how often they and all others stand in the list."""
+"""Number of common words, their frequency, and the frequency of all others."""
 TRIES = 8
 PEOPLE = "Daniel Mary John Sandra".split()
 PLACES = "kitchen garden office bathroom hallway bedroom".split()
@@ -30,23 +30,23 @@ OBJECTS = "football apple milk".split()
 
 
 def holds(reply: str, answer: str) -> bool:
-    """Whether a reply holds the answer as a word of its own."""
+    """Whether a reply contains the answer as a whole word."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", reply, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True)
 class Item:
-    """What is hidden and asked.
+    """A question, its answers, and the facts hidden in the text.
 
     Args:
-        facts: Depth (0 = far, 1 = at the end) and text of each, in the order in which they are told.
-        question: Behind the text. lead: How the reply begins.
-        answers: That the reply must hold; each counts.
-        choices: The first of these in the reply is what it says.
-        words: In the place of the filler, tokens' worth of these: word and how often; or a share of all where it is below 1.
+        facts: Depth (0 = far, 1 = at the end) and text of each, in the order in which they appear.
+        question: Text after the filler. lead: Beginning of the reply.
+        answers: Texts that the reply must contain; each counts.
+        choices: The first of these in the reply is its answer.
+        words: Replace the filler: (word, frequency); frequencies below 1 are shares of all words.
         ranked: The answers are the most frequent of `words`.
-        chance: The filler may hold an answer by chance.
-        tokens: Of a reply at most.
+        chance: The filler may contain an answer by chance.
+        tokens: Most tokens of a reply.
     """
 
     question: str
@@ -59,14 +59,14 @@ class Item:
     tokens: int = REPLY_TOKENS
 
     def score(self, reply: str) -> float:
-        """Share of the answers that the reply has, 0 to 1."""
+        """Share of answers in the reply, 0 to 1."""
         if self.choices:
             said = re.search(rf"(?<!\w)({'|'.join(self.choices)})(?!\w)", reply, re.IGNORECASE)
             return float(said is not None and said[1].lower() == self.answers[0].lower())
         return sum(holds(reply, answer) for answer in self.answers) / len(self.answers)
 
     def fault(self, text: str) -> str:
-        """What is wrong with a prompt that reads `text`; empty: nothing."""
+        """The fault of a prompt with this `text`; "": none."""
         at = 0
         for part in (*(fact for _, fact in sorted(self.facts, key=lambda f: f[0])), self.question):
             at = text.find(_plain(part), at)
@@ -87,18 +87,18 @@ class Item:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids int64 [n], ready to be answered, and what is asked."""
+    """Token ids int64 [n] of a prompt, and its item."""
 
     ids: np.ndarray
     item: Item
 
 
 Maker = Callable[[np.random.Generator, float, Sequence[str]], Item]
-"""An item from random numbers, the depth of what is asked for, and the different words of the text."""
+"""Makes an item from a random generator, the depth of the fact, and the distinct words of the text."""
 
 
 def _needles(keys: int, values: int, asked: int) -> Maker:
-    """`keys` things with `values` codes each; those of the first `asked` things are asked for."""
+    """`keys` things with `values` codes each; the question is about the first `asked` things."""
 
     def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
         drawn = rng.choice(len(COLOURS) * len(THINGS), keys, replace=False)
@@ -123,7 +123,7 @@ def _needles(keys: int, values: int, asked: int) -> Maker:
 
 
 def _variables(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
-    """A chain of assignments: every variable that has the first one's value."""
+    """A chain of assignments; the question is which variables have the first one's value."""
     names: list[str] = []
     while len(names) <= HOPS:
         name = "".join(chr(65 + int(n)) for n in rng.integers(0, 26, 5))
@@ -141,7 +141,7 @@ def _variables(rng: np.random.Generator, depth: float, words: Sequence[str]) -> 
 
 
 def _common(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
-    """Ten words that stand in a list ten times as often as all others."""
+    """A list in which ten words occur ten times as often as all others."""
     order = [words[int(i)] for i in rng.permutation(len(words))]
     listed = [(word, float(OFTEN if i < COMMON else SELDOM)) for i, word in enumerate(order)]
     question = f"\nWhich {COMMON} words are the most frequent of the list above?"
@@ -150,7 +150,7 @@ def _common(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Ite
 
 
 def _frequent(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
-    """Three words of a text of made-up ones, whose frequencies fall with the square of their rank."""
+    """A text of invented words with frequencies that fall with the square of their rank; the question is the first three."""
     made = ["".join(chr(97 + int(n)) for n in rng.integers(0, 26, 6)) for _ in range(64)]
     shares = [(word, 0.6 / (rank + 1) ** 2) for rank, word in enumerate(made)]
     question = "\nThe text above is in a secret script. Which three words are its most frequent?"
@@ -159,7 +159,7 @@ def _frequent(rng: np.random.Generator, depth: float, words: Sequence[str]) -> I
 
 
 def _story(supporting: int) -> Maker:
-    """bAbI's first three kinds of stories, by the facts that an answer needs: people who go about, take and leave things."""
+    """bAbI's first three kinds of stories, by number of supporting facts: people move, take and leave things."""
 
     def make(rng: np.random.Generator, depth: float, words: Sequence[str]) -> Item:
         where: dict[str, list[str]] = {}
@@ -220,20 +220,20 @@ MAKERS: dict[str, Maker] = {
     "babi_2": _story(2),
     "babi_3": _story(3),
 }
-"""By name; the tasks of bAbI by how many facts an answer needs."""
+"""Makers by task; bAbI's tasks by number of supporting facts."""
 
 
 def _plain(text: str) -> str:
-    """With single spaces, as tokenizers differ in those that they put between pieces."""
+    """The text with single spaces: tokenizers differ in spaces between pieces."""
     return " ".join(text.split())
 
 
 class PromptWriter:
-    """Writes prompts of one task, in the chat template where the tokenizer has one.
+    """Writes prompts of one task, in the chat template if the tokenizer has one.
 
     Args:
-        fillers: Texts as token ids; prompts take them in turn.
-        words: The different words of the texts.
+        fillers: Texts as token ids, used in turn.
+        words: Distinct words of the texts.
     """
 
     def __init__(self, tokenizer: Any, task: str, fillers: Sequence[np.ndarray], words: Sequence[str]) -> None:
@@ -243,10 +243,10 @@ class PromptWriter:
         self.start = tokenizer("")["input_ids"] if chat is None else self._encode(chat["start"])
 
     def prompt(self, length: int, depth: float, number: int, rng: np.random.Generator) -> Prompt:
-        """The prompt `number` of a depth; with its reply it has `length` tokens, or a word less.
+        """Prompt `number` at a depth. Prompt and reply together have `length` tokens, or one word less.
 
         Raises:
-            ConfigError: It does not fit, or none came out whole.
+            ConfigError: It does not fit, or every attempt was faulty.
         """
         for _ in range(TRIES):
             item = MAKERS[self.task](rng, depth, self.words)
@@ -261,14 +261,14 @@ class PromptWriter:
             if not (fault := f"it has {len(ids)} tokens" if len(ids) > most else item.fault(text)):
                 return Prompt(ids, item)
         raise ConfigError(
-            f"none of {TRIES} prompts of {self.task} at {length} tokens came out whole: {fault}. Use another --text or --lengths."
+            f"none of {TRIES} prompts of {self.task} at {length} tokens is valid: {fault}. Use another --text or --lengths."
         )
 
     def _filler(self, number: int) -> np.ndarray:
         return self.fillers[number % len(self.fillers)]
 
     def _listed(self, item: Item, room: int, rng: np.random.Generator) -> np.ndarray:
-        """Token ids of the item's words in any order, as many as fit."""
+        """Token ids of the item's words in random order, as many as fit."""
         encoded = self.tokenizer([f" {word}" for word, _ in item.words], add_special_tokens=False)["input_ids"]
         asked = np.array([count for _, count in item.words])
         sizes = np.array([len(ids) for ids in encoded])
@@ -281,7 +281,7 @@ class PromptWriter:
                     f"{self.task}: {len(counts)} different words do not fill {room} tokens. Give more --text."
                 )
             if not counts[COMMON]:
-                raise ConfigError(f"{self.task}: its common words take more than {room} tokens. Use greater --lengths.")
+                raise ConfigError(f"{self.task}: its common words need more than {room} tokens. Use greater --lengths.")
         order = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         return np.concatenate([np.asarray(encoded[i], np.int64) for i in order])
 
@@ -292,13 +292,13 @@ class PromptWriter:
 def replied(
     model: Any, writer: PromptWriter, length: int, depths: int, samples: int, rng: np.random.Generator, at_once: int
 ) -> list[float]:
-    """Mean score of the replies by depth.
+    """Mean score of replies, by depth.
 
     Args:
-        length: Tokens of a prompt with its reply. at_once: Prompts of a batch.
+        length: Tokens of a prompt with its reply. at_once: Prompts per batch.
 
     Raises:
-        ConfigError: A length has no room.
+        ConfigError: A length is too short.
     """
     places = [depth / max(1, depths - 1) for depth in range(depths)]
     prompts = [writer.prompt(length, place, number, rng) for place in places for number in range(samples)]
@@ -312,5 +312,5 @@ def replied(
 
 
 def words_of(texts: Sequence[str]) -> list[str]:
-    """Different words of 4 to 10 small letters, in the order of the alphabet."""
+    """Distinct words of 4 to 10 lower-case letters, sorted."""
     return sorted({word for text in texts for word in re.findall(r"\b[a-z]{4,10}\b", text)})

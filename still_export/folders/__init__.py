@@ -1,1 +1,1 @@
-"""What folders of models and adapters hold, by their small files and the heads of their large ones. Without torch and transformers."""
+"""Folders of models and adapters: their small files and the headers of their weights. No torch, no transformers."""

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT, by a list of what is understood: everything else that is set is refused by name."""
+"""PEFT's adapter_config.json, checked against the known fields; any other field with a value is refused by name."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ INERT = frozenset(
         *("bias", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "runtime_config"),
     )
 )
-"""Fields that change no weight: what was trained, and how; the adapter's tensors say which weights there are."""
+"""Fields that do not change weights; the adapter's tensors show which modules it has."""
 UNDERSTOOD = frozenset(
     ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "still_config")
 )
-MERGE = "Where PEFT can merge the adapter into its base (merge_and_unload), take the merged model."
+MERGE = "If PEFT can merge the adapter into its base (merge_and_unload), use the merged model."
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base as it is; others subtract from it what the pair began with."""
+"""Values of init_lora_weights that keep the base; others subtract the initial pair from it."""
 
 
 DEFAULTS = {"r": 8, "lora_alpha": 8}
-"""Of PEFT."""
+"""Defaults of PEFT."""
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """adapter_config.json at `path`.
+    """Read and check adapter_config.json at `path`.
 
     Raises:
-        CheckpointError: It is damaged.
-        UnsupportedModelError: It is no LoRA, or sets what is not understood.
+        CheckpointError: The file is damaged.
+        UnsupportedModelError: It is not a LoRA, or has an unknown setting.
     """
     kind = read_json(path).get("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModelError(f"{path}: peft_type is {kind!r:.40}; LORA is read. {MERGE}")
+        raise UnsupportedModelError(f"{path}: peft_type is {kind!r:.40}; only LORA is supported. {MERGE}")
     values = read_checked(path, Adapter)
     start = values.get("init_lora_weights", True)
     known = INERT | UNDERSTOOD
     unknown = {n: v for n, v in values.items() if n not in known and v is not False and v not in (None, "", [], {})}
     if unknown:
         name, value = next(iter(unknown.items()))
-        raise UnsupportedModelError(f"{path} sets {name} to {value!r:.60}, which is not understood here. {MERGE}")
+        raise UnsupportedModelError(f"{path} sets {name} to {value!r:.60}, which is not supported. {MERGE}")
     if start not in STARTS:
         raise UnsupportedModelError(f"{path}: init_lora_weights is {start!r:.40}, which also changes the base. {MERGE}")
     return {**DEFAULTS, **values}
 
 
 def lora_scale(adapter: Mapping[str, Any], module: str, rank: int) -> float:
-    """What the pair of a module is multiplied with; the pair says its rank, which `rank_pattern` may have set."""
+    """Factor of a module's pair. `rank` comes from the pair, because `rank_pattern` may have changed it."""
     patterns = adapter.get("alpha_pattern") or {}
     found = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
     alpha = float(adapter["lora_alpha"] if found is None else found)

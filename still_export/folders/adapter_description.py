@@ -1,4 +1,4 @@
-"""What was understood of an adapter, in few lines, and which files of a folder nothing reads."""
+"""Summary of an adapter, and files in a folder that are not read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KNOWN_FILES = re.compile(
 
 
 def describe_adapter(folder: Path) -> dict[str, str]:
-    """What an adapter's folder is: adapter, base, weights, and what is ignored.
+    """Summary of an adapter's folder: adapter, base, weights, and what is ignored.
 
     Raises:
         CheckpointError: A file is damaged.
-        UnsupportedModelError: It sets what is not understood.
+        UnsupportedModelError: It has an unknown setting.
     """
     values = read_adapter_config(folder / "adapter_config.json")
     files = weight_files(folder)

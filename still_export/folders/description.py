@@ -1,4 +1,4 @@
-"""What was understood of a model's or an adapter's folder, in few lines: from its small files and the heads of its weights."""
+"""Summary of a model's or adapter's folder, from its small files and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCKS = {"M": "mamba", "*": "full", "-": "feed-forward", "E": "experts"}
 
 
 def describe_folder(folder: Path) -> dict[str, str]:
-    """What a model's folder is: model, weights, tokenizer, template, adapter, and what is ignored; a line each.
+    """Summary of a model's folder, a line each: model, weights, tokenizer, template, adapter, and what is ignored.
 
     Raises:
         CheckpointError: config.json or the weights are damaged or incomplete.
@@ -35,7 +35,7 @@ def describe_folder(folder: Path) -> dict[str, str]:
         return _described(folder)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(
-            f"the JSON files of {folder} hold values of other types than models have: {type(error).__name__}: {error}. "
+            f"the JSON files of {folder} have values of unexpected types: {type(error).__name__}: {error}. "
             "Fetch the model again."
         ) from error
 
@@ -63,7 +63,7 @@ def _described(folder: Path) -> dict[str, str]:
 
 
 def language_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """model_type and values of the language model in a config.json."""
+    """model_type and values of the language model in config.json."""
     kind = recognised(dict(config))
     text = config.get("text_config")
     if not kind:
@@ -72,7 +72,7 @@ def language_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _purpose(name: str, config: Mapping[str, Any]) -> str:
-    """What a tensor is for that is none of the language model's; "": it is."""
+    """Purpose of a tensor outside the language model; "": it belongs to it."""
     for begin, what in NOT_LANGUAGE.items():
         if name.startswith(begin):
             return what
@@ -123,13 +123,13 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
     path = folder / "tokenizer.json"
     if not path.is_file():
         others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
-        return f"{others[0]}, which transformers converts" if others else "none, so that a package takes token ids"
+        return f"{others[0]}, which transformers converts" if others else "none, so a package accepts token ids only"
     try:
         check_tokenizer_files(folder)
         read = Tokenizer.from_file(str(path))
     except StillExportError as error:
         return f"not read: {error}"
-    except BaseException as error:  # the library panics beside Exception
+    except BaseException as error:  # the library's panics are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         return f"not read: {path.name}: {' '.join(str(error).split())}"
@@ -147,7 +147,7 @@ def _tokenizer(folder: Path, vocabulary: int | None) -> str:
 
 
 def templates_of(folder: Path) -> dict[str, str]:
-    """Chat templates by name, as transformers finds them."""
+    """Chat templates by name, found as transformers does."""
     found: dict[str, str] = {}
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     given = config.get("chat_template")

@@ -1,4 +1,4 @@
-"""Families by transformers' model_type: those that are read, those that are refused and why, and tensors of other things than the model."""
+"""Families by transformers' model_type: supported ones, refused ones with the reason, and tensors outside the language model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_export.folders.files import read_json
 from still_export.sources import BESIDE
 
 IN_LLAMA = ("mambainllama_mamba", "mambainllama_mamba2")
-"""Mamba-in-Llama with Mamba, and with Mamba-2, by model_type."""
+"""model_types of Mamba-in-Llama with Mamba and with Mamba-2."""
 ZEBRA = "zebra_llama"
 """Zebra-Llama; its config.json has the base's model_type."""
 
@@ -54,7 +54,7 @@ LINEAR = (
         "hypenet",
     ),
 )
-"""Families whose layers are linear, but those of systems; they are exported as they are."""
+"""Families with linear layers, except those of systems; they are exported without linearization."""
 TEXT_OF = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -62,7 +62,7 @@ TEXT_OF = {
     "lfm3_vl": "lfm3",
     "gemma3": "gemma3_text",
 }
-"""Models of text and images, and the model_type of their language model."""
+"""Models of text and images, with the model_type of their language model."""
 _SHARED = "its Mamba layers are of a kind that is not supported yet"
 _SPARSE = "its softmax layers select keys"
 _CONVOLVED = "its softmax layers attend to convolved inputs, which no mixer here supports"
@@ -86,19 +86,19 @@ NOT_COVERED = {
         ("granite_swa", "granitemoe_swa"), "its softmax has one more learned logit for each head (an attention sink)"
     ),
 }
-"""Linear families that are refused, and why."""
+"""Linear families that are refused, with the reason."""
 NEWER = ("lara_mini",)
-"""Those of them that are read where transformers is new enough, which its classes say."""
+"""Of these, families that are supported if transformers is new enough to have their classes."""
 _SAME = ("hidden_size", "num_attention_heads", "rms_norm_eps", "intermediate_size", "hidden_act", "vocab_size")
-"""Fields that they repeat."""
+"""Fields that both files repeat."""
 
 
 def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json of a folder says, with what another file says of layers that others linearized.
+    """Values of a folder's config.json, merged with the second file of a model linearized by others.
 
     Raises:
-        CheckpointError: The other file is damaged, or contradicts config.json.
-        UnsupportedModelError: It is beside a model of another family.
+        CheckpointError: The second file is damaged or contradicts config.json.
+        UnsupportedModelError: The second file belongs to a model of another family.
     """
     kind, beside = str(config.get("model_type")), next((name for name in BESIDE if (folder / name).is_file()), "")
     said = read_json(folder / beside) if beside else {}
@@ -113,14 +113,14 @@ def whole_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} is {own} in config.json of {folder} and {other} in {beside}. Fix one of them."
             )
     whole = {**config, **{name: value for name, value in said.items() if value is not None}}
-    if beside == "hybrid_config.json":  # positions of latents are not the base's
+    if beside == "hybrid_config.json":  # latent attention has its own positions
         whole |= {"model_type": ZEBRA, "rope_scaling": said.get("rope_scaling"), "rope_parameters": None}
         softmax = whole.get("mla_layers")
     elif beside or kind in IN_LLAMA:
         second = "ngroups" in (whole.get("ssm_cfg") or {}) if beside else kind == IN_LLAMA[1]
         whole["model_type"] = IN_LLAMA[second]
         if not beside:
-            whole.setdefault("d_inner", whole.get("hidden_size"))  # as Qwerky's code has it
+            whole.setdefault("d_inner", whole.get("hidden_size"))  # as in Qwerky's code
         softmax = whole.get("attn_layers")
     else:
         return whole
@@ -141,6 +141,6 @@ NOT_LANGUAGE = {
     "vision_tower.": IMAGES,
     "multi_modal_projector.": IMAGES,
 }
-"""Beginnings of the names of tensors of other things than the language model, and what they are for. transformers leaves them out, too."""
+"""Prefixes of tensor names outside the language model, with their purpose. transformers skips them as well."""
 AHEAD_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Fields of configurations whose last layers guess tokens ahead."""
+"""Configuration fields with the number of last layers that guess tokens ahead."""

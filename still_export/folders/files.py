@@ -1,4 +1,4 @@
-"""The JSON files of models and adapters, checked by type and range before anything is made of them."""
+"""The JSON files of models and adapters, with types and ranges checked before use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = Token | list[Token] | None
 
 
 class Generation(Record):
-    """generation_config.json, and what config.json has of it."""
+    """generation_config.json, and the same fields of config.json."""
 
     bos_token_id: Tokens = None
     eos_token_id: Tokens = None
@@ -28,7 +28,7 @@ class Generation(Record):
 
 
 class Rope(Record):
-    """Rotary embedding, as rope_parameters or rope_scaling; its variants are the family's to refuse."""
+    """Rotary embedding, from rope_parameters or rope_scaling; families refuse variants."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -44,7 +44,7 @@ class Rope(Record):
 
 
 class Config(Generation):
-    """config.json: what the covered families read; what a family leaves out has its default."""
+    """config.json, the fields that supported families read; families have defaults for missing ones."""
 
     model_type: Annotated[str, Field(min_length=1)]
     hidden_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
@@ -82,8 +82,8 @@ class Config(Generation):
     def _known_activation(cls, name: str | None) -> str | None:
         from transformers.activations import ACT2FN
 
-        if name is not None and name not in ACT2FN and name != "sqrelu":  # RWKV-7's, as flash-linear-attention calls it
-            raise ValueError(f"{name!r:.40} is no activation that transformers has")
+        if name is not None and name not in ACT2FN and name != "sqrelu":  # flash-linear-attention's name of RWKV-7's
+            raise ValueError(f"{name!r:.40} is not an activation of transformers")
         return name
 
     @field_validator("dtype", "torch_dtype")
@@ -107,7 +107,7 @@ class Optimizer(Record):
 
 
 class Adapter(Record):
-    """adapter_config.json, PEFT's fields and the STILL configuration."""
+    """adapter_config.json: PEFT's fields and the STILL configuration."""
 
     r: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     lora_alpha: Annotated[float, Field(ge=0, le=1e6)] | None = None
@@ -120,7 +120,7 @@ class Adapter(Record):
 
 
 class AddedToken(Record):
-    """A token that the vocabulary proper does not have."""
+    """A token outside the base vocabulary."""
 
     id: Whole
     content: str
@@ -133,7 +133,7 @@ class TokenizerModel(Record):
 
 
 class Tokenizer(Record):
-    """tokenizer.json, as far as every kind has it; the library reads the rest and says what it does not understand."""
+    """tokenizer.json, the fields common to all kinds; the library checks the rest."""
 
     model: TokenizerModel
     added_tokens: list[AddedToken] | None = None
@@ -146,8 +146,6 @@ class Tokenizer(Record):
 
 
 class TokenizerConfig(Record):
-    """tokenizer_config.json."""
-
     tokenizer_class: str | None = None
     chat_template: str | list[dict[str, str]] | None = None
     add_prefix_space: bool | None = None
@@ -165,7 +163,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: The file is no JSON object.
+        CheckpointError: The file does not contain a JSON object.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -179,16 +177,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}. Fetch the model again.") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object. Fetch the model again.")
+        raise CheckpointError(f"{path} contains a {type(values).__name__}, not an object. Fetch the model again.")
     return values
 
 
 def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = CheckpointError) -> dict[str, Any]:
-    """The JSON object in a file, its fields checked.
+    """The JSON object in a file, with checked fields.
 
     Raises:
-        CheckpointError: It is no object.
-        fail: A field is not what it must be; one line with file and field.
+        CheckpointError: It is not an object.
+        fail: A field has a wrong type or value; one line with file and field.
     """
     values = read_json(path)
     check_record(kind, values, path, fail, AGAIN)
@@ -196,7 +194,7 @@ def read_checked(path: Path, kind: type[Record], fail: type[StillExportError] = 
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Raise CheckpointError where a file of the tokenizer in `folder` is damaged."""
+    """Raise CheckpointError if a tokenizer file in `folder` is damaged."""
     for name, kind in (("tokenizer.json", Tokenizer), ("tokenizer_config.json", TokenizerConfig)):
         if (folder / name).is_symlink() or (folder / name).exists():
             read_checked(folder / name, kind)

@@ -1,4 +1,4 @@
-"""What was understood of a GGUF file, in few lines."""
+"""Summary of a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from still_export.gguf.types import BLOCKS, FORMS, bits_of
 from still_export.sources import SOFTMAX
 
 _KEPT = {*BLOCKS, *FORMS}
-"""Types whose blocks packages keep (docs/reference/quantization.md)."""
+"""Types with blocks that packages store unchanged (docs/reference/quantization.md)."""
 
 
 def quantize_policy(file: Container) -> str | None:
-    """The policy of --quantize that keeps most of a file's blocks: by the bits that most of its numbers have; None: they are floats."""
+    """The --quantize policy that keeps most blocks of a file, by the bits of most of its numbers; None: they are floats."""
     counts: Counter[int] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:
@@ -29,7 +29,7 @@ def quantize_policy(file: Container) -> str | None:
 
 
 def describe_gguf(path: Path) -> dict[str, str]:
-    """What a file is: model, weights, tokenizer, template, adapter, and what is ignored; a line each.
+    """Summary of a file, a line each: model, weights, tokenizer, template, adapter, and what is ignored.
 
     Raises:
         StillExportError: The model cannot be read.
@@ -48,7 +48,7 @@ def describe_gguf(path: Path) -> dict[str, str]:
 
 
 def _demand_places(view: View, architecture: Architecture) -> None:
-    """Raise UnsupportedModelError where a tensor has no place in the family."""
+    """Raise UnsupportedModelError if the family has no place for a tensor."""
     owned = {*architecture.split, *(part for parts in architecture.joined.values() for part in parts)}
     for name in view.file.tensors:
         prefix, part = place(view, name, architecture.stem)
@@ -69,7 +69,6 @@ def _model(file: Container, config: Config) -> str:
 
 
 def _weights(file: Container) -> str:
-    """Types by kind of tensor."""
     found: dict[str, Counter[str]] = {}
     for name, tensor in file.tensors.items():
         match = BLOCK.fullmatch(name)
@@ -94,7 +93,7 @@ def _tokenizer(file: Container) -> str:
     try:
         made = make_tokenizer(file)
     except ModelNotFoundError as error:
-        return f"none, so that a package takes token ids: {error}"
+        return f"none, so a package accepts token ids only: {error}"
     except StillExportError as error:
         return f"not read: {error}"
     rule = file.value("tokenizer.ggml.pre", None)

@@ -1,4 +1,4 @@
-"""Where a model is, and whether its small files are those of a model: asked before torch is imported, which takes seconds."""
+"""Location of a model, and checks of its small files before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 def resolve_source(source: str | Path, revision: str | None = None) -> Path:
-    """The folder or file that `source` names; hub ids are fetched into the hub's cache (safetensors and text files only).
+    """The folder or file named `source`; hub ids are fetched into the hub's cache (safetensors and text files only).
 
     Raises:
-        ModelNotFoundError: Neither a path nor a hub id that can be reached.
-        CheckpointError: It has a named pipe, a device or a socket.
+        ModelNotFoundError: It is neither a path nor a reachable hub id.
+        CheckpointError: It contains a named pipe, a device or a socket.
     """
     path = local(source)
     if path is not None:
@@ -37,16 +37,16 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
 
     try:
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=HUB_FILES))
-    except Exception as error:  # huggingface_hub, its HTTP client and the network raise a dozen unrelated types
+    except Exception as error:  # huggingface_hub, its HTTP client and the network raise many unrelated types
         raise ModelNotFoundError(
-            f"{source} is no folder here and could not be fetched from the hub: {type(error).__name__}: "
+            f"{source} is not a folder here and could not be fetched from the hub: {type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no reason given'} "
             f"Check the name, the network and, for gated models, `hf auth login`.{_meant(str(source))}"
         ) from error
 
 
 def _meant(source: str) -> str:
-    """A question for the folder here whose path is nearly `source`, if there is one."""
+    """A question with the local folder whose path is nearly `source`, or ""."""
     paths: list[str] = []
     with contextlib.suppress(OSError):
         for folder in filter(Path.is_dir, Path().iterdir()):
@@ -57,14 +57,14 @@ def _meant(source: str) -> str:
 
 
 def check_model(source: str | Path, revision: str | None = None, here: bool = True) -> None:
-    """Raise what the readers of a model would, as far as its small files say it. A hub id is left to them, unless it looks like a misspelt
+    """Raise the errors of a model's readers as far as its small files show them. Hub ids are not checked, unless one looks like a misspelt
     folder.
 
     Args:
-        here: It is read by this project; else by transformers, which knows other families.
+        here: Whether this project reads the model; otherwise transformers does, which has other families.
 
     Raises:
-        ModelNotFoundError, CheckpointError: See `resolve_source` and `check_folder`; weights are missing.
+        ModelNotFoundError, CheckpointError: See `resolve_source` and `check_folder`; or weights are missing.
         UnsupportedModelError: No family has its model_type.
     """
     if local(source) is None and not _meant(str(source)):
@@ -81,7 +81,7 @@ def check_model(source: str | Path, revision: str | None = None, here: bool = Tr
 
 
 def check_overlay(source: str | Path) -> None:
-    """Raise where an adapter's configuration is damaged or not understood; one of the hub is left to the readers."""
+    """Raise if an adapter's configuration is damaged or unsupported; hub ids are not checked."""
     path = local(source)
     if path is None:
         return
@@ -93,37 +93,37 @@ def check_overlay(source: str | Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise ModelNotFoundError where a file is no GGUF file by its name."""
+    """Raise ModelNotFoundError unless the file is named as a GGUF file."""
     if path.suffix != ".gguf":
         raise ModelNotFoundError(f"{path} is a file; a model is a folder with config.json, a hub id, or a .gguf file.")
 
 
 def check_folder(folder: Path) -> None:
-    """Raise where config.json of a model folder is missing (ModelNotFoundError), or damaged (CheckpointError)."""
+    """Raise if a folder's config.json is missing (ModelNotFoundError) or damaged (CheckpointError)."""
     path = folder / "config.json"
     if not path.is_file():
         found = sorted(p.name for p in folder.iterdir())[:6]
-        hint = f" The folder holds {', '.join(found)}." if found else " The folder is empty."
+        hint = f" The folder contains {', '.join(found)}." if found else " The folder is empty."
         ggufs = sorted(folder.glob("*.gguf"))
         todo = (
             f"Name the file itself: {ggufs[0]}."
             if ggufs
             else "Give a Hugging Face model folder, a hub id or a .gguf file."
         )
-        raise ModelNotFoundError(f"{folder} is no model: it has no config.json.{hint} {todo}")
+        raise ModelNotFoundError(f"{folder} is not a model: it has no config.json.{hint} {todo}")
     if "model_type" not in read_json(path):
         raise CheckpointError(f"{path} names no model_type, so the family is unknown. Fetch the model again.")
 
 
 def is_known(model_type: str) -> bool:
-    """Whether it is known without torch that the family is read: the project's own, and those that systems name in MODEL_TYPES."""
+    """Whether the family is known without torch: a family of the project, or of a system with MODEL_TYPES."""
     own = (name for types in _types_of_systems() for name in types or ())
     return model_type.removeprefix("still_") in (*SOFTMAX, *LINEAR, *TEXT_OF, "still", *own)
 
 
 def check_family(model_type: str) -> None:
-    """Raise UnsupportedModelError where no family has `model_type`; what is left to the readers: families of newer
-    versions of transformers, and where a system has families and does not name them."""
+    """Raise UnsupportedModelError if no family has `model_type`. Not checked here: families of newer transformers versions, and systems
+    without MODEL_TYPES."""
     name = model_type.removeprefix("still_")
     undecided = name in NEWER or (None in _types_of_systems() and name not in NOT_COVERED)
     if not undecided and not is_known(model_type):
@@ -131,7 +131,7 @@ def check_family(model_type: str) -> None:
 
 
 def not_covered(model_type: str, softmax: Iterable[str], linear: Iterable[str]) -> UnsupportedModelError:
-    """The error for a family that is none of `softmax` and `linear` ones."""
+    """The error for a family outside `softmax` and `linear`."""
     why = NOT_COVERED.get(model_type.removeprefix("still_"))
     what = "is no family that STILL attention is written for" if why is None else f"is not covered: {why}"
     return UnsupportedModelError(
@@ -141,6 +141,6 @@ def not_covered(model_type: str, softmax: Iterable[str], linear: Iterable[str]) 
 
 
 def _types_of_systems() -> list[tuple[str, ...] | None]:
-    """MODEL_TYPES of each system that has families; None: it does not name them."""
+    """MODEL_TYPES of each system with families; None if it has no such list."""
     with_families = [system for system in systems() if find_spec(f"{system}.family")]
     return [getattr(import_module(system), "MODEL_TYPES", None) for system in with_families]

@@ -1,4 +1,4 @@
-"""The weight files of a folder, as transformers chooses them, and the names in them."""
+"""The weight files of a folder, chosen as transformers does, and their tensor names."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from still_export.folders.files import read_json
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes")
-"""Values of quant_method that are read."""
+"""Supported values of quant_method."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model or adapter folder, as transformers chooses them: model.safetensors, else the index's shards, beside
-    either an adapter that has its configuration; where there is neither, the one file that there is.
+    """The safetensors files of a model or adapter folder, chosen as transformers does: model.safetensors, else the index's shards, with an
+    adapter if its configuration exists; otherwise the only file.
 
     Raises:
-        CheckpointError: None, a missing shard, several files and no index, or pickles only.
+        CheckpointError: There are no files, a shard is missing, there are several files without an index, or only pickles.
     """
     single, index, adapter = (
         folder / name for name in ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
     if files:
         raise CheckpointError(
             f"{folder} has {', '.join(f.name for f in files[:4])}{' and others' * (len(files) > 4)}, but neither model.safetensors nor "
-            "model.safetensors.index.json, which says what belongs to the model. Fetch the index, too."
+            "model.safetensors.index.json, which lists the files of the model. Fetch the index, too."
         )
     pickles = sorted(p for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
     if pickles:
@@ -51,14 +51,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names; their tensors are those that it names, each in one of them."""
+    """The files listed in an index. Each of their tensors is listed, and stored once."""
     shards, folder = read_json(index).get("weight_map"), index.parent
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index} has no weight_map. Fetch the model again.")
     for tensor, name in shards.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: weight_map of {tensor} is {name!r:.60}, no safetensors file beside it. "
+                f"{index}: weight_map of {tensor} is {name!r:.60}, which is no safetensors file in this folder. "
                 "Fetch the model again."
             )
     files = [folder / name for name in sorted(set(shards.values()))]
@@ -72,7 +72,7 @@ def _shards(index: Path) -> list[Path]:
         for tensor in tensor_names(file):
             if tensor in seen:
                 raise CheckpointError(
-                    f"{tensor} is in {seen[tensor]} and in {file.name} of {folder}. Delete the file that is stale."
+                    f"{tensor} is in {seen[tensor]} and in {file.name} of {folder}. Delete the outdated file."
                 )
             seen[tensor] = file.name
             if tensor not in shards:
@@ -83,7 +83,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a safetensors file; CheckpointError where it is damaged."""
+    """Names of the tensors in a safetensors file; CheckpointError if it is damaged."""
     try:
         with safe_open(path, framework="np") as file:
             return list(file.keys())
@@ -101,14 +101,14 @@ def refuse_pickle(path: Path) -> CheckpointError:
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path} ({path.stat().st_size:,} bytes) is no intact safetensors file: {error}. "
+        f"{path} ({path.stat().st_size:,} bytes) is not an intact safetensors file: {error}. "
         "It is truncated or damaged; fetch it again."
     )
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the head of a safetensors file says of a tensor."""
+    """A tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class Head:
 
 
 def heads_of(files: Iterable[Path]) -> dict[str, Head]:
-    """Tensors of safetensors files by name.
+    """Headers of tensors in safetensors files, by name.
 
     Raises:
         CheckpointError: A file is damaged.
@@ -130,7 +130,7 @@ def heads_of(files: Iterable[Path]) -> dict[str, Head]:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 if size > path.stat().st_size:
-                    raise ValueError("its head is longer than the file")
+                    raise ValueError("its header is longer than the file")
                 head = json.loads(file.read(size))
             found |= {n: Head(str(t["dtype"]), tuple(t["shape"])) for n, t in head.items() if n != "__metadata__"}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Sentences that descriptions of GGUF files and of folders share."""
+"""Phrases shared by summaries of GGUF files and folders."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ _ARGUMENTS = ("tools", "documents", "enable_thinking", "reasoning_content", "add
 
 
 def layers_of(count: int, kinds: Iterable[str]) -> str:
-    """ "24 layers (18 linear, 6 full)"."""
     counted = Counter(kind.removesuffix("_attention").replace("_", " ") for kind in kinds)
     mixed = ", ".join(f"{number} {kind}" for kind, number in counted.items())
     return f"{count} layers" + (f" ({mixed})" if mixed else "")
 
 
 def template_of(templates: Mapping[str, str]) -> str:
-    """Chat templates by name, and which of the usual arguments they name."""
+    """Chat templates by name, with the usual arguments that they use."""
     if not templates:
         return "none, so that there are no chats"
     said = []

@@ -1,1 +1,1 @@
-"""What GGUF files say: keys, architectures as published configurations, tokenizers. Without torch, which takes seconds to import."""
+"""Content of GGUF files: keys, architectures as published configurations, tokenizers. No torch, which takes seconds to import."""

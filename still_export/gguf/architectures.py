@@ -1,4 +1,4 @@
-"""Architectures of GGUF files by name: what a file says of its model as config.json says it, and where its tensors belong."""
+"""Architectures of GGUF files by name: how keys map to config.json, and tensors to the family's names."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _TURNS = (
     ),
     *("<|turn_end|>", "<|end_of_turn|>", "<|message_end|>", "[e~[", "</s>"),
 )
-"""Names that published chat templates end an answer with."""
+"""End-of-answer tokens of published chat templates."""
 
 
 def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
-    """Fields of config.json: bos, pad, and all tokens that end an answer. A chat template that writes a known end of turns ends answers
-    with it, whatever the keys say, as llama.cpp has it.
+    """Fields of config.json: bos, pad, and all tokens that end an answer. As in llama.cpp, the end-of-turn token in the chat template
+    counts as one, whatever the keys state.
 
     Raises:
-        CheckpointError: A token lies outside of the vocabulary.
+        CheckpointError: A token lies outside the vocabulary.
     """
     found = {}
     for name in (*_ENDS, "bos", "padding"):
@@ -55,7 +55,7 @@ def token_ids(file: Container, vocabulary: int) -> dict[str, Any]:
 
 
 def turn_ends(file: Container) -> list[int]:
-    """Known ends of turns that the chat template writes."""
+    """Known end-of-turn tokens that occur in the chat template."""
     template = str(file.value("tokenizer.chat_template", ""))
     used = [name for name in _TURNS if name in template]
     tokens = file.value("tokenizer.ggml.tokens", []) if used else []
@@ -93,23 +93,23 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "token_shift_count": (2,),
     "tensor_data_layout": ("reference", "Meta AI original pth"),
 }
-"""Values of keys that change nothing for an architecture that has no such thing."""
+"""Values of keys that have no effect on architectures without the feature."""
 ROPE_TABLE = "rope_freqs.weight"
-"""Whose numbers the configuration has."""
+"""The tensor's numbers are part of the configuration."""
 
 
 def read_config(path: Path) -> tuple[View, Architecture, Config]:
-    """The file, its architecture, and the values of config.json, `model_type` included.
+    """Returns (file, architecture, values of config.json including `model_type`).
 
     Raises:
         CheckpointError: The file is damaged.
-        UnsupportedModelError: Its architecture or a key that changes numbers is not covered.
+        UnsupportedModelError: Its architecture, or a key that changes numbers, is not supported.
     """
     file = open_gguf(path)
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
         raise UnsupportedModelError(
-            f"{path} has architecture {file.architecture!r}; GGUF files of {', '.join(ARCHITECTURES)} are read. "
+            f"{path} has architecture {file.architecture!r}; supported GGUF architectures: {', '.join(ARCHITECTURES)}. "
             "Use the model's Hugging Face folder if its family is covered."
         )
     view = View(file)
@@ -128,7 +128,8 @@ def _refuse_unread(view: View) -> None:
 
 
 def place(view: View, name: str, stem: str) -> tuple[str, str]:
-    """Where a tensor lies: `stem` and its number, or "", and its name there without `.weight`. Layers that guess tokens ahead come last."""
+    """Returns (prefix, name after it without `.weight`); the prefix is `stem` with a layer number, or "". Layers that guess tokens ahead
+    come last."""
     match = BLOCK.fullmatch(name)
     if match is None:
         return "", name.removesuffix(".weight")
@@ -140,17 +141,15 @@ def place(view: View, name: str, stem: str) -> tuple[str, str]:
 
 
 def target_of(view: View, architecture: Architecture, prefix: str, part: str, name: str) -> str:
-    """transformers' name of a tensor, without its layer and `.weight`.
+    """transformers' name of a tensor, without layer and `.weight`.
 
     Raises:
-        UnsupportedModelError: It has none.
+        UnsupportedModelError: There is none.
     """
     table = architecture.parts if prefix else architecture.whole
     if (target := table.get(part)) is not None:
         return target
-    if prefix.startswith(
-        "mtp."
-    ):  # of layers that guess tokens ahead, which are left out where the family has no place for them
+    if prefix.startswith("mtp."):  # layers that guess tokens ahead, skipped if the family does not support them
         return part
     base = part.removesuffix(".bias")
     if base != part and base in table and _takes_bias(architecture, base):
@@ -159,6 +158,6 @@ def target_of(view: View, architecture: Architecture, prefix: str, part: str, na
 
 
 def _takes_bias(architecture: Architecture, part: str) -> bool:
-    """Whether a projection may have a bias: those of no group may, where the family's class says so later."""
+    """Whether a projection may have a bias. Projections outside groups may if the family's class has one."""
     grouped = {name for group in architecture.biases for name in group}
     return part in grouped or not (grouped and part.startswith(("attn_", "ffn_")))

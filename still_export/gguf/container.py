@@ -1,4 +1,4 @@
-"""GGUF files as containers: keys and tensors, of one file or of all parts of a split one."""
+"""GGUF files as containers: keys and tensors of one file, or of all parts of a split one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LIBRARY_ERRORS = (ValueError, IndexError, KeyError, OSError, OverflowError, Typ
 
 @dataclass(frozen=True)
 class Container:
-    """Keys of a model's first file and tensors of all of them, by name.
+    """Keys of a model's first file, and tensors of all its files by name.
 
     Args:
-        path: Of the file that was named.
+        path: The file that was named.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Container:
         """The value of a key.
 
         Raises:
-            CheckpointError: It is missing, and no default is given.
+            CheckpointError: It is missing, and there is no default.
         """
         field = self.fields.get(name)
         if field is None:
@@ -45,16 +45,16 @@ class Container:
 
     @property
     def architecture(self) -> str:
-        """Of the model, by llama.cpp's name."""
+        """llama.cpp's name of the architecture."""
         return str(self.value("general.architecture"))
 
 
 def open_gguf(path: Path) -> Container:
-    """The file at `path`, with all other parts where it is one of several.
+    """Open the file at `path` and, if it is split, all other parts.
 
     Raises:
-        CheckpointError: A file is no intact GGUF, a part is missing, or the gguf package is.
-        UnsupportedModelError: It holds no language model.
+        CheckpointError: A file is not an intact GGUF file, or a part or the gguf package is missing.
+        UnsupportedModelError: The file has no language model.
     """
     try:
         import gguf
@@ -77,7 +77,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """All parts of the model that `path` is a file of, by its name."""
+    """All parts of the model with a file `path`, by its name."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -87,15 +87,15 @@ def _parts(path: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=1)
 def _open(open_file: type, path: Path, stamps: tuple[tuple[Path, int, int], ...]) -> Container:
-    """The files as they are now, read once: tokenizer and weights ask for them one after the other, and a vocabulary takes seconds."""
+    """Read the files in their current state, once: tokenizer and weights are loaded one after the other, and a vocabulary takes seconds."""
     paths = tuple(part for part, *_ in stamps)
     readers = [_reader(open_file, part) for part in paths]
     fields = dict(readers[0].fields)
     count = fields["split.count"].contents() if "split.count" in fields else 1
     if count > 1 and count != len(paths):
         raise CheckpointError(
-            f"{path} is one of {count} parts of a split model (split.count), and its name is not NAME-00001-of-{count:05d}.gguf, by which "
-            "the others are found. Give the parts the names that they had."
+            f"{path} is one of {count} parts of a split model (split.count), but is not named NAME-00001-of-{count:05d}.gguf, which "
+            "locates the others. Restore the original names."
         )
     for number, (part, reader) in enumerate(zip(paths, readers, strict=True)):
         field = reader.fields.get("split.no")
@@ -108,22 +108,22 @@ def _open(open_file: type, path: Path, stamps: tuple[tuple[Path, int, int], ...]
     held = sum(len(reader.tensors) for reader in readers)
     if held != len(tensors) or (expected is not None and count > 1 and expected != held):
         raise CheckpointError(
-            f"{path} and its other parts hold {len(tensors)} tensors, not {expected or held} (split.tensors.count). A part is of another "
+            f"{path} and its other parts have {len(tensors)} tensors, not {expected or held} (split.tensors.count). A part is of another "
             "model; fetch the model again."
         )
     if "general.architecture" not in fields:
-        raise CheckpointError(f"{path} lacks the key general.architecture. It is no model; fetch it again.")
+        raise CheckpointError(f"{path} lacks the key general.architecture. It is not a model; fetch it again.")
     kind = fields["general.type"].contents() if "general.type" in fields else "model"
     if kind != "model":
         raise UnsupportedModelError(
-            f"{path} holds no language model but {kind!r} (general.type). Give the model's own file; adapters are read as PEFT folders."
+            f"{path} has no language model but {kind!r} (general.type). Give the model's own file; adapters are read as PEFT folders."
         )
     return Container(path, paths, fields, tensors)
 
 
 def _reader(open_file: type, path: Path) -> Any:
     class Reader(open_file):  # type: ignore[misc, valid-type]
-        """Makes plain arrays of fields: a memory map of NumPy for each of half a million takes four times as long."""
+        """Reads fields as plain arrays: NumPy memory maps of half a million fields take four times as long."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None) -> np.ndarray:
             kind = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
@@ -137,12 +137,12 @@ def _reader(open_file: type, path: Path) -> Any:
         return Reader(path)
     except _LIBRARY_ERRORS as error:
         raise CheckpointError(
-            f"{path} ({path.stat().st_size:,} bytes) is no intact GGUF file: {error}. It is truncated or damaged; fetch it again."
+            f"{path} ({path.stat().st_size:,} bytes) is not an intact GGUF file: {error}. It is truncated or damaged; fetch it again."
         ) from error
 
 
 class Keys:
-    """The keys of a model's architecture, which remembers those that were asked for: a key that nobody reads may change numbers."""
+    """The keys of a model's architecture. It remembers the keys that were read, because an unread key may change numbers."""
 
     def __init__(self, file: Container, prefix: str) -> None:
         self.file, self.prefix = file, f"{prefix}."
@@ -156,24 +156,24 @@ class Keys:
         return self.prefix + name in self.file.fields
 
     def whole(self, name: str, *default: int) -> int:
-        """A whole number, not one of each layer.
+        """An integer; not one per layer.
 
         Raises:
-            UnsupportedModelError: It is a list.
+            UnsupportedModelError: The value is a list.
         """
         value = self(name, *default)
         if not isinstance(value, int):
             raise UnsupportedModelError(
-                f"{self.prefix}{name} in {self.file.path} has a value for each layer; one for all is covered."
+                f"{self.prefix}{name} in {self.file.path} has a value for each layer; only one for all is supported."
             )
         return value
 
     def number(self, name: str, *default: float) -> float:
-        """A number that is stored as float32: the shortest decimal that gives it back is the value that was meant."""
+        """A number stored as float32. The intended value is the shortest decimal that rounds to it."""
         return float(str(np.float32(self(name, *default))))
 
     def unread(self) -> Iterator[tuple[str, Any]]:
-        """Keys that were not asked for, without their prefix, and their values."""
+        """Keys that were not read, without prefix, with their values."""
         for full, field in self.file.fields.items():
             if full.startswith(self.prefix) and (name := full.removeprefix(self.prefix)) not in self._read:
                 yield name, field.contents()

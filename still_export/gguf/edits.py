@@ -1,4 +1,4 @@
-"""What was done to tensors by llama.cpp's converter, and undoes it: rows and columns in another order, values."""
+"""Changes of tensors by llama.cpp's converter, to be undone: order of rows and columns, values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Edit:
-    """What makes a family's tensor of one that the converter wrote.
+    """How to get a family's tensor from the converter's.
 
     Args:
-        rows, columns: Numbers of the file's rows and columns [N], [K], in the family's order; None: the same, as is an order that moves
-            nothing: blocks of a weight whose columns are moved lie in another form.
-        value: After that, of the values; None: the same.
-        flat: The parts of a weight are joined number by number, not row by row.
+        rows, columns: Indices of the file's rows [N] and columns [K] in the family's order; None: unchanged. Identity orders become None,
+            because blocks of a weight with moved columns need another form.
+        value: Applied to the values afterwards; None: unchanged.
+        flat: Parts of a weight are joined elementwise instead of by rows.
     """
 
     rows: np.ndarray | None = None
@@ -48,10 +48,10 @@ AS_IT_IS = Edit()
 
 
 def unpaired(rows: int, heads: int) -> np.ndarray:
-    """Rows [N] of a projection whose rotation pairs neighbours (2i, 2i+1) in the order of one that pairs halves (i, i + D/2)."""
+    """Rows [N] of a projection that rotates neighbours (2i, 2i+1), in the order for rotating halves (i, i + D/2)."""
     return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).ravel()
 
 
 def grouped(heads: int, groups: int, size: int) -> np.ndarray:
-    """Channels [H * size] of heads that lie beside the others of their group, where the file has the first heads of all groups first."""
+    """Channels [H * size] of heads ordered by group, where the file has the first heads of all groups first."""
     return np.arange(heads * size).reshape(heads // groups, groups, size).transpose(1, 0, 2).ravel()

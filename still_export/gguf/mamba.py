@@ -32,7 +32,7 @@ def _inside(module: str, parts: dict[str, str]) -> dict[str, str]:
 
 
 def _edits(module: str) -> dict[str, Edit]:
-    """A_log has the file's shape but for a last dimension of 1, as have D and the gated norm."""
+    """Shapes: the file's A_log, D and gated norm have an additional last dimension of 1."""
     return {
         f"{module}.A_log": Edit(value=lambda a: (-a).log().flatten() if a.shape[-1] == 1 else (-a).log()),
         f"{module}.D": FLAT,
@@ -80,7 +80,7 @@ def _mamba2(view: View) -> Config:
 
 
 def _mixer2(view: View) -> Config:
-    """Fields of Mamba-2 layers inside hybrids."""
+    """Fields of Mamba-2 layers in hybrids."""
     keys = view.keys
     inner, count = keys.whole("ssm.inner_size"), keys.whole("ssm.time_step_rank")
     return {
@@ -96,7 +96,7 @@ def _mixer2(view: View) -> Config:
 
 
 def _granite_scales(view: View, size: int) -> Config:
-    """What Granite multiplies with; llama.cpp takes 0 for none."""
+    """Granite's multipliers; llama.cpp reads 0 as none."""
     number = view.keys.number
     return {
         "attention_multiplier": number("attention.scale", 0.0) or size**-0.5,
@@ -107,7 +107,7 @@ def _granite_scales(view: View, size: int) -> Config:
 
 
 def _granite_hybrid(view: View) -> Config:
-    """Bamba has this architecture too: it is the one whose attention has positions."""
+    """Bamba has this architecture, too; it is the one with positions in attention."""
     keys = view.keys
     if keys("rope.scaling.finetuned", True):
         return _bamba(view)
@@ -136,7 +136,7 @@ def _granite_hybrid(view: View) -> Config:
 
 
 def _bamba(view: View) -> Config:
-    """transformers rotates half of each head in every Bamba; files say half or, where config.json said nothing, all."""
+    """transformers rotates half of each head in all Bamba models. Files state half or, if config.json had no value, all."""
     sizes = heads(view)
     size = _shared_size(view, sizes)
     positions = rope(view, size)
@@ -158,7 +158,7 @@ def _bamba(view: View) -> Config:
 
 
 def _shared_size(view: View, sizes: Config) -> int:
-    """Take the size of a head, which these families' config.json has no field for, out of `sizes`."""
+    """Remove the head size from `sizes`, because these families' config.json has no field for it."""
     size = int(sizes.pop("head_dim"))
     if size != view.hidden // sizes["num_attention_heads"]:
         raise view.refuse(f"{sizes['num_attention_heads']} heads of {size} channels for {view.hidden}")
@@ -166,7 +166,7 @@ def _shared_size(view: View, sizes: Config) -> int:
 
 
 def _granite(view: View) -> Config:
-    """Granite of softmax layers alone: a hybrid without the others. llama.cpp takes rope.scaling.finetuned for whether it has positions."""
+    """Granite with softmax layers only: a hybrid without the others. llama.cpp uses rope.scaling.finetuned to mark positions."""
     config = {**llama(view, "granitemoehybrid")}
     size = _shared_size(view, config)
     return {
@@ -177,7 +177,7 @@ def _granite(view: View) -> Config:
         "shared_intermediate_size": config["intermediate_size"],
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
-        "mamba_n_heads": 1,  # of layers that it does not have: 128, the default, must divide the hidden states
+        "mamba_n_heads": 1,  # unused; the default 128 would have to divide the hidden size
     }
 
 
@@ -186,11 +186,12 @@ def _granite_edits(view: View, config: Config) -> dict[str, Edit]:
 
 
 def _falcon_h1(view: View) -> Config:
-    """llama.cpp's converter multiplied the weights with all factors. A tied head has another factor than the embedding: it is lost."""
+    """llama.cpp's converter multiplied all factors into the weights. A tied head has a different factor than the embedding, which is
+    lost."""
     keys = view.keys
     if view.tied:
         raise view.refuse(
-            "no output.weight: embedding and head are tied, each with a factor of its own, of which the file has the embedding's alone"
+            "no output.weight: embedding and head are tied but have different factors, and the file only has the embedding's"
         )
     sizes = heads(view)
     mixer = _mixer2(view)
@@ -293,7 +294,7 @@ def _period(view: View, part: str, what: str) -> tuple[int, int]:
         return view.layers + 1, view.layers
     period = layers[1] - layers[0] if len(layers) > 1 else max(view.layers, layers[0] + 1)
     if layers != list(range(layers[0], view.layers, period)) or layers[0] >= period:
-        raise view.refuse(f"{what} in the layers {layers}, which no period and offset say")
+        raise view.refuse(f"{what} in the layers {layers}, which no period and offset describe")
     return period, layers[0]
 
 

@@ -1,6 +1,6 @@
-r"""How GGUF's byte-level tokenizers split texts before they merge: `tokenizer.ggml.pre` is a name for it.
+r"""How GGUF's byte-level tokenizers split texts before merging, by the name in `tokenizer.ggml.pre`.
 
-Expressions are those of the models' tokenizer.json.
+Expressions are copied from the models' tokenizer.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(before: str, upper: str, lower: str, behind: str) -> str:
-    """Words whose capitals come first, and words of capitals."""
+    """Words with leading capitals, and words of capitals."""
     return f"{before}[{upper}]*[{lower}]+{behind}|{before}[{upper}]+[{lower}]*{behind}"
 
 
@@ -41,14 +41,14 @@ _DEEPSEEK = (
 
 @dataclass(frozen=True)
 class Rule:
-    """How a tokenizer splits.
+    """How a tokenizer splits texts.
 
     Args:
-        expressions: Splits one after the other, each of the pieces of the one before; none: GPT-2's own.
-        digits: Each digit is a piece of its own, before anything else.
-        ignore_merges: A piece that is a token is one, whether merges lead there or not.
-        adds_bos: Before each text, where no key says otherwise.
-        composed: Texts are brought into Unicode's form NFC.
+        expressions: Splits in sequence, each applied to the pieces of the one before; (): GPT-2's.
+        digits: Each digit becomes a piece, before the expressions.
+        ignore_merges: A piece that is a token becomes that token, even if no merges lead to it.
+        adds_bos: Whether bos precedes each text, by default.
+        composed: Texts are normalized to Unicode NFC.
     """
 
     expressions: tuple[str, ...] = ()
@@ -86,18 +86,18 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), Rule(_DEEPSEEK)),
     "kimi-k2": Rule((_KIMI,)),
 }
-"""By `tokenizer.ggml.pre`."""
+"""Rules by `tokenizer.ggml.pre`."""
 
 
 def rule_of(name: str | None, path: Path) -> Rule:
     """The rule of a file.
 
     Raises:
-        UnsupportedModelError: It names none, or one that is not known here.
+        UnsupportedModelError: It names none, or an unknown one.
     """
     if name in RULES:
         return RULES[name]
-    what = "does not say how it splits texts (tokenizer.ggml.pre)"
+    what = "does not state how it splits texts (tokenizer.ggml.pre)"
     if name:
         what = f"splits texts by the rule {name!r} (tokenizer.ggml.pre), which is none of {', '.join(RULES)}"
     raise UnsupportedModelError(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _rwkv6(view: View) -> Config:
-    """Norms of heads have the epsilon of the published models, in llama.cpp too."""
+    """Head norms have the epsilon of the published models, as in llama.cpp."""
     keys = view.keys
     epsilon = keys.number("attention.layer_norm_epsilon", 1e-5)
     keys("attention.head_count", 0), keys("rescale_every_n_layers", 0)
@@ -29,7 +29,7 @@ def _rwkv6(view: View) -> Config:
 
 
 def _rwkv6_edits(view: View, config: Config) -> dict[str, Edit]:
-    """The converter halves what each layer adds once more every few layers, and llama.cpp the hidden states."""
+    """The converter halves each layer's output once more every few layers; llama.cpp halves the hidden states."""
     period = view.keys("rescale_every_n_layers", 0)
     wide, turned = Edit(value=lambda x: x.reshape(1, 1, -1)), Edit(value=lambda x: x.transpose(-1, -2))
     scaled = {
@@ -87,7 +87,7 @@ def _rwkv7(view: View) -> Config:
         "norm_bias": "attn_norm.bias" in view.parts,
         "norm_first": "token_embd_norm.weight" in view.file.tensors,
         "hidden_act": "sqrelu",
-        "fuse_norm": False,  # keys of length 1 without a term under the root, as llama.cpp and the published definition have them
+        "fuse_norm": False,  # keys of length 1 without epsilon under the root, as in llama.cpp and the published definition
         **{f"{ours}_low_rank_dim": keys.whole(f"attention.{theirs}_lora_rank") for ours, theirs in ranks.items()},
     }
 
@@ -120,7 +120,7 @@ _RWKV7 = {
 
 
 def _qwen(view: View) -> Config:
-    """RADLADS' model; which parts it has the tensors say."""
+    """RADLADS' model; the tensors show which parts it has."""
     keys, size = view.keys, view.keys.whole("wkv.head_size")
     keys("attention.head_count", 0)
     if (shifted := keys.whole("token_shift_count", 1)) != 1:
@@ -144,7 +144,7 @@ def _qwen(view: View) -> Config:
 
 
 def _qwen_edits(view: View, config: Config) -> dict[str, Edit]:
-    """The converter brings what is mixed of the token before into the order of RWKV-6."""
+    """The converter writes the token-shift mixing in RWKV-6's order."""
     order = [_SHIFTED.index(part) for part in "rkvwg"]
     wide, turned = Edit(value=lambda x: x.reshape(1, 1, -1)), Edit(value=lambda x: x.transpose(-1, -2))
     return {
@@ -157,7 +157,7 @@ def _qwen_edits(view: View, config: Config) -> dict[str, Edit]:
 
 
 _SHIFTED = "wkvrg"
-"""What RWKV-6 mixes of a token and the one before, in llama.cpp's order."""
+"""Parts that RWKV-6 mixes from a token and the one before, in llama.cpp's order."""
 _QWEN = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",

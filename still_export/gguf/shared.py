@@ -1,4 +1,4 @@
-"""What architectures have in common: what a file says of its model, names of tensors, sizes, rotary positions."""
+"""Common to architectures: reading a file, names of tensors, sizes, rotary positions."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Tensors by GGUF's name and by transformers', `.weight` left out; {} is the number of an expert."""
+"""Tensors by GGUF's name and by transformers', without `.weight`; {} is the number of an expert."""
 MINUS_ONE = Edit(value=lambda norm: norm - 1)
-"""Of norms whose weights transformers adds 1 to."""
+"""transformers adds 1 to the weights of these norms."""
 LOG = Edit(value=lambda a: (-a).log().flatten())
-"""A_log, of which the file has -exp(A_log)."""
+"""A_log; the file stores -exp(A_log)."""
 FLAT = Edit(value=lambda values: values.flatten())
 CONVOLUTION = Edit(value=lambda taps: taps.reshape(-1, 1, taps.shape[-1]))
 
 
 _UNTIED = ("kimi-linear", "rwkv6", "rwkv6qwen2", "rwkv7", "olmo2")
-"""Architectures whose head is never the embedding: a file without one has lost it."""
+"""Architectures with an untied head; a file without one is incomplete."""
 
 
 class View:
-    """A file as its architecture reads it."""
+    """A file, read by its architecture."""
 
     def __init__(self, file: Container) -> None:
         self.file, self.keys = file, Keys(file, file.architecture)
@@ -77,18 +77,18 @@ class View:
                 self._parts[int(match[1])].add(match[2].removesuffix(".weight"))
 
     def has(self, part: str, layer: int) -> bool:
-        """Whether a layer has a tensor; `.weight` is left out."""
+        """Whether a layer has a tensor, named without `.weight`."""
         return part in self._parts[layer]
 
     def layers_with(self, part: str) -> list[int]:
-        """Layers of the model itself that have a tensor."""
+        """The model's own layers that have a tensor."""
         return [layer for layer in range(self.layers) if self.has(part, layer)]
 
     def kinds(self, **parts: str) -> list[str]:
         """The kind of each layer: the first of `parts` whose tensor it has.
 
         Raises:
-            CheckpointError: A layer has none.
+            CheckpointError: A layer has none of them.
         """
         found = []
         for layer in range(self.layers):
@@ -101,10 +101,10 @@ class View:
         return found
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """Of a tensor, in PyTorch's order, in the first layer that has it.
+        """Shape of a tensor in PyTorch's order, from the first layer that has it.
 
         Raises:
-            CheckpointError: None has.
+            CheckpointError: No layer has it.
         """
         names = [part, f"{part}.weight"]
         names += [f"blk.{layer}.{name}" for layer in self.layers_with(part.removesuffix(".weight")) for name in names]
@@ -115,37 +115,37 @@ class View:
 
     @cached_property
     def parts(self) -> set[str]:
-        """Tensors that any layer has."""
+        """Tensors of any layer."""
         return set().union(*self._parts)
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the head is the embedding: llama.cpp reads files without output.weight so, but of some architectures."""
+        """Whether the head is the embedding, as in llama.cpp for files without output.weight, except some architectures."""
         return "output.weight" not in self.file.tensors and self.file.architecture not in _UNTIED
 
     def refuse(self, what: str) -> UnsupportedModelError:
-        """The error for a variant that this reader does not map."""
+        """The error for an unsupported variant."""
         return UnsupportedModelError(
-            f"{self.file.path} has {what}; {self.file.architecture} files with it are not read. "
+            f"{self.file.path} has {what}; {self.file.architecture} files with it are not supported. "
             "Use the model's Hugging Face folder if its family covers it."
         )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How files of an architecture become a model of transformers.
+    """How files of an architecture map to a model of transformers.
 
     Args:
-        config: From a file to config.json, `model_type` included.
-        parts: Names of a layer's tensors by GGUF's, `.weight` left out on both sides.
-        whole: Of those beside the layers.
-        edits: From a file and its config to the edits of tensors, by transformers' name, with its layer or for all without.
-        joined: Tensors that are rows of several, by transformers' name; a layer that has none of them lacks it.
-        biases: Groups of projections of which all have a bias where one has: those that the file lacks are zero.
-        skipped: Tensors that nothing reads, as a pattern.
-        split: Tensors that are several, one below the other, by GGUF's name: transformers' names of them.
-        stem: How names of a layer's tensors begin, before its number.
-        others: By model_type, the names of another family whose files have this architecture too.
+        config: Maps a file to config.json, with `model_type`.
+        parts: Names of a layer's tensors by GGUF's, both without `.weight`.
+        whole: Names of the tensors outside layers.
+        edits: Maps a file and its config to edits of tensors, by transformers' name with a layer, or without for all layers.
+        joined: Tensors made of the rows of several, by transformers' name; layers without these do not have it.
+        biases: Groups of projections that all have a bias if one has; missing ones are zero.
+        skipped: Pattern of tensors that are not read.
+        split: Tensors that contain several, row blocks in order, by GGUF's name: transformers' names.
+        stem: Prefix of layer tensors, before the layer number.
+        others: Architectures of other families with the same GGUF architecture, by model_type.
     """
 
     config: Callable[[View], Config]
@@ -160,7 +160,7 @@ class Architecture:
     others: Mapping[str, Architecture] = field(default_factory=dict)
 
     def skips(self, name: str) -> bool:
-        """Whether nothing reads a tensor."""
+        """Whether a tensor is not read."""
         return bool(self.skipped and re.fullmatch(self.skipped, name))
 
 
@@ -186,10 +186,10 @@ def epsilon(view: View) -> float:
 
 
 def heads(view: View, channels: int = 1) -> Config:
-    """Heads of softmax layers: a file may have 0 for layers without, and some have 0 for all; then the tensors' sizes say.
+    """Heads of softmax layers. Files may have 0 for layers without heads, or for all; then the tensors' sizes are used.
 
     Args:
-        channels: Of the query projection, for each channel of a head: 2 where an output gate lies in it.
+        channels: Query projection channels per head channel; 2 with an output gate.
     """
     counts = {}
     for name in ("head_count", "head_count_kv"):
@@ -197,7 +197,7 @@ def heads(view: View, channels: int = 1) -> Config:
         found = {int(count) for count in (given if isinstance(given, list) else [given]) if count}
         if len(found) > 1:
             raise UnsupportedModelError(
-                f"{view.file.path} has another head count in each layer ({name}); one for all layers is covered."
+                f"{view.file.path} has another head count in each layer ({name}); only one for all layers is supported."
             )
         counts[name] = found.pop() if found else 0
     query = counts["head_count"]
@@ -213,7 +213,7 @@ def heads(view: View, channels: int = 1) -> Config:
 
 
 def feed_forward(view: View, name: str = "feed_forward_length") -> int:
-    """Channels of a feed-forward layer; of a value for each layer the one that is not 0."""
+    """Channels of a feed-forward layer; of one value per layer, the one that is not 0."""
     given = view.keys(name, 0)
     found = {int(size) for size in (given if isinstance(given, list) else [given]) if size}
     if len(found) > 1:
@@ -222,7 +222,7 @@ def feed_forward(view: View, name: str = "feed_forward_length") -> int:
 
 
 def experts(view: View) -> Config:
-    """Routed experts, as most configurations name them."""
+    """Routed experts, in the fields of most configurations."""
     return {
         "num_experts": view.keys.whole("expert_count"),
         "num_experts_per_tok": view.keys.whole("expert_used_count"),
@@ -233,10 +233,10 @@ def experts(view: View) -> Config:
 def rope(view: View, size: int) -> Config:
     """Rotary positions of heads with `size` channels, as `rope_parameters`.
 
-    llama.cpp takes a factor without a type for linear scaling, under an old key too.
+    As in llama.cpp, a factor without a type, or under an old key, means linear scaling.
 
     Raises:
-        UnsupportedModelError: A kind of scaling that is not mapped.
+        UnsupportedModelError: The kind of scaling is not supported.
     """
     keys = view.keys
     found: Config = {"rope_type": "default", "rope_theta": float(keys.number("rope.freq_base", 10000.0))}
@@ -248,7 +248,7 @@ def rope(view: View, size: int) -> Config:
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
     kind = str(keys("rope.scaling.type", "linear" if factor != 1 else "none"))
     context = keys.whole("rope.scaling.original_context_length", 0)
-    keys("rope.scaling.finetuned", None)  # whether the model was trained on after scaling
+    keys("rope.scaling.finetuned", None)  # whether training continued after scaling
     if kind == "linear" and factor != 1:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
@@ -264,8 +264,8 @@ def rope(view: View, size: int) -> Config:
 
 
 def _of_table(view: View, found: Config, rotated: int) -> Config:
-    """Llama 3's scaling, of which a file has what it divides each frequency by: its factor is the greatest, its other numbers those of all
-    published models, which must make the same table."""
+    """Llama 3's scaling. A file has its divisors of frequencies: the factor is the largest, and the other parameters of all published
+    models must produce the same table."""
     tensor = view.file.tensors["rope_freqs.weight"]
     table = np.asarray(undone(tensor.data, tensor.tensor_type, "rope_freqs.weight"), np.float32).reshape(rotated // 2)
     factor, low, high, context = round(float(table.max()), 4), 1.0, 4.0, 8192
@@ -286,7 +286,7 @@ def _of_table(view: View, found: Config, rotated: int) -> Config:
 
 
 def rotation(view: View, config: Config) -> dict[str, Edit]:
-    """Edits of queries and keys whose rotation pairs neighbours in the file and halves in transformers."""
+    """Edits of queries and keys that rotate neighbours in the file and halves in transformers."""
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     counts = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     return {f"self_attn.{name}_proj": Edit(unpaired(count * size, count)) for name, count in counts.items()}

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, by llama.cpp's rules for what its keys leave open."""
+"""The tokenizer of a GGUF file, with llama.cpp's defaults for missing keys."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "mask")
-"""As keys spell them."""
+"""Spelled as in the keys."""
 _SPACE = "\u2581"
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens of a file by id, and what kind each is of."""
+    """Tokens of a file by id, with their kinds."""
 
     path: Path
     tokens: list[str]
@@ -32,7 +32,7 @@ class _Vocabulary:
 
     @property
     def added(self) -> list[tuple[str, bool]]:
-        """Tokens that are found in a text before it is split, and whether decoders leave them out."""
+        """Returns (token, whether decoders drop it) of tokens that are found in a text before it is split."""
         marked = {token for token in self.ids.values() if token is not None}
         return [
             (token, kind != _USER)
@@ -51,8 +51,8 @@ class Made:
     """A file's tokenizer.
 
     Attributes:
-        names: Special tokens, as transformers names them: bos_token, eos_token, unk_token, pad_token.
-        begins: Each text begins with the token bos.
+        names: Special tokens under transformers' names: bos_token, eos_token, unk_token, pad_token.
+        begins: Whether each text begins with bos.
     """
 
     tokenizer: Tokenizer
@@ -61,12 +61,12 @@ class Made:
 
 
 def make_tokenizer(file: Container) -> Made:
-    """The tokenizer of a GGUF file.
+    """Make the tokenizer of a GGUF file.
 
     Raises:
-        CheckpointError: Its parts do not fit each other.
-        UnsupportedModelError: It is of a kind, or splits texts by a rule, that is not covered.
-        ModelNotFoundError: The file has none.
+        CheckpointError: Its parts do not fit together.
+        UnsupportedModelError: Its kind or its rule for splitting texts is not supported.
+        ModelNotFoundError: The file has no tokenizer.
     """
     path = file.path
     kind = str(file.value("tokenizer.ggml.model", "none"))
@@ -75,7 +75,7 @@ def make_tokenizer(file: Container) -> Made:
         raise ModelNotFoundError(f"the tokenizer of {path} is {why}.")
     if kind not in _MAKERS:
         raise UnsupportedModelError(
-            f"the tokenizer of {path} is of kind {kind!r} (tokenizer.ggml.model); covered: {', '.join(_MAKERS)}. "
+            f"the tokenizer of {path} has kind {kind!r} (tokenizer.ggml.model); supported: {', '.join(_MAKERS)}. "
             "Use the model's Hugging Face folder."
         )
     vocabulary = _vocabulary(file)
@@ -83,11 +83,11 @@ def make_tokenizer(file: Container) -> Made:
         made, adds_bos, adds_eos = _MAKERS[kind](file, vocabulary)
     except (CheckpointError, UnsupportedModelError):
         raise
-    except BaseException as error:  # the library panics beside Exception
+    except BaseException as error:  # the library's panics are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(
-            f"the tokenizer of {path} cannot be made: {' '.join(str(error).split())}. The file is damaged; fetch it again."
+            f"the tokenizer of {path} cannot be built: {' '.join(str(error).split())}. The file is damaged; fetch it again."
         ) from error
     _add(made, vocabulary)
     _check(made, vocabulary)
@@ -100,7 +100,7 @@ def make_tokenizer(file: Container) -> Made:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer of a GGUF file, for transformers; errors: see `make_tokenizer`."""
+    """The tokenizer of a GGUF file for transformers; errors: see `make_tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
     file = open_gguf(path)
@@ -114,7 +114,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def _vocabulary(file: Container) -> _Vocabulary:
-    """Tokens that the model has an embedding of."""
+    """Tokens that have an embedding in the model."""
     tokens = [str(token) for token in file.value("tokenizer.ggml.tokens")]
     kinds = [int(kind) for kind in file.value("tokenizer.ggml.token_type", [1] * len(tokens))]
     if len(kinds) != len(tokens):
@@ -131,18 +131,18 @@ def _vocabulary(file: Container) -> _Vocabulary:
         )
     tokens, kinds = tokens[:rows], kinds[:rows]
     ids = {name: file.value(f"tokenizer.ggml.{name}_token_id", None) for name in _SPECIAL}
-    ids |= {f"turn {number}": token for number, token in enumerate(turn_ends(file))}  # whatever kind they are of
+    ids |= {f"turn {number}": token for number, token in enumerate(turn_ends(file))}  # of any kind
     ids = {name: None if token is None or token >= len(tokens) else int(token) for name, token in ids.items()}
     seen: set[str] = set()
     for number, token in enumerate(tokens):
-        if token in seen:  # two tokens of one text: the first is what the text gives
+        if token in seen:  # a duplicate; texts give the first one
             tokens[number] = f"<token {number} of the vocabulary>"
         seen.add(token)
     return _Vocabulary(file.path, tokens, kinds, ids)
 
 
 def _byte_level(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, bool]:
-    """Merges of bytes, as GPT-2 has them."""
+    """Merges of bytes, as in GPT-2."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     rule = rule_of(file.value("tokenizer.ggml.pre", None), file.path)
@@ -158,28 +158,30 @@ def _byte_level(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bo
 
 
 def _demand_plain(vocabulary: _Vocabulary, key: str) -> None:
-    """Raise CheckpointError where tokens come about by what the file does not say under `key`."""
+    """Raise CheckpointError if tokens need merges or scores that are missing under `key`."""
     for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
         if kind == _NORMAL and len(token) > 1:
             raise CheckpointError(
-                f"{vocabulary.path} lacks the key {key}, which says how tokens such as {token!r} come about. Its tokenizer was lost; fetch "
+                f"{vocabulary.path} lacks the key {key}, which defines tokens such as {token!r}. Its tokenizer was lost; fetch "
                 "another file, or use the model's Hugging Face folder."
             )
 
 
 def _pairs(file: Container, merges: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges, whose parts a space divides; it may be a part's first letter only where that is no byte's."""
+    """Merges as (left, right), split at the first space."""
     pairs = []
     for merge in merges:
         left, space, right = str(merge).partition(" ")
         if not (left and space and right):
-            raise CheckpointError(f"the tokenizer of {file.path} has the merge {merge!r}, which is no pair of tokens.")
+            raise CheckpointError(
+                f"the tokenizer of {file.path} has the merge {merge!r}, which is not a pair of tokens."
+            )
         pairs.append((left, right))
     return pairs
 
 
 def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool, bool]:
-    """Merges by the scores of what they make, bytes for what no token has."""
+    """Merges by the score of the result, with bytes for unknown characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, kinds = vocabulary.tokens, vocabulary.kinds
@@ -211,7 +213,7 @@ def _sentence_piece(file: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer
 
 
 _MAKERS = {"gpt2": _byte_level, "llama": _sentence_piece}
-"""By `tokenizer.ggml.model`: the tokenizer, and whether it adds a token before and behind each text."""
+"""By `tokenizer.ggml.model`: returns (tokenizer, whether a token precedes each text, whether one follows)."""
 
 
 def _add(made: Tokenizer, vocabulary: _Vocabulary) -> None:
@@ -223,7 +225,7 @@ def _add(made: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _check(made: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Raise CheckpointError where a token that texts may name has another id than the model's."""
+    """Raise CheckpointError if a token that texts may name has another id than in the model."""
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     for token, _ in vocabulary.added:
         if (found := made.encode(token, add_special_tokens=False).ids) != [ids[token]]:
@@ -234,7 +236,7 @@ def _check(made: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _surround(made: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos: bool) -> None:
-    """Put the tokens before and behind each text that the file asks for."""
+    """Add the tokens that the file requires before and after each text."""
     from tokenizers import processors
 
     begin = vocabulary.named("bos") if adds_bos else None
@@ -248,7 +250,7 @@ def _surround(made: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos
 
 
 def templates(file: Container) -> dict[str, str]:
-    """Chat templates by name; that of most files is "default"."""
+    """Chat templates by name; most files have only "default"."""
     names = file.value("tokenizer.chat_templates", [])
     default = file.value("tokenizer.chat_template", None)
     named = {str(name): str(file.value(f"tokenizer.chat_template.{name}")) for name in names}

@@ -1,4 +1,4 @@
-"""The adapter: feature maps, gates and LoRA in one small safetensors file, applied to a base by `load_model`'s overlays."""
+"""The adapter: feature maps, gates and LoRA in one small safetensors file, which `load_model` applies to a base as overlay."""
 
 from __future__ import annotations
 
@@ -33,25 +33,24 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj")
 
 FACTORS = ".window_factor_exponent"
 UNTRAINED_FACTOR = 10_000.0
-"""Of layers whose feature maps nothing trains: untrained linear terms do harm, so they weigh almost nothing, as in the recipe quick."""
+"""Window factor of layers with untrained feature maps. Their linear terms do harm, so they get nearly no weight, as in the recipe quick."""
 
 
 def own_marks(model: nn.Module) -> tuple[str, ...]:
-    """What the names of parameters hold that a base does not have: feature maps, gates, scales."""
+    """Parts of names of parameters that a base does not have: feature maps, gates, scales."""
     modules = (m for m in model.modules() if isinstance(m, ProjectedAttention))
     return tuple(sorted({f".{start}" for module in modules for start in module.fresh}))
 
 
 def still_parameters(model: nn.Module, gate_weights: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that a base does not have (of STILL's gates without `gate_weights` the biases only) and window factors that are
-    learned."""
+    """Parameters that a base does not have, and learned window factors. Without `gate_weights`, only the biases of STILL's gates."""
     marks = (*own_marks(model), FACTORS)
     marks = marks if gate_weights else tuple(".g_proj.bias" if mark == ".g_proj." else mark for mark in marks)
     return [(n, p) for n, p in model.named_parameters() if "lora_" not in n and any(mark in n for mark in marks)]
 
 
 def attach_lora(model: Any, recipe: Recipe) -> Any:
-    """`model` with LoRA on the projections of its linearized layers, everything else frozen."""
+    """`model` with LoRA on the projections of its linearized layers, and everything else frozen."""
     from peft import LoraConfig, get_peft_model
 
     still, layers = model.config.still, range(model.config.num_hidden_layers)
@@ -68,18 +67,18 @@ def attach_lora(model: Any, recipe: Recipe) -> Any:
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What a base does not have, and LoRA, of an objective's model, gathered from all processes, under the family's names."""
+    """New and LoRA parameters of an objective's model, gathered from all processes, under the family's names."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found: dict[str, Any] = get_model_state_dict(module, options=options)
     tensors = plain_names({name.removeprefix("model."): tensor for name, tensor in found.items()})
     marks = (*own_marks(module), "lora_", FACTORS)
     kept = {n: t for n, t in tensors.items() if any(mark in n for mark in marks)}
-    # Gates of low rank keep their fresh weight, zero, and are LoRA's product alone.
+    # Gates of low rank keep their initial weight, zero; LoRA's product is all of them.
     return {n: t for n, t in kept.items() if not n.endswith(".g_proj.weight") or bool(t.any())}
 
 
 def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: int, heads: int) -> StillConfig:
-    """Move learned window factors out of `tensors` into the configuration, where a model has them; layers without are 1."""
+    """Move learned window factors out of `tensors` into the configuration; layers without get 1."""
     found = {int(n.split(".layers.")[1].split(".")[0]): tensors.pop(n) for n in list(tensors) if n.endswith(FACTORS)}
     if not found:
         return still
@@ -90,7 +89,7 @@ def take_window_factors(tensors: dict[str, Tensor], still: StillConfig, layers: 
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig, recipe: Recipe) -> None:
-    """Write the adapter's weights, float16 or low-bit rows, and its configuration: PEFT's fields and the STILL configuration."""
+    """Write the adapter's weights (float16 or low-bit rows) and its configuration: PEFT's fields and the STILL configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {}
     for name, given in tensors.items():
@@ -114,10 +113,10 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], still: StillConfig
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], StillConfig]:
-    """The configuration of an adapter, PEFT's fields and its STILL part.
+    """The configuration of an adapter: PEFT's fields and the STILL configuration.
 
     Raises:
-        CheckpointError: The folder is no adapter of a STILL model.
+        CheckpointError: The folder has no adapter of a STILL model.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -132,24 +131,24 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], StillConfig]:
 
 
 def apply_adapter(base: str, folder: Path) -> Any:
-    """The STILL model of a base model and an adapter, LoRA merged.
+    """The STILL model of a base and an adapter, with LoRA merged.
 
     Raises:
-        CheckpointError: The folder is no adapter of a STILL model, or of another base.
+        CheckpointError: The folder has no adapter of a STILL model, or one of another base.
     """
     read_adapter(folder)
     return load_model(base, overlays=[folder])
 
 
 class Start:
-    """What a run goes on from: the tensors of an adapter for the hybrid layers, and the window factors it was saved with.
+    """The starting point of a run: an adapter's tensors for the hybrid layers, and its window factors.
 
     Args:
-        recipe: Whose `start` is read.
+        recipe: Its `start` names the adapter.
 
     Raises:
-        CheckpointError: It is no adapter of a STILL model.
-        ConfigError: The recipe has another feature map, or another LoRA than it.
+        CheckpointError: The folder has no adapter of a STILL model.
+        ConfigError: Feature map or LoRA of recipe and adapter differ.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -177,11 +176,11 @@ class Start:
         }
 
     def new_layers(self, still: StillConfig, layers: int) -> list[int]:
-        """Layers of a model of so many that `still` linearizes and the adapter left softmax."""
+        """Of `layers` layers, those that `still` linearizes and the adapter left softmax."""
         return [i for i in range(layers) if still.layer_type(i) != FULL and self.still.layer_type(i) == FULL]
 
     def window_factors(self, still: StillConfig, layers: int) -> tuple[tuple[float, ...], ...] | None:
-        """The adapter's, per layer and query head; those of new layers are the median of the others where their maps will be trained."""
+        """The adapter's factors, per layer and query head. New layers get the median of the others if their maps will be trained."""
         rows, new = self.still.window_factors, self.new_layers(still, layers)
         trained = [f for i, row in enumerate(rows or ()) if self.still.layer_type(i) != FULL for f in row]
         if rows is None or not trained:
@@ -190,25 +189,25 @@ class Start:
         return tuple((middle,) * len(row) if i in new else row for i, row in enumerate(rows))
 
     def still_tensors(self) -> dict[str, Tensor]:
-        """What a base does not have, under the names of a STILL model."""
+        """Parameters that a base does not have, under the names of a STILL model."""
         return {n: t for n, t in self.tensors.items() if "lora_" not in n}
 
     def load_lora(self, model: Any) -> None:
-        """Put the adapter's LoRA into a PEFT model.
+        """Load the adapter's LoRA into a PEFT model.
 
         Raises:
-            CheckpointError: A shape differs: it belongs to another base.
+            CheckpointError: A shape differs, so the adapter belongs to another base.
         """
         load_lora(model, self.tensors)
 
 
 def load_lora(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Put the LoRA among `tensors`, which have the family's names, into a PEFT model; errors: see `load_tensors`."""
+    """Load the LoRA in `tensors` (the family's names) into a PEFT model; errors: see `load_tensors`."""
     load_tensors(model, {f"base_model.model.{n}": t for n, t in tensors.items() if "lora_" in n})
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put `tensors` into the parameters of the same names; the other parameters stay.
+    """Load `tensors` into the parameters of the same names; other parameters stay.
 
     Raises:
         CheckpointError: A shape differs.

@@ -1,4 +1,4 @@
-"""What a linearization may cost, in words that a user writes: "loss 2%, state 40%, found 85%, time 15"."""
+"""The budget of a linearization, in the user's words: "loss 2%, state 40%, found 85%, time 15"."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from still_export.errors import ConfigError, unknown
 
 ENTRY = re.compile(r"([a-z]+) (-?\d+(?:\.\d+)?)(%?)")
 RANGES = {"loss": (0.0, 1000.0), "state": (1.0, 100.0), "found": (0.0, 100.0), "time": (1.0, 100_000.0)}
-"""By key: least and greatest value; all but the minutes of `time` are percents."""
+"""Least and greatest value by key; all but the minutes of `time` are percentages."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a linearized model may cost beside its base.
+    """Limits for a linearized model relative to its base.
 
     Args:
-        loss: Share by which bits per byte of held-out text may rise, at each context.
-        state: Share of the base's key/value cache, at the model's own context, that the state may take; infinite = any, more than the
-            cache, too, as windows are in small models.
-        found: Share of the facts found by the base that must be found.
-        time: Minutes on this machine, from the start to the model.
+        loss: Largest relative increase of bits per byte of held-out text, at any context.
+        state: Largest state as a share of the base's key/value cache at the model's context. Infinite: any size, even above the cache, as
+            for windows in small models.
+        found: Smallest share of the facts found by the base that must also be found.
+        time: Minutes on this machine from the start to the finished model.
     """
 
     loss: float = 0.02
@@ -32,16 +32,16 @@ class Budget:
 
     @classmethod
     def read(cls, text: str) -> Budget:
-        """The budget in a text like "loss 2%, state 30%"; what it does not name is the default.
+        """Parse a budget like "loss 2%, state 30%"; missing keys have their defaults.
 
         Raises:
-            ConfigError: A part is no key with its value, names a key twice or an unknown one, or is out of range.
+            ConfigError: A part is not a key with a value, a key is unknown or repeated, or a value is out of range.
         """
         values: dict[str, float] = {}
         for part in text.split(","):
             entry = ENTRY.fullmatch(part.strip())
             if entry is None:
-                raise ConfigError(f"--budget {text!r}: {part.strip()!r} is no key with a number, as in {SHOWN!r}.")
+                raise ConfigError(f"--budget {text!r}: {part.strip()!r} is not a key with a number, as in {SHOWN!r}.")
             key, number, percent = entry[1], float(entry[2]), bool(entry[3])
             if key not in RANGES:
                 raise unknown(key, RANGES, f"--budget {text!r}: {key!r}")
@@ -57,7 +57,6 @@ class Budget:
         return cls(**values)
 
     def __str__(self) -> str:
-        """The text that `read` reads."""
         limited = [name for name in ("loss", "state", "found") if math.isfinite(getattr(self, name))]
         shares = (f"{name} {100 * getattr(self, name):.12g}%" for name in limited)
         return ", ".join([*shares, f"time {self.time:.12g}"])

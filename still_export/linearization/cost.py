@@ -1,4 +1,4 @@
-"""Cost of a linearization, printed before it starts: tokens, and the time of one row on this machine."""
+"""Cost of a linearization, printed before it starts: tokens, and the time measured with one row on this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from still_export.linearization.run import LinearizationRun
 
 LEAST_STEPS = 20
-"""Of fewer the bar tells soon enough."""
+"""Fewest steps with an estimate; for fewer the progress bar shows it soon enough."""
 
 
 def cost_of(run: LinearizationRun) -> str:
-    """A line about all stages of `run`; measured where one process has the whole model."""
+    """One line on all stages of `run`; time is measured if one process has the whole model."""
     recipe = run.recipe
     steps = {"attention transfer": recipe.transfer_steps, "LoRA": recipe.finetune_steps}
     area = recipe.batch_size * recipe.row_tokens
@@ -29,14 +29,14 @@ def cost_of(run: LinearizationRun) -> str:
     line = f"cost: {planned or 'no step'}, {area:,} tokens each, {sum(steps.values()) * area:,} in all"
     if run.accelerator.num_processes > 1 or sum(steps.values()) < LEAST_STEPS:
         return line
-    # On models of its own: stages load theirs, seeded, after it.
+    # With separate models: the stages load their own afterwards, with the same seed.
     seconds = sum(count * step_seconds(run, stage) for stage, count in steps.items() if count)
     seconds += fit_seconds(run) if fits else 0.0
     return f"{line}; about {spoken(seconds)} on this machine, measured on a row of each stage (Ctrl-C leaves nothing behind)"
 
 
 def step_seconds(run: LinearizationRun, stage: str) -> float:
-    """Time of a step, by forward and backward passes: of one row on the CPU, whose time grows with them, of a step on a GPU."""
+    """Time of a step, measured by forward and backward passes: of one row on the CPU, scaled by rows; of the whole step on a GPU."""
     device = run.accelerator.device
     objective: nn.Module = run.transfer_objective() if stage == "attention transfer" else run.finetune_objective(None)
     objective.to(device)
@@ -47,7 +47,7 @@ def step_seconds(run: LinearizationRun, stage: str) -> float:
     passes = [
         (batch.ids[i : i + taken].to(device), batch.weights[i : i + taken].to(device)) for i in range(0, rows, taken)
     ]
-    for _ in range(2):  # the first one allocates, and compiles on a GPU
+    for _ in range(2):  # the first run allocates, and compiles on a GPU
         begin = time.perf_counter()
         for ids, weights in passes:
             with run.accelerator.autocast():
@@ -61,7 +61,7 @@ def step_seconds(run: LinearizationRun, stage: str) -> float:
 
 
 def fit_seconds(run: LinearizationRun) -> float:
-    """Time of the start in closed form, from the base's pass over one row and the fit of one layer to one row and to two."""
+    """Time of the start in closed form, from the base's pass over one row and the fit of one layer to one and two rows."""
     objective, (rows, length) = run.transfer_objective(), run.fit_shape
     objective.to(run.accelerator.device)
     batch, layers = run.batches(0.0).batch(0).ids.flatten(), objective.attentions

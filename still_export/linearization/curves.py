@@ -1,4 +1,4 @@
-"""Curves of a run while it runs: a CSV file always, TensorBoard's events where it is installed."""
+"""Curves of a run, written during training: always as CSV, and as TensorBoard events if it is installed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COLUMNS = ("stage", "step", "loss", "validation", "rate", "tokens_per_s", "secon
 
 
 class Curves:
-    """Writes the measurements of every step of a stage.
+    """Writes the measurements of each step of a stage.
 
     Args:
-        folder: Of the run's work; all stages share one file in it.
-        done: Steps of it that a checkpoint has; later ones of an earlier process are dropped, because they come again.
+        folder: Folder of the run's work; all stages share one file in it.
+        done: Steps in the checkpoint. Later steps of an earlier process are dropped, because they are repeated.
     """
 
     def __init__(self, folder: Path, stage: str, done: int) -> None:
@@ -39,7 +39,7 @@ class Curves:
     def add(
         self, step: int, loss: float, validation: float | None, rate: float, tokens_per_s: float, seconds: float
     ) -> None:
-        """One step: its loss, that of the held-out rows where it was measured, the learning rate, speed, and time since the start."""
+        """Add one step: its loss, the loss of held-out rows if measured, the learning rate, speed, and time since the start."""
         values = (self.stage, step, loss, "" if validation is None else validation, rate, tokens_per_s, seconds)
         self._rows.writerow(dict(zip(COLUMNS, values, strict=True)))
         self._file.flush()

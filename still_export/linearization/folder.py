@@ -1,4 +1,4 @@
-"""The model that a linearization writes."""
+"""Writing the model of a linearization."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from still_export.package.staging import staged_folder
 
 
 def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | None = None, force: bool = False) -> Any:
-    """Write the STILL model that `adapter_folder` makes of `base`; returns it.
+    """Write the STILL model of `base` and `adapter_folder`, and return it.
 
     Raises:
-        ConfigError: `output` exists and `force` is not given, or its content is no linearized model.
-        CheckpointError: The folder is no adapter, or of another base.
+        ConfigError: `output` exists without `force`, or does not contain a linearized model.
+        CheckpointError: The folder has no adapter, or one of another base.
     """
     check_replaceable(output, force, "Pass --force to replace it.")
     model, words = adapter.apply_adapter(base, adapter_folder), load_tokenizer(tokenizer or base)
@@ -28,17 +28,17 @@ def apply(base: str, adapter_folder: Path, output: Path, *, tokenizer: str | Non
 
 
 def rehearse_save(model: Any, tokenizer: Any) -> None:
-    """Write all of `save_model` but the weights, and read it: what cannot be written is said before a training.
+    """Write everything of `save_model` except weights, and read it, so that errors appear before the training.
 
     Raises:
-        CheckpointError: The configuration, generation settings or tokenizer cannot be saved and read again.
+        CheckpointError: Configuration, generation settings or tokenizer cannot be saved and read again.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.config.save_pretrained(folder)
             model.generation_config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        except Exception as error:  # transformers has a check and an error of its own for each
+        except Exception as error:  # transformers has many checks with different errors
             reason = " ".join(str(error).split())
             raise CheckpointError(
                 f"the trained model could not be saved beside its base's settings: {reason}"

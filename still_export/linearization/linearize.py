@@ -1,4 +1,4 @@
-"""Linearize a softmax model: attention transfer, then LoRA, then a STILL model folder and an adapter that gives it from the base."""
+"""Linearize a softmax model: attention transfer, then LoRA, then a STILL model folder with an adapter for the base."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def linearize(
     progress: Progress = lambda *_: None,
     log: Callable[[str], None] = lambda _: None,
 ) -> Linearization:
-    """Linearize `recipe.base` into the model folder `output`; the adapter is in `output`/adapter.
+    """Linearize `recipe.base` into the model folder `output`; the adapter is written to `output`/adapter.
 
-    Runs on one process, or on all that torchrun or `accelerate launch` started.
+    Runs in one process, or in all that torchrun or `accelerate launch` started.
 
     Args:
-        resume: Continue the run whose checkpoints are in `output`.
+        resume: Continue the run with checkpoints in `output`.
         log: Called with a line about each part of the work.
 
     Raises:
-        TrainingError: Training cannot go on; checkpoints stay intact.
+        TrainingError: Training cannot continue; checkpoints stay intact.
         DataError: The texts are unusable.
         ConfigError: The recipe contradicts the model or the folder.
     """
@@ -76,19 +76,19 @@ def _train(run: LinearizationRun, resume: bool, command: str) -> Linearization:
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """An Accelerator as the recipe says, seeded; float32 products may use TF32, which keeps more bits than bfloat16."""
-    # Without a device to find, accelerate starts a process group only where it is told that the CPU is wanted.
+    """An Accelerator for the recipe, seeded. float32 products may use TF32, which is more precise than bfloat16."""
+    # Without a GPU, accelerate starts a process group only if the CPU is requested.
     on_cpu = recipe.device == "cpu" or not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision="bf16" if recipe.precision == "bf16" else "no", cpu=on_cpu or None)
     set_seed(recipe.seed)
     if recipe.precision == "bf16":
         torch.set_float32_matmul_precision("high")
-    # Each length of rows has kernels of its own, in either stage, with and without gradients.
+    # Each row length compiles its own kernels, in both stages, with and without gradients.
     torch._dynamo.config.recompile_limit = 64
     return accelerator
 
 
 def leave_processes() -> None:
-    """Take leave of the other processes of a run, which torch asks for at its end; nothing where there is one."""
+    """Leave the process group, which torch requires at the end; does nothing in a single process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

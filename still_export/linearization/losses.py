@@ -1,4 +1,4 @@
-"""Stage 2's loss from last hidden states: logits exist for one slice of positions at a time, and not at all in the backward pass."""
+"""Stage 2's loss from last hidden states. Logits exist for one slice of positions at a time, and never in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from still_export.mixers.trainable import fused
 
 SLICE = 4096
-"""Positions whose logits exist at a time."""
+"""Positions with logits at a time."""
 
 
 @contextlib.contextmanager
 def without_head(model: Any) -> Iterator[None]:
-    """Inside the block the model's logits are its last hidden states, what its head would have multiplied."""
+    """Inside the block the model returns its last hidden states, the input of its head, as logits."""
     head = model.get_output_embeddings()
     head.forward = lambda hidden: hidden
     try:
@@ -29,14 +29,14 @@ def without_head(model: Any) -> Iterator[None]:
 def head_losses(
     hidden: Tensor, weight: Tensor, following: Tensor, teacher: Tensor | None = None, answers: Tensor | None = None
 ) -> Tensor:
-    """Loss of every position, float32 [B, T], in nats: cross-entropy, or where there is a teacher divergence from its distribution.
+    """Loss of each position, float32 [B, T], in nats: cross-entropy, or with a teacher the divergence from its distribution.
 
     Args:
         hidden: Last hidden states [B, T, channels].
-        weight: Of the head, [V, channels]; frozen.
+        weight: The head's weight, [V, channels]; frozen.
         following: Ids of the next tokens, [B, T].
-        teacher: Its last hidden states.
-        answers: Positions whose loss is the cross-entropy all the same, bool [B, T].
+        teacher: The teacher's last hidden states.
+        answers: Positions that use cross-entropy even with a teacher, bool [B, T].
     """
     flat = [None if x is None else x.flatten(0, 1) for x in (hidden, teacher, following, answers)]
     losses: Tensor = _HeadLosses.apply(weight, torch.is_grad_enabled() and hidden.requires_grad, *flat)
@@ -44,7 +44,7 @@ def head_losses(
 
 
 class _HeadLosses(torch.autograd.Function):
-    """A position's loss depends on its own hidden state alone: the gradient is found beside the loss, and scaled in the backward pass."""
+    """Each loss depends on its own hidden state only. The forward pass computes the gradient as well, and the backward pass scales it."""
 
     @staticmethod
     def forward(ctx, weight, wanted, hidden, teacher, following, answers):  # type: ignore[no-untyped-def]
@@ -74,7 +74,7 @@ class _HeadLosses(torch.autograd.Function):
 def loss_and_slope(
     logits: Tensor, teacher: Tensor | None, following: Tensor, answers: Tensor | None, wanted: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses [N] (see `head_losses`), and where they are wanted their derivatives by logits [N, V], in the type of these.
+    """Losses [N] (see `head_losses`), and if `wanted` their derivatives by logits [N, V], in the type of the logits.
 
     Args:
         logits, teacher: [N, V]. following, answers: [N].
@@ -94,7 +94,7 @@ def loss_and_slope(
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Of every position, [...], in nats; logits [..., V], target ids [...]."""
-    # Flat: with the vocabulary in the middle PyTorch took a kernel on CUDA that was 73% of a step.
+    """Cross-entropy of each position, [...], in nats; logits [..., V], target ids [...]."""
+    # Flat: with the vocabulary in the middle PyTorch used a CUDA kernel that took 73% of a step.
     flat = nn.functional.cross_entropy(logits.float().flatten(0, -2), target.flatten(), reduction="none")
     return flat.view(target.shape)

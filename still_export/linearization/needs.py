@@ -1,4 +1,4 @@
-"""How much each layer needs what linear attention takes from it, before any training: to predict text, and to look facts up."""
+"""Each layer's need of softmax, measured before any training: for predicting text, and for looking facts up."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PROMPTS = 4
 
 
 def lookup_scores(model: Any, attentions: list[Trainable], writer: TaskWriter, tokens: int, seed: int = 0) -> Tensor:
-    """Share of every head's attention that goes from the query that predicts a token of an answer to that token in the fact.
+    """Share of each head's attention from the query that predicts an answer token to that token in the fact.
 
     Args:
-        model: A STILL model; its softmax attention is looked at.
-        writer: Of the needle prompts, PROMPTS of them, each of `tokens` tokens with its fact in another place.
+        model: A STILL model, used with softmax attention.
+        writer: Writes the PROMPTS needle prompts of `tokens` tokens, with the fact in different places.
 
     Returns:
         [layers, H], means over tokens and prompts.
@@ -45,10 +45,10 @@ def lookup_scores(model: Any, attentions: list[Trainable], writer: TaskWriter, t
 
 @torch.no_grad()
 def attention_to_fact(model: Any, attentions: list[Trainable], prompt: np.ndarray, count: int) -> Tensor:
-    """`lookup_scores` of one prompt, ids [T], whose last `count` tokens are an answer that stood in it before: [layers, H]."""
+    """`lookup_scores` [layers, H] of one prompt, ids [T], whose last `count` tokens are an answer that occurred before."""
     tokens = len(prompt)
     windows = np.lib.stride_tricks.sliding_window_view(prompt, count)
-    fact = int((windows == prompt[-count:]).all(1).argmax())  # the first place
+    fact = int((windows == prompt[-count:]).all(1).argmax())  # the first occurrence
     asked = torch.arange(tokens - count - 1, tokens - 1, device=model.device)
     future = torch.arange(tokens, device=model.device) > asked[:, None]
     seen: list[Tensor] = []
@@ -72,31 +72,32 @@ def attention_to_fact(model: Any, attentions: list[Trainable], prompt: np.ndarra
 
 
 LOOKS_UP = 0.25
-"""Share of the greatest score from which a layer counts as one that looks facts up: 4 of SmolLM2's 30, and its fifth has 24%."""
+"""A layer looks facts up if its score is at least this share of the largest: 4 of SmolLM2's 30 layers do, and the fifth has 24%."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """By layer, its share of what all need: `text` (see `text_needs`), `lookup` (see `lookup_scores`)."""
+    """Each layer's share of all needs: `text` (see `text_needs`) and `lookup` (see `lookup_scores`)."""
 
     text: list[float]
     lookup: list[float]
 
     def ranked(self) -> list[int]:
-        """All layers, those that need softmax most first; of equals the lower one."""
+        """All layers, by need of softmax; equal needs by index."""
         return sorted(range(len(self.text)), key=lambda layer: (-self.text[layer] - self.lookup[layer], layer))
 
     def text_left(self, count: int) -> float:
-        """Share of the text's needs that the layers behind the first `count` have."""
+        """Share of the text's needs in the layers after the first `count`."""
         return sum(self.text[layer] for layer in self.ranked()[count:])
 
     def looking(self) -> int:
-        """How many layers look facts up."""
+        """Number of layers that look facts up."""
         return sum(score >= LOOKS_UP * max(self.lookup) for score in self.lookup)
 
 
 def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> Needs:
-    """Of a run's untrained model with all layers linearized, two kinds weighing the same; a minute for 135M parameters on two cores."""
+    """Needs in a run's untrained model with all layers linearized; both kinds have equal weight. A minute for 135M parameters on two
+    cores."""
     writer = TaskWriter(run.tokenizer, run.corpus.train)
     lookup = lookup_scores(model, attentions, writer, min(ROW_TOKENS, run.context), run.recipe.seed).sum(1)
     longest = min(ROW_TOKENS, run.context, len(run.corpus.held_out))
@@ -105,10 +106,10 @@ def needs_of(run: LinearizationRun, model: Any, attentions: list[Trainable]) -> 
 
 
 def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list[float]:
-    """By layer, how much the loss of ids [1, T] would change if the layer's softmax became the untrained student's, to second order.
+    """By layer, the second-order change of the loss of ids [1, T] if the layer's softmax became the untrained student's.
 
-    Every layer runs behind softmax layers, as both; one backward pass weighs how they differ by the gradient of the loss. Squared, as
-    differences in either direction are departures from the base's distribution (the empirical Fisher information).
+    All layers run with the inputs of softmax layers, in both modes. One backward pass weighs the difference by the gradient of the loss. It
+    is squared, because differences in either direction move away from the base's distribution (the empirical Fisher information).
     """
     found = [0.0] * len(attentions)
     hooks = []
@@ -147,6 +148,6 @@ def text_needs(model: Any, attentions: Sequence[Trainable], ids: Tensor) -> list
 
 
 def shares(values: Sequence[float]) -> list[float]:
-    """`values` by their sum; all 0 where that is."""
+    """`values` divided by their sum; all 0 if the sum is 0."""
     total = sum(values)
     return [value / total if total else 0.0 for value in values]

@@ -1,4 +1,4 @@
-"""What the two stages minimise, as modules that DDP and FSDP can wrap: a batch in, a loss and its parts out."""
+"""Objectives of the two stages, as modules that DDP and FSDP can wrap: they map a batch to a loss and its parts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from still_export.mixers.registry import mixer_of
 from still_export.mixers.trainable import SOFTMAX, STUDENT, TRANSFER, Trainable, attention_mode
 
 SELECTION_QUERIES = 32
-"""Positions of a row whose attention says which tokens should be salient: enough for a gradient, negligible beside T."""
+"""Watched positions of a row for the loss of the selection: enough for a gradient, and cheap compared with T."""
 
 
 def make_students(model: Any, learn_window_factors: bool = False) -> list[Trainable]:
-    """Put every linearized layer of a STILL model, in place, into the form that can be teacher and student; names of parameters stay."""
+    """Convert all linearized layers of a STILL model, in place, to the form with teacher and student modes. Parameter names stay."""
     found = (
         mixer_of(model.config, index).trainable(layer.self_attn, learn_window_factors)
         for index, layer in enumerate(model.model.layers)
@@ -27,11 +27,12 @@ def make_students(model: Any, learn_window_factors: bool = False) -> list[Traina
 
 
 class TransferObjective(nn.Module):
-    """Stage 1: each layer's output against its softmax output, before o_proj for hybrid attention; softmax feeds the next layer.
+    """Stage 1: each layer's output against its softmax output (before o_proj in hybrid attention). Layers get the softmax output of the one
+    before.
 
     Args:
-        attentions: Its linearized layers, those that are compared.
-        known: The others, which only pass their softmax output on.
+        attentions: Linearized layers to compare.
+        known: Other linearized layers, which only pass on their softmax output.
     """
 
     def __init__(self, model: Any, attentions: list[Trainable], known: Sequence[Trainable] = ()) -> None:
@@ -41,7 +42,7 @@ class TransferObjective(nn.Module):
 
     @torch.no_grad()
     def fit(self, ids: Tensor) -> None:
-        """Let layers that can be fitted start near the teacher's outputs on ids [B, T]."""
+        """Start layers that support it near the teacher's outputs on ids [B, T]."""
 
         def look(module: Any, arguments: Any, given: dict[str, Any]) -> None:
             hidden = given["hidden_states"] if "hidden_states" in given else arguments[0]
@@ -58,7 +59,7 @@ class TransferObjective(nn.Module):
                 hook.remove()
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean relative error over layers, and heads of hybrid attention, and per layer [L]; ids [B, T]."""
+        """Mean relative error over layers (and heads of hybrid attention), and the error per layer [L]; ids [B, T]."""
         with attention_mode(self.known, SOFTMAX), attention_mode(self.attentions, TRANSFER):
             self.model(ids, use_cache=False, logits_to_keep=1)
         layers = torch.stack([a.difference.mean() for a in self.attentions if a.difference is not None])
@@ -69,12 +70,12 @@ class FinetuneObjective(nn.Module):
     """Stage 2: next-token cross-entropy, or divergence from the teacher, of the model with LoRA.
 
     Args:
-        model: A PEFT model around a STILL model; with its adapter disabled and softmax attention it is the teacher.
+        model: A PEFT model around a STILL model. With its adapter disabled and softmax attention it is the teacher.
         loss: "ce" or "kl".
-        selection_weight: Of the selection's loss.
-        selection_target: Whose attention it aims at, "student" or "base".
-        answer_loss: "same", or "ce" for tokens that weigh more than 1.
-        per_answer: Rows with answers are watched there alone, for the selection.
+        selection_weight: Weight of the selection's loss.
+        selection_target: Source of the target attention, "student" or "base".
+        answer_loss: "same", or "ce" for tokens with a weight above 1.
+        per_answer: In rows with answers, watch only the answers for the selection.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class FinetuneObjective(nn.Module):
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Loss, and its parts [next token or divergence, answers, selection if watched]; ids, weights [B, T].
 
-        The mean is over positions, not over weights, so that the mean over processes is that of the whole batch. The part of the
-        answers is theirs per position of the batch, unweighted.
+        The mean is over positions, not weights, so the mean over processes is that of the whole batch. The answers' part is their
+        unweighted loss per position of the batch.
         """
         watched = self.selection_weight > 0 and torch.is_grad_enabled()
         positions = watched_positions(ids, weights, self.per_answer) if watched else None
@@ -113,7 +114,7 @@ class FinetuneObjective(nn.Module):
             torch.stack([a.selection for a in self.attentions if a.selection is not None]).mean() if watched else None
         )
         weights = weights.roll(-1, dims=1)
-        weights[:, -1] = 0  # nothing follows
+        weights[:, -1] = 0  # the last token has no next one
         answers = weights > 1
         losses = head_losses(
             hidden,
@@ -144,7 +145,7 @@ class FinetuneObjective(nn.Module):
 
 @contextlib.contextmanager
 def without_adapter(model: Any) -> Iterator[None]:
-    """`model` without its LoRA inside the block, if it has one; PEFT's own way looks all modules over first, 16 ms a step."""
+    """Disable LoRA inside the block, if the model has any. PEFT's own way searches all modules first, 16 ms a step."""
     tuner: Any = getattr(model, "base_model", None)
     if not hasattr(tuner, "disable_adapter_layers"):
         yield
@@ -157,16 +158,16 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 def student_mode(attentions: list[Trainable]) -> None:
-    """Every layer the student; it stays, because recomputation in the backward pass needs the same modes."""
+    """Set all layers to student mode. It stays set, because recomputation in the backward pass needs the same modes."""
     for attention in attentions:
         attention.mode = STUDENT
 
 
 def watched_positions(ids: Tensor, weights: Tensor, per_answer: bool = False) -> Tensor:
-    """Queries to watch, int64 [B, n]: those that predict answers (weight above 1), filled up by evenly spread ones.
+    """Queries to watch, int64 [B, n]: those that predict answers (weight above 1), then evenly spread ones.
 
     Args:
-        per_answer: Where a row has answers they are repeated instead, so that a row with one counts as much as a row with many.
+        per_answer: Repeat a row's answers instead, so that one answer counts as much as many.
     """
     tokens = ids.shape[1]
     spread = (

@@ -1,6 +1,6 @@
-"""Passes forward and backward, of which a step has one or more; on CUDA recorded as graphs, which the host only starts.
+"""Forward and backward passes, one or more per step. On CUDA they are recorded as graphs that the host only starts.
 
-A step of stage 2 launches some thousand kernels, for which the host takes longer than the GPU does.
+A step of stage 2 launches some thousand kernels, which takes the host longer than the GPU needs to run them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Passes:
-    """The passes of one step after the other; their gradients add up in the parameters, over processes as FSDP does it.
+    """Runs the passes of a step in sequence. Gradients add up in the parameters; FSDP reduces them over processes.
 
     Args:
-        objective: Maps ids and weights to (loss, parts); as `accelerator` prepared it.
+        objective: Maps ids and weights to (loss, parts); prepared by `accelerator`.
     """
 
     def __init__(self, accelerator: Accelerator, objective: nn.Module, optimizer: Any) -> None:
         self.accelerator, self.objective, self.optimizer = accelerator, objective, optimizer
 
     def begin(self) -> None:
-        """Start a step, without gradients."""
+        """Start a step with zero gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(self, ids: Tensor, weights: Tensor, share: float, last: bool) -> tuple[Tensor, Tensor]:
-        """Loss and parts of a pass, detached, to be read before the next one; its gradients times `share` are added.
+        """Run a pass and add its gradients times `share`. Returns detached loss and parts, valid until the next pass.
 
         Args:
-            ids, weights: [B, T], on any device. last: Of the step.
+            ids, weights: [B, T], on any device. last: Whether it is the step's last pass.
         """
         device = self.accelerator.device
         with contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective):
             return self._forward_backward(ids.to(device), weights.to(device), share)
 
     def end(self) -> None:
-        """Gradients are the mean over processes, now at the latest."""
+        """Make the gradients the mean over processes, if they are not yet."""
 
     def _forward_backward(self, ids: Tensor, weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
         with self.accelerator.autocast():
@@ -53,13 +53,13 @@ class Passes:
 
 
 class SummedPasses(Passes):
-    """Gradients lie in one buffer, which the processes add up at the end of a step.
+    """Gradients share one buffer, which is reduced over processes at the end of a step.
 
-    DDP would add them up amid the last backward pass, which cannot be recorded, and waits in it for every gradient: rows of at most two
-    chunks have none for what acts on far tokens alone.
+    DDP would reduce them during the last backward pass, which cannot be recorded. It also waits for all gradients, but rows of at most two
+    chunks have none for parameters that act on far tokens only.
 
     Args:
-        trained: Parameters that have gradients, float32.
+        trained: Parameters with gradients, float32.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SummedPasses(Passes):
 
 @dataclass
 class _Recorded:
-    """A pass as a graph. ids, weights: where it reads. loss, parts: where it writes."""
+    """A recorded pass. ids, weights: Its inputs. loss, parts: Its outputs."""
 
     graph: torch.cuda.CUDAGraph
     ids: Tensor
@@ -96,10 +96,10 @@ class _Recorded:
 
 
 class ReplayedPasses(SummedPasses):
-    """The first pass of a shape runs as it is, which compiles and loads kernels; then it is recorded, and replayed from there on.
+    """Runs the first pass of each shape directly, which compiles and loads kernels, then records it and replays the recording.
 
     Args:
-        kinds: Lengths of rows: nothing is recorded before each was seen, for a recording keeps its memory to itself.
+        kinds: Number of row lengths. Nothing is recorded before all were seen, because a recording reserves its memory.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class ReplayedPasses(SummedPasses):
         return recorded.loss, recorded.parts
 
     def _record(self, ids: Tensor, weights: Tensor, share: float) -> _Recorded | None:
-        """A pass as a graph; None, with a warning, where its operations cannot be one."""
+        """Record a pass; None, with a warning, if its operations cannot be recorded."""
         ids, weights = (x.to(self.accelerator.device, copy=True) for x in (ids, weights))
         graph = torch.cuda.CUDAGraph()
-        # On the stream of the first pass, where autograd adds gradients to parameters. Only this thread must keep to what can be recorded.
+        # On the stream of the first pass, where autograd adds gradients to parameters. Only this thread must avoid unrecordable calls.
         stream = torch.cuda.current_stream(ids.device)
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
@@ -145,18 +145,18 @@ class ReplayedPasses(SummedPasses):
                 stacklevel=2,
             )
             return None
-        self.pool = graph.pool()  # graphs run one after another, so each may have what the others need for themselves
+        self.pool = graph.pool()  # graphs run one after another, so they can share memory
         return _Recorded(graph, ids, weights, loss, parts)
 
 
 def passes_of(
     accelerator: Accelerator, objective: nn.Module, optimizer: Any, kinds: int, checkpointing: bool
 ) -> Passes:
-    """What runs the passes of a prepared objective; arguments: see the classes.
+    """The runner for the passes of a prepared objective; arguments: see the classes.
 
     Args:
-        checkpointing: Activations are computed again, which asks the host for a random state amid the pass. FSDP decides there what it
-            gathers. Neither can be recorded.
+        checkpointing: Whether activations are recomputed, which asks the host for a random state during the pass; FSDP decides what to
+            gather there. Neither can be recorded.
     """
     if isinstance(objective, FSDPModule):
         return Passes(accelerator, objective, optimizer)

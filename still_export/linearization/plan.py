@@ -1,4 +1,5 @@
-"""What a budget chooses: softmax layers and salient tokens by trials, steps by the time, more softmax where that was too little."""
+"""Choices for a budget: softmax layers and salient tokens from trials, steps from the time, and more softmax if the result is not
+enough."""
 
 from __future__ import annotations
 
@@ -25,35 +26,35 @@ from still_export.mixers.trainable import SOFTMAX, STUDENT, Trainable
 
 PLAN_FILE = "plan.json"
 DENSEST = 4
-"""A chunk's tokens by its salient ones: in a quarter of the cache lies most of what an untrained student keeps."""
+"""Tokens of a chunk per salient token, at most; a quarter of the cache has most of what an untrained student uses."""
 LEFT = 0.8
-"""Share of an untrained student's loss that a short training leaves: what a trial expects. 40 steps of 1,024 tokens left SmolLM2 70%."""
+"""Share of an untrained student's loss that trials expect after a short training. 40 steps of 1,024 tokens left 70% for SmolLM2."""
 LEAST_ROW = 512
-"""Tokens of a row into which a question and its fact fit in any tokenizer; shorter rows are text alone."""
+"""Shortest row with questions: any tokenizer fits a question and its fact. Shorter rows are text only."""
 TRIALS = 3
 PROBE = 256
-"""Tokens by which the machine's speed is found."""
+"""Tokens used to measure the machine's speed."""
 MEASURING = 0.4
-"""Share of the time that measuring may take: the base, the trials' text and what was reached, MEASUREMENTS of the whole in all."""
+"""Largest share of the time for measuring: the base, the trials' text and the result, MEASUREMENTS full measurements in all."""
 MEASUREMENTS = 3.4
 PASSES = 4
-"""Forward passes that a training step takes as long as, at least: the teacher's, the student's, and its gradients."""
+"""A training step takes at least as long as so many forward passes: the teacher's, the student's, and its gradients."""
 FULL_RATE_STEPS = 40
-"""Steps that are trained at the recipe's rate; more are trained at less."""
+"""Most steps that are trained at the recipe's rate; longer trainings have a lower rate."""
 RATE_FALLS = 0.3
-"""Power of the steps by which it falls: ten times as many are trained at half."""
+"""Exponent of the rate's decrease with steps: ten times as many have half the rate."""
 FEW_STEPS = 100
-"""Of the time that is advised where a budget has none for training."""
+"""Steps to advise if the budget has no time for training."""
 RESERVED = 1.5
-"""Measurements of what was reached that time is kept for: some runs keep more layers and measure again."""
+"""Final measurements to reserve time for; some runs keep more layers and measure again."""
 
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What trials chose.
+    """The result of the trials.
 
-    needs: Of all layers. count: How many of those ranked first stay softmax; most: that may, by the state. salient: Tokens per chunk.
-    base: What the base reaches. tried: What the untrained student did. steps: Of training. tokens: That a measurement reads; 0 = all.
+    needs: Of all layers. count: Number of top-ranked layers that stay softmax. most: Largest such number for the state. salient: Tokens per
+    chunk. base: Results of the base. tried: Results of the untrained student. steps: Of training. tokens: Read by a measurement; 0: all.
     """
 
     needs: Needs
@@ -67,7 +68,7 @@ class BudgetPlan:
 
     @classmethod
     def read(cls, text: str) -> BudgetPlan:
-        """What `json.dumps(asdict(plan))` gave."""
+        """Parse the output of `json.dumps(asdict(plan))`."""
         values = json.loads(text)
         for name in ("base", "tried"):
             bits = {int(context): value for context, value in values[name]["bits"].items()}
@@ -75,12 +76,12 @@ class BudgetPlan:
         return cls(**{**values, "needs": Needs(**values["needs"])})
 
     def expected(self) -> float:
-        """Greatest share that bits per byte will rise by."""
+        """Largest expected increase of bits per byte, as a share."""
         return max(0.0, (LEFT if self.steps else 1.0) * worst(self.tried, self.base))
 
 
 class Planner:
-    """Chooses a plan for a run whose folder is open, and keeps what was trained to the budget.
+    """Chooses a plan for a run with an open folder, and keeps the trained model within the budget.
 
     Raises:
         ConfigError: No student has so small a state.
@@ -94,7 +95,7 @@ class Planner:
         least = self.state(0, 1)
         if least > self.budget.state:
             raise ConfigError(
-                f"--budget {self.asked.budget!r}: a state of {self.budget.state:.0%} cannot be had; with no softmax layer and one salient "
+                f"--budget {self.asked.budget!r}: a state of {self.budget.state:.0%} is impossible; with no softmax layer and one salient "
                 f"token a chunk it is {least:.0%} of the base's cache at {run.context:,} tokens."
             )
         path = run.work / PLAN_FILE
@@ -113,14 +114,14 @@ class Planner:
         )
 
     def recipe(self, plan: BudgetPlan, count: int) -> Recipe:
-        """The recipe of a plan with `count` softmax layers, and with the rate that its steps allow."""
+        """The recipe of a plan with `count` softmax layers, and a rate for its steps."""
         kept = plan.needs.ranked()[:count]
         types = tuple(FULL if layer in kept else self.asked.layer for layer in range(self.run.layers))
         rate = self.asked.finetune_rate * min(1.0, FULL_RATE_STEPS / max(1, plan.steps)) ** RATE_FALLS
         return replace(self._trial(plan.salient), layer_types=types, finetune_steps=plan.steps, finetune_rate=rate)
 
     def _trial(self, salient: int) -> Recipe:
-        """All layers linearized."""
+        """The recipe with all layers linearized."""
         asked = self.asked if self.asked.row_tokens >= LEAST_ROW else replace(self.asked, retrieval=0.0)
         return replace(asked, budget="", salient_per_chunk=salient)
 
@@ -137,7 +138,7 @@ class Planner:
         return size(count) / size(self.run.layers)
 
     def _room(self, least: int) -> tuple[int, int]:
-        """Salient tokens per chunk, as many as leave room for `least` softmax layers if any do, and how many layers there is room for."""
+        """Returns (salient tokens per chunk, softmax layers that fit): the most tokens with room for `least` layers, if any fit."""
         layers, salient = self.run.layers, max(1, self.run.still.chunk_size // DENSEST)
         while True:
             most = max((n for n in range(layers + 1) if self.state(n, salient) <= self.budget.state), default=-1)
@@ -182,10 +183,10 @@ class Planner:
         return replace(plan, steps=self._steps(plan, seconds))
 
     def _fit_yardstick(self, model: Any, attentions: list[Trainable]) -> int:
-        """Measure by fewer tokens where all of them take more than MEASURING of the time; how many at most, 0 = all."""
+        """Use fewer tokens if all would take more than MEASURING of the time. Returns the number of tokens, 0: all."""
         set_modes(attentions, range(self.run.layers))
         ids = self.stick.rows[0][:, :PROBE]
-        for _ in range(2):  # the first one allocates
+        for _ in range(2):  # the first run allocates
             begin = time.monotonic()
             with torch.no_grad(), self.run.accelerator.autocast():
                 float(last_hidden(model, ids.to(self.run.accelerator.device)).sum())
@@ -196,13 +197,13 @@ class Planner:
             return 0
         self.stick.keep(tokens)
         self.run.log(
-            f"measuring by {whole:,} tokens takes {spoken(MEASUREMENTS * whole / speed)} of the {self.budget.time:g} minutes, so it is by "
-            f"{self.stick.tokens:,}: text to {max(self.stick.contexts):,} tokens, {len(self.stick.prompts)} questions"
+            f"measuring {whole:,} tokens would take {spoken(MEASUREMENTS * whole / speed)} of the {self.budget.time:g} minutes, so "
+            f"{self.stick.tokens:,} are measured: text to {max(self.stick.contexts):,} tokens, {len(self.stick.prompts)} questions"
         )
         return max(1, tokens)
 
     def _demand_time(self, step_s: float, lacking_s: float | None = None) -> None:
-        """Raise ConfigError where the budget has no time for a step of `step_s`, of which so much is lacking (None: measuring is ahead)."""
+        """Raise ConfigError if the budget leaves no time for a step of `step_s`, `lacking_s` short of it (None: before measuring)."""
         whole = 60 * self.budget.time
         if lacking_s is None:
             lacking_s = time.monotonic() - self.run.started + self.reading + step_s - (1 - MEASURING) * whole
@@ -216,20 +217,21 @@ class Planner:
         )
 
     def more(self, plan: BudgetPlan, count: int, loss: float) -> int:
-        """Softmax layers that bring `loss`, which `count` of them have, within the budget, by the needs of those that are left."""
+        """Number of softmax layers that should reduce `loss`, measured with `count`, to the budget, by the needs of the remaining
+        layers."""
         aim = plan.needs.text_left(count) * self.budget.loss / loss if loss > 0 else 0.0
         enough = (n for n in range(count + 1, plan.most + 1) if plan.needs.text_left(n) <= aim)
         return min(next(enough, plan.most), plan.most)
 
     def _steps(self, plan: BudgetPlan, seconds: float) -> int:
-        """Steps that the time leaves; `seconds`: of measuring a student's text."""
+        """Steps that fit into the time; `seconds`: time to measure a student's text."""
         run = self.run
         if plan.count == run.layers:
             return 0
         run.adopt(self.recipe(plan, plan.count))
         asked = sum(ids.shape[1] for ids, _ in self.stick.prompts) / sum(row.numel() for row in self.stick.rows)
         step = step_seconds(run, "LoRA")
-        # To write the model takes about as long as to read the base.
+        # Writing the model takes about as long as reading the base.
         self.until = run.started + 60 * self.budget.time - self.reading - RESERVED * (1 + asked) * seconds - step
         steps = max(0, min(self.asked.finetune_steps, 1 + math.floor((self.until - time.monotonic()) / step)))
         if not steps:
@@ -240,7 +242,7 @@ class Planner:
         return steps
 
     def settle(self, model: Any, attentions: list[Trainable]) -> dict[str, Any]:
-        """Measure the trained `model`, and keep more layers softmax until the budget is met; what was promised and reached."""
+        """Measure the trained `model` and keep more layers softmax until the budget is met. Returns promises and results."""
         run, plan, count = self.run, self.plan, self.plan.count
         linearized = [layer for layer in range(run.layers) if run.still.layer_type(layer) != FULL]
         least = math.ceil(self.budget.found * plan.base.found)
@@ -259,7 +261,7 @@ class Planner:
             if loss > self.budget.loss:
                 wanted = max(wanted, self.more(plan, count, loss))
             count = min(wanted, plan.most)
-            run.log(f"that is beyond the budget ({self.budget}), so {count} layers stay softmax")
+            run.log(f"that exceeds the budget ({self.budget}), so {count} layers stay softmax")
         run.adopt(self.recipe(plan, count))
         state, minutes = self.state(count, plan.salient), (time.monotonic() - run.started) / 60
         promises = kept_promises(self.budget, plan.base, reached, state, minutes)
@@ -281,7 +283,7 @@ class Planner:
 
 
 def worst(student: Measured, base: Measured) -> float:
-    """Greatest share by which bits per byte are above the base's."""
+    """Largest relative increase of bits per byte over the base."""
     return max(student.losses(base).values())
 
 
@@ -289,7 +291,7 @@ MET, BROKEN, UNMEASURED = "met", "NOT met", "NOT MEASURED"
 
 
 def kept_promises(budget: Budget, base: Measured, reached: Measured, state: float, minutes: float) -> dict[str, str]:
-    """Of each promise of a budget whether it was met; facts are not measured where no question was asked or the base knows no answer."""
+    """Verdict on each promise of a budget. Facts are not measured without questions, or if the base knows no answer."""
     found = MET if budget.found == 0 or reached.found >= math.ceil(budget.found * base.found) else BROKEN
     if budget.found and not (reached.asked and base.found):
         found = UNMEASURED
@@ -299,14 +301,14 @@ def kept_promises(budget: Budget, base: Measured, reached: Measured, state: floa
 
 
 def set_modes(attentions: list[Trainable], softmax: Any) -> None:
-    """The layers of the indices `softmax` are the base's, all others the student."""
+    """Set the layers `softmax` (indices) to teacher mode, all others to student mode."""
     for index, attention in enumerate(attentions):
         attention.mode = SOFTMAX if index in softmax else STUDENT
 
 
 @torch.no_grad()
 def forget_lora(model: Any, layers: list[int]) -> None:
-    """Make the projections of `layers` the base's."""
+    """Restore the base's projections in `layers`."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name and any(f".layers.{layer}." in name for layer in layers):
             parameter.zero_()

@@ -1,4 +1,4 @@
-"""Recipe: every option of a linearization, from a YAML file and flags."""
+"""Recipe: all options of a linearization, from a YAML file and flags."""
 
 from __future__ import annotations
 
@@ -31,47 +31,47 @@ LINEARIZERS: Registry[Linearizer] = Registry(
     "recipe",
     "LINEARIZERS",
 )
-"""By the recipe's mixer."""
+"""Conversions by the recipe's mixer."""
 FINDERS: Registry[Finder] = Registry((), "finder", "FINDERS")
-"""What measures layers before training, by the recipe's option that takes what was found."""
+"""Measurements of layers before training, by the recipe's option for their result."""
 MADE = ", ".join(("full_attention", *(made.layer for made in LINEARIZERS.values())))
 OF_STILL = (
     *(name for name in STILL_FIELDS if name not in ("capacity_tokens", "layer_types")),
     *("window_factors", "window_factor_scale", "learn_window_factors", "low_rank_gates", "finetune_maps"),
     *("selection_weight", "selection_target"),
 )
-"""Options that no other mixer has."""
+"""Options of the mixer still only."""
 OF_BLOCKS = ("block_size", "top_blocks", "local_blocks", "dense_length", "reuse")
-"""The same of chosen blocks."""
+"""Options of the mixer blocks only."""
 
 ROW_TOKENS = 1024
-"""Of a row, where nobody says otherwise and the model holds so many."""
+"""Default tokens of a row, if the model's context is long enough."""
 DEFAULT_PRESETS = {mixer: "quick" if mixer == "still" else mixer for mixer in LINEARIZERS}
-"""By mixer: the default recipe."""
+"""Default recipe by mixer."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is linearized; learning rates and rank are those of the released recipe.
+    """Settings of a linearization; learning rates and rank are those of the released recipe.
 
-    Every field is an option of the recipe file and, with dashes, a flag.
+    Every field is an option in recipe files and, with dashes, a flag.
     """
 
     base: str = option("", "Softmax model: Hugging Face folder, hub id, or GGUF file.")
     budget: str = option(
         "",
-        'What the result may cost, as "loss 2%, state 40%, found 85%, time 15": softmax layers, salient tokens and steps are then chosen '
-        "by trials, and what was reached is measured.",
+        'Limits for the result, as "loss 2%, state 40%, found 85%, time 15": softmax layers, salient tokens and steps are then chosen '
+        "by trials, and the result is measured.",
     )
     texts: tuple[str, ...] = option(
         (), "Text files; the end of each is held out for validation. Without one: Python's own documentation."
     )
-    tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not beside the model.")
+    tokenizer: str | None = option(None, "Folder of the tokenizer, if it is not next to the model.")
     mixer: str = option("still", f"What softmax layers become: {', '.join(LINEARIZERS)}.", choices=tuple(LINEARIZERS))
-    start: str | None = option(None, "Adapter folder to go on from, of the same base: to train it on longer rows, say.")
+    start: str | None = option(None, "Adapter folder of the same base to continue from, for example with longer rows.")
     chunk_size: int = option(64, "Tokens per chunk.")
     salient_per_chunk: int = option(4, "Tokens per chunk that stay in softmax.")
-    salient_by_layer: tuple[int, ...] | None = option(None, "The same, one number for each layer.")
+    salient_by_layer: tuple[int, ...] | None = option(None, "Salient tokens per chunk, one number for each layer.")
     select_scope: str = option("q_head", "q_head, kv_group_max or kv_group_mean.")
     feature_map: str = option("np_softmax_pm", "Feature map of the linear part.")
     capacity_tokens: int | None = option(None, "Longest sequence; default: the model's own.")
@@ -79,85 +79,92 @@ class Recipe:
         None, "Weight of the softmax terms against the linear ones, one for all layers or one each."
     )
     window_factor_scale: float = option(
-        1.0, "Multiplies the weights that the run starts with; an adapter's grow with the length it will read.", above=0
+        1.0, "Factor on the initial window factors; those of adapters grow with the length they will read.", above=0
     )
-    learn_window_factors: bool = option(False, "Both stages train them, one per query head, at stage 1's rate.")
+    learn_window_factors: bool = option(
+        False, "Train window factors in both stages, one per query head, at stage 1's rate."
+    )
     low_rank_gates: bool = option(
-        False, "Stage 1 trains the gates' biases only, stage 2 weights of LoRA's rank: a small adapter."
+        False,
+        "Train only the gates' biases in stage 1, and their weights with LoRA's rank in stage 2: a small adapter.",
     )
     finetune_maps: bool = option(
-        False, "Stage 2 trains feature maps and gates' biases too, which few steps of stage 1 leave half trained."
+        False, "Also train feature maps and gates' biases in stage 2; few steps of stage 1 leave them half trained."
     )
     layer_types: tuple[str, ...] | None = option(
         None,
-        f"Per layer full_attention or what the mixer makes; all of them: {MADE}.",
+        f"Per layer full_attention or the mixer's type; all of them: {MADE}.",
     )
     block_size: int = option(64, "Tokens of a block with mixer=blocks; 1: single tokens are chosen.")
     top_blocks: int = option(96, "Blocks that a token reads.")
-    local_blocks: int = option(32, "Of them, the latest before its own.")
-    dense_length: int = option(8192, "Tokens with fewer up to themselves read all blocks.")
+    local_blocks: int = option(32, "How many of them are the latest before the token's own.")
+    dense_length: int = option(8192, "Context up to which all blocks are read.")
     reuse: str | None = option(
         None,
-        "File of linearize --find-reuse: layers that read the blocks of an earlier one, and which stay softmax.",
+        "File of linearize --find-reuse: layers that read an earlier layer's blocks, and layers that stay softmax.",
     )
     transfer_steps: int = option(500, "Steps of stage 1, attention transfer; 0 = none.", least=0)
     transfer_rate: float = option(1e-2, "Learning rate of stage 1.")
     finetune_steps: int = option(1000, "Steps of stage 2, LoRA; 0 = none.", least=0)
     finetune_rate: float = option(
-        1e-4, "Learning rate of stage 2. With a budget that allows more than 40 steps it falls, to half for 400."
+        1e-4, "Learning rate of stage 2. With a budget for more than 40 steps it is lower: half for 400."
     )
     sequence_length: int | None = option(
-        None, "Tokens of a row; default: 1,024, or the model's context where that is less.", least=1
+        None, "Tokens of a row; default: 1,024, or the model's context if shorter.", least=1
     )
     row_lengths: tuple[int, ...] | None = option(
         None,
-        "Rows of these lengths in turn, instead of one, a length as often as named; a step has batch_size x sequence_length tokens.",
+        "Row lengths to use in turn instead of one; lengths may repeat. A step has batch_size x sequence_length tokens.",
     )
     batch_size: int = option(8, "Rows of a step over all processes.", least=1)
     micro_batch_size: int | None = option(
         None,
-        "Rows of one pass on one process, whose gradients add up, or as many tokens in rows of other lengths; default: all.",
+        "Rows of one pass on one process (or as many tokens in rows of other lengths), gradients add up; default: all.",
         least=1,
     )
     lora_rank: int = option(8, "Rank of LoRA.", least=1)
     lora_alpha: float = option(16.0, "Scale of LoRA times its rank.")
-    loss: str = option("ce", "Of stage 2: ce = next token, kl = divergence from the teacher.", choices=("ce", "kl"))
+    loss: str = option(
+        "ce", "Loss of stage 2: ce = next token, kl = divergence from the teacher.", choices=("ce", "kl")
+    )
     selection_weight: float = option(
-        0.0, "Of a loss in stage 2 that makes tokens salient that far queries attend to; 0 = off.", least=0
+        0.0, "Weight of stage 2's loss that makes tokens salient to which far queries attend; 0 = off.", least=0
     )
     selection_target: str = option(
         "student",
-        "Whose attention that is: the student's own, or base, the teacher's, which does not move.",
+        "Attention to use there: the student's own, or base, the teacher's, which does not change.",
         choices=("student", "base"),
     )
     retrieval: float = option(0.0, "Share of the rows that are synthetic retrieval tasks.", least=0, below=1)
     natural: float = option(
         0.0, "Share of them in natural forms (prose, code, tables, dialogue), many asked in chat.", least=0, most=1
     )
-    answer_weight: float = option(10.0, "Loss weight of their answers' tokens.", least=0)
+    answer_weight: float = option(10.0, "Loss weight of their answer tokens.", least=0)
     answer_share: float = option(
         0.0,
-        "Loss weight of a row's answers together, by its tokens, whatever its length; 0 = answer_weight counts.",
+        "Loss weight of all answers of a row relative to its tokens; 0 = use answer_weight.",
         least=0,
     )
     answer_loss: str = option(
-        "same", "Of answers in stage 2: same = as other tokens, ce = the token itself.", choices=("same", "ce")
+        "same", "Loss of answers in stage 2: same = as other tokens, ce = the token itself.", choices=("same", "ce")
     )
-    chat_file: str | None = option(None, "Conversations, a JSON list of messages in each line.")
+    chat_file: str | None = option(None, "File of conversations, one JSON list of messages per line.")
     chat: float = option(0.0, "Share of the rows that are conversations.", least=0, below=1)
     warmup: float = option(
-        0.05, "Share of a stage's steps in which the rate rises; it then falls to a tenth.", least=0, below=1
+        0.05, "Share of a stage's steps with a rising rate; it then falls to a tenth.", least=0, below=1
     )
-    weight_decay: float = option(0.0, "Of AdamW.")
-    clip_norm: float = option(1.0, "Greatest norm of the gradient; 0 = any.")
-    precision: str = option("fp32", "Of the products around the attention: fp32 or bf16.", choices=("fp32", "bf16"))
+    weight_decay: float = option(0.0, "Weight decay of AdamW.")
+    clip_norm: float = option(1.0, "Largest norm of the gradient; 0 = any.")
+    precision: str = option(
+        "fp32", "Precision of products outside the attention: fp32 or bf16.", choices=("fp32", "bf16")
+    )
     adapter_dtype: str = option(
         "float16",
-        "Of the adapter's file: float16, int8 rows, half of the size, or int6: these, and square maps in 6 bits.",
+        "Type in the adapter's file: float16, int8 rows (half the size), or int6 (int8, with square maps in 6 bits).",
         choices=("float16", "int8", "int6"),
     )
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.")
-    seed: int = option(0, "Of data and LoRA.")
+    seed: int = option(0, "Seed of data and LoRA.")
     held_out: float = option(0.02, "Share of each text that is held out.", least=0, below=1)
     validate_every: int = option(100, "Steps between validations.", least=1)
     validation_rows: int = option(8, "Rows of a validation.", least=1)
@@ -172,7 +179,7 @@ class Recipe:
                 object.__setattr__(self, name, (value,) if isinstance(value, str | float | int) else tuple(value))
         check_options(self)
         if self.retrieval + self.chat > 1:
-            raise ConfigError(f"--retrieval {self.retrieval} --chat {self.chat}: shares of one whole.")
+            raise ConfigError(f"--retrieval {self.retrieval} --chat {self.chat}: together they must be at most 1.")
         if self.chat and not self.chat_file:
             raise ConfigError(f"--chat {self.chat} needs conversations: name their file with --chat-file.")
         for length in self.row_lengths or ():
@@ -195,7 +202,7 @@ class Recipe:
             )
 
     def _check_budget(self) -> None:
-        """Raise ConfigError where the budget is none, or the recipe sets what it chooses."""
+        """Raise ConfigError if the budget is invalid, or the recipe sets an option that it chooses."""
         if not self.budget:
             return
         Budget.read(self.budget)
@@ -208,7 +215,7 @@ class Recipe:
             )
 
     def _check_mixer(self) -> None:
-        """Raise ConfigError where an option is of another mixer."""
+        """Raise ConfigError for options of another mixer."""
         for owner, own in {"STILL": OF_STILL, "blocks": OF_BLOCKS}.items():
             others = set(own) - set(LINEARIZERS[self.mixer].options)
             foreign = [f.name for f in fields(self) if f.name in others and getattr(self, f.name) != f.default]
@@ -218,7 +225,7 @@ class Recipe:
         if self.layer_types is not None:
             for name in FINDERS:
                 if (file := getattr(self, name)) is not None:
-                    raise ConfigError(f"--{name} {file} says which layers stay softmax: leave out --layer-types.")
+                    raise ConfigError(f"--{name} {file} defines which layers stay softmax: leave out --layer-types.")
         if self.mixer == "still":
             return
         if not LINEARIZERS[self.mixer].trained and self.transfer_steps:
@@ -233,33 +240,33 @@ class Recipe:
 
     @property
     def layer(self) -> str:
-        """What a layer is called that the mixer made."""
+        """Type of the layers that the mixer makes."""
         return LINEARIZERS[self.mixer].layer
 
     @property
     def lora_in_transfer(self) -> bool:
-        """Stage 1 trains LoRA too: what the rule makes of queries and keys is no exponential, for which the base's were made."""
+        """Whether stage 1 also trains LoRA: the rule does not use exponentials of queries and keys, which the base was trained for."""
         return self.mixer in ("gla", "gdn")
 
     @property
     def maps_in_finetune(self) -> bool:
-        """Stage 2 trains what stage 1 does."""
+        """Whether stage 2 also trains stage 1's parameters."""
         return self.lora_in_transfer or self.finetune_maps
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row; with row_lengths, of a step by its rows."""
+        """Tokens of a row; with row_lengths, a step's tokens divided by batch_size."""
         return ROW_TOKENS if self.sequence_length is None else self.sequence_length
 
     def rows_of_a_pass(self, length: int) -> int:
-        """Rows of `length` tokens that one pass on one process takes at most: as many tokens whatever the rows' lengths."""
+        """Most rows of `length` tokens in one pass on one process: equal numbers of tokens for all row lengths."""
         return max(1, (self.micro_batch_size or self.batch_size) * self.row_tokens // length)
 
     def fitted(self, context: int) -> Recipe:
-        """This recipe for a model of `context` tokens at most: rows whose length was left open are no longer than that.
+        """This recipe for a model with at most `context` tokens: rows of unset length are limited to it.
 
         Raises:
-            ConfigError: Rows that were asked for are longer, or what is left is too short to train on.
+            ConfigError: Requested rows are longer, or the limited rows are too short to train on.
         """
         if self.sequence_length is None and not self.row_lengths:
             return replace(self, sequence_length=min(ROW_TOKENS, context))
@@ -267,18 +274,18 @@ class Recipe:
         if longest > context:
             name = "row_lengths has" if self.row_lengths else "sequence_length is"
             raise ConfigError(
-                f"{name} {longest}, and the model holds {context} tokens. Use shorter rows, or raise --capacity-tokens."
+                f"{name} {longest}, and the model has room for {context} tokens. Use shorter rows, or raise --capacity-tokens."
             )
         return self
 
     def still_config(self, layers: int, heads: int) -> StillConfig:
-        """The STILL part of the configuration of a model with so many layers and query heads.
+        """The STILL configuration for a model with so many layers and query heads.
 
         Raises:
-            ConfigError: window_factors are neither one nor one per layer.
+            ConfigError: window_factors has neither one value nor one per layer.
         """
         from still_export.mixers.block_attention.settings import means_of
-        from still_export.mixers.config import StillConfig  # brings torch, which the command line's help does not need
+        from still_export.mixers.config import StillConfig  # imports torch, which help texts do not need
 
         factors = self.window_factors
         if factors is not None:
@@ -296,10 +303,10 @@ class Recipe:
         return StillConfig.from_dict({"window_factors": rows, **values}, "recipe")
 
     def found(self, layers: int) -> Iterator[tuple[str, Found]]:
-        """What was measured of the layers, with the file that says so.
+        """Measurements of layers that the recipe names, with their file.
 
         Raises:
-            ConfigError: A file is none, or of a model with another number of layers.
+            ConfigError: A file is invalid, or for a model with another number of layers.
         """
         for name, finder in FINDERS.items():
             if (file := getattr(self, name)) is not None:
@@ -310,17 +317,17 @@ class Recipe:
 
 
 def presets() -> dict[str, Path]:
-    """Recipes that come with this package, by name."""
+    """Recipes in this package, by name."""
     folders = [files("still_export.linearization").joinpath("recipes"), *map(files, systems())]
     found = {path.stem: path for folder in folders for path in Path(str(folder)).glob("*.yaml")}
     return dict(sorted(found.items()))
 
 
 def preset(name: str) -> Path:
-    """The file of a recipe of this package.
+    """The file of a recipe in this package.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: The name is unknown.
     """
     known = presets()
     if name not in known:
@@ -329,12 +336,12 @@ def preset(name: str) -> Path:
 
 
 def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
-    """The recipe in a YAML file (None: the defaults), changed by the options in `given`.
+    """The recipe in a YAML file (None: the defaults), with `given` options replaced.
 
-    Relative paths of base, texts and tokenizer in the file are taken from the file's folder where they exist there.
+    Relative paths of base, texts and tokenizer refer to the file's folder if they exist there.
 
     Raises:
-        ConfigError: The file is no recipe, or a value is unknown.
+        ConfigError: The file is not a recipe, or a value is invalid.
     """
     known = [f.name for f in fields(Recipe)]
     values: Any = {}
@@ -344,10 +351,10 @@ def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path} is no YAML recipe: {error}. Fix the file.") from error
+            raise ConfigError(f"{path} is not a YAML recipe: {error}. Fix the file.") from error
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{path} holds a {type(values).__name__}; a recipe is a mapping of options. "
+                f"{path} contains a {type(values).__name__}; a recipe is a mapping of options. "
                 "Write them as in still_export/linearization/recipes."
             )
         for name in values:

@@ -1,4 +1,4 @@
-"""A run of linearization: data, model and stages, each of which starts from the base and the results of the stage before."""
+"""A linearization run: data, model and stages. Each stage starts from the base and the previous stage's results."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from still_kernels.hybrid_attention.call import refusals
 
 REPORT_FILE = "linearize.json"
 FRESH_GATE_BIAS = 2.0
-"""Where gates start to be trained: sigmoid(2) = 0.88. The 8 of attached, untrained gates is 1 in bfloat16, whose derivative is 0."""
+"""Initial bias of trained gates: sigmoid(2) = 0.88. Untrained gates have 8, which is 1 in bfloat16 with derivative 0."""
 
 FIT_TOKENS, MOST_FIT_TOKENS = 32, 1 << 15
-"""Tokens by a hidden state's channels that fresh layers are fitted to, whose regressions have a coefficient a channel; and in all at most,
-for memory."""
+"""Tokens per hidden channel for fitting new layers (their regressions have one coefficient per channel), and most tokens in all, for
+memory."""
 
 
 @dataclass
 class Linearization:
-    """What `linearize` did.
+    """The result of `linearize`.
 
-    bits_per_byte: Of the held-out text by teacher, student after stage 1 (LoRA off) where it is known, and student.
+    bits_per_byte: Of the held-out text by the teacher, the student after stage 1 without LoRA (if known), and the student.
     stages: Report of each stage that ran.
-    plan: What a budget promised, and what was reached; None = there was none.
+    plan: A budget's promises and results; None: there was no budget.
     """
 
     folder: Path
@@ -66,7 +66,7 @@ class Linearization:
 
 
 class LinearizationRun:
-    """One run: its folder, data and model; every stage starts from the base and the results of the stage before."""
+    """One run: its folder, data and model. Each stage starts from the base and the previous stage's results."""
 
     def __init__(
         self, recipe: Recipe, output: Path, accelerator: Accelerator, progress: Progress, log: Callable[[str], None]
@@ -80,7 +80,7 @@ class LinearizationRun:
         log("reading the base model")
         geometry = open_source(
             recipe.base, attach_untrained=True
-        ).config  # weights are read with what the recipe makes of them
+        ).config  # weights are loaded later, with the recipe's layers
         self.context = recipe.capacity_tokens or int(geometry.max_position_embeddings)
         recipe = recipe.fitted(self.context)
         self.geometry, self.layers, self.heads = geometry, geometry.num_hidden_layers, geometry.num_attention_heads
@@ -103,7 +103,7 @@ class LinearizationRun:
         self.held_out = held_out_rows(self.corpus, recipe.validation_rows, recipe.row_tokens)
 
     def adopt(self, recipe: Recipe) -> None:
-        """Go on by `recipe`, whose layers or sizes are others."""
+        """Continue with `recipe`, which has other layers or sizes."""
         self.recipe, self.still = recipe, recipe.still_config(self.layers, self.heads)
         if self.start and recipe.window_factors is None:
             self.still = replace(self.still, window_factors=self.start.window_factors(self.still, self.layers))
@@ -113,7 +113,7 @@ class LinearizationRun:
             self.still = replace(self.still, window_factors=scaled)
 
     def load_base(self) -> Any:
-        """The base with untrained linear layers, or that of the adapter to go on from, float32, frozen."""
+        """The base with untrained linear layers, or with those of the starting adapter; float32, frozen."""
         model = load_model(self.recipe.base, attach_untrained=True, still_config=self.still, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
@@ -126,7 +126,7 @@ class LinearizationRun:
         return model
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued."""
+        """Values that must be equal to resume a run."""
         values = self.recipe.to_dict()
         for name in (
             "device",
@@ -148,7 +148,7 @@ class LinearizationRun:
         return {**values, "training_tokens_sha256": tokens.hexdigest(), "base_weights": self.base_weights}
 
     def open_folder(self, resume: bool, force: bool) -> None:
-        """Make the output folder, or check that its run is this one; errors: see RunFolder."""
+        """Create the output folder, or check that its run is this one; errors: see RunFolder."""
         if resume:
             self.folder.resume(self.fingerprint())
         elif self.accelerator.is_main_process:
@@ -185,7 +185,7 @@ class LinearizationRun:
         return sum(losses) / len(losses)
 
     def transfer_objective(self) -> TransferObjective:
-        """Stage 1's, with the parameters that it trains."""
+        """Stage 1's objective with the parameters that it trains."""
         recipe = self.recipe
         model = self.load_base()
         attentions = make_students(model, recipe.learn_window_factors)
@@ -197,7 +197,7 @@ class LinearizationRun:
             parameter.requires_grad_(True)
         linearized = [i for i in range(self.layers) if self.still.layer_type(i) != FULL]
         new = self.start.new_layers(self.still, self.layers) if self.start else []
-        if new:  # the others were trained to what the adapter's LoRA makes of their inputs, and stay
+        if new:  # the other layers were trained with the adapter's LoRA, and stay
             for name, parameter in model.named_parameters():
                 if not any(f".layers.{i}." in name for i in new):
                     parameter.requires_grad_(False)
@@ -206,7 +206,7 @@ class LinearizationRun:
         return TransferObjective(model, [a for a in attentions if a not in known], known)
 
     def transfer(self) -> StageReport:
-        """Stage 1; writes training/transfer.safetensors."""
+        """Run stage 1; writes training/transfer.safetensors."""
         recipe, objective = self.recipe, self.transfer_objective()
         self.log(f"stage 1, attention transfer: {_count(objective):,} parameters in {len(objective.attentions)} layers")
         batches = self.batches(recipe.retrieval)
@@ -224,18 +224,18 @@ class LinearizationRun:
 
     @property
     def fits(self) -> bool:
-        """Whether fresh layers start in closed form; what an adapter trained stays."""
+        """Whether new layers start in closed form; layers of an adapter do not."""
         known = self.start is not None and not self.start.new_layers(self.still, self.layers)
         return self.recipe.lora_in_transfer and not known
 
     @property
     def fit_shape(self) -> tuple[int, int]:
-        """Rows that fresh layers are fitted to, and their tokens: the longest rows."""
+        """Returns (rows, tokens per row) for fitting new layers; the longest rows are used."""
         length = max(self.recipe.row_lengths or (self.recipe.row_tokens,))
         return math.ceil(min(FIT_TOKENS * self.geometry.hidden_size, MOST_FIT_TOKENS) / length), length
 
     def fit(self, objective: TransferObjective, batches: Batches) -> None:
-        """Let fresh layers start near the teacher's outputs, if they can."""
+        """Start new layers near the teacher's outputs, if they support it."""
         if not self.fits:
             return
         (wanted, length), rows, step = self.fit_shape, list[Tensor](), 0
@@ -250,7 +250,7 @@ class LinearizationRun:
         """The model with LoRA after stage 1, and its linearized layers.
 
         Args:
-            maps: What stage 1 trained; None = nothing.
+            maps: Parameters from stage 1; None: there are none.
         """
         recipe = self.recipe
         model = self.load_base()
@@ -264,7 +264,7 @@ class LinearizationRun:
             model.train()
         own = adapter.still_parameters(
             model, gate_weights=not recipe.low_rank_gates
-        )  # PEFT renames some, and freezes all
+        )  # PEFT renames some parameters, and freezes all
         model = self.attach_lora(model)
         adapter.load_lora(model, trained)
         for _, parameter in own if recipe.maps_in_finetune else ():
@@ -272,7 +272,7 @@ class LinearizationRun:
         return model, attentions
 
     def finetune_objective(self, maps: Path | None) -> FinetuneObjective:
-        """Stage 2's: the model with LoRA and the parameters that it trains; `maps` (see `student`)."""
+        """Stage 2's objective: the model with LoRA and the parameters that it trains; `maps`: see `student`."""
         recipe = self.recipe
         model, attentions = self.student(maps)
         for name, parameter in model.named_parameters():
@@ -290,7 +290,8 @@ class LinearizationRun:
         )
 
     def finetune(self, until: float = math.inf) -> tuple[StageReport | None, Any, list[Trainable]]:
-        """Stage 2, up to the monotonic time `until`; writes training/finetune.safetensors. The report, and the model with LoRA."""
+        """Run stage 2 until the monotonic time `until`; writes training/finetune.safetensors. Returns (report, model with LoRA, its
+        layers)."""
         recipe = self.recipe
         maps = self.work / "transfer.safetensors" if recipe.transfer_steps else None
         if not recipe.finetune_steps:
@@ -318,12 +319,12 @@ class LinearizationRun:
         )
         self._keep("finetune", objective)
         if isinstance(objective, FSDPModule):
-            # The model is called without the objective around it from here on: layers gather their own parameters, these nobody would.
+            # From here on the model is called without the objective: layers gather their own parameters, but not the objective's.
             objective.unshard()
         return report, objective.model.eval(), objective.attentions
 
     def attach_lora(self, model: Any) -> Any:
-        """`model` with LoRA, fresh or that of the adapter to go on from."""
+        """`model` with LoRA, new or from the starting adapter."""
         model = adapter.attach_lora(model, self.recipe)
         if self.start:
             self.start.load_lora(model)
@@ -337,7 +338,7 @@ class LinearizationRun:
 
     @torch.no_grad()
     def quality(self, model: Any, attentions: list[Trainable]) -> dict[str, float]:
-        """Bits per byte of the held-out rows: teacher, after stage 1 where that can be told, after stage 2."""
+        """Bits per byte of the held-out rows: teacher, after stage 1 if known, after stage 2."""
         finetuned = hasattr(model, "disable_adapter")
         rows = self.held_out.to(self.accelerator.device)
 
@@ -353,14 +354,14 @@ class LinearizationRun:
                 return bits(mode)
 
         result = {"teacher": without_lora(SOFTMAX)}
-        if not self.recipe.maps_in_finetune:  # what stage 1 gave is there as long as LoRA alone was trained after it
+        if not self.recipe.maps_in_finetune:  # stage 1's parameters are unchanged if only LoRA was trained after it
             result["after attention transfer"] = without_lora(STUDENT)
         if finetuned:
             result["after LoRA"] = bits(STUDENT)
         return result
 
     def write(self, result: Linearization, command: str) -> None:
-        """Write adapter (where there is something in it), model, tokenizer and report, in one step; the work folder stays."""
+        """Write adapter (unless empty), model, tokenizer and report atomically; the work folder stays."""
         self.log("writing the model")
         tensors: dict[str, Tensor] = dict(self.start.tensors) if self.start else {}
         for stage in result.stages:
@@ -370,14 +371,14 @@ class LinearizationRun:
             tensors = {n: p.detach() for n, p in adapter.still_parameters(base)}
         softmax = [
             i for i in range(self.layers) if self.still.layer_type(i) == FULL
-        ]  # some were while others were trained
+        ]  # layers that became softmax after others were trained
         tensors = {n: t for n, t in tensors.items() if not any(f".layers.{i}." in n for i in softmax)}
         still = adapter.take_window_factors(tensors, self.still, self.layers, self.heads)
         with staged_folder(self.output, force=True, keep=self.folder.kept) as folder:
             if tensors:
                 adapter.save_adapter(folder / "adapter", tensors, still, self.recipe)
                 model = adapter.apply_adapter(self.recipe.base, folder / "adapter")
-            else:  # nothing was trained, and the layers have nothing of their own
+            else:  # nothing was trained, and the layers have no parameters of their own
                 model = load_model(self.recipe.base, attach_untrained=True, still_config=still)
             save_model(model, self.tokenizer, folder)
             content = {"command": command, "recipe": self.recipe.to_dict(), **result.to_dict()}
@@ -385,16 +386,16 @@ class LinearizationRun:
 
 
 def demand_kernels(model: nn.Module) -> None:
-    """Raise ConfigError where hybrid layers of `model` are none that the kernels of CUDA compute, before texts are read."""
+    """Raise ConfigError, before texts are read, if the CUDA kernels do not compute hybrid layers of `model`."""
     layers = {module.still: None for module in model.modules() if isinstance(module, HybridOpModule)}
     if reasons := list(dict.fromkeys(line for layer in layers for line in refusals(layer, torch.float32))):
         raise ConfigError(
-            f"the kernels of CUDA do not compute these layers: {' '.join(reasons)} Change the recipe, or use --device cpu."
+            f"the CUDA kernels do not compute these layers: {' '.join(reasons)} Change the recipe, or use --device cpu."
         )
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A short text that differs for other weights or names."""
+    """A digest of weights and names."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""The output folder of a linearization: what it may replace, and how a run is found again. It loads no PyTorch."""
+"""The output folder of a linearization: what it may replace, and how a run is resumed. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from still_export.errors import ConfigError, TrainingError
 RUN_FILE, WORK = "run.json", "training"
 TO_REPLACE = "Pass --resume to continue its run, or --force to replace it."
 REPLACED_FILE = "replaced.json"
-"""In the work folder: what the output folder held when --force began this run; it stays until the new model is complete."""
+"""File in the work folder that lists the contents of the output folder when --force began this run; it stays until the new model is
+complete."""
 
 
 class RunFolder:
-    """The output folder of a run, whose checkpoints and results of stages lie in `work`."""
+    """The output folder of a run; checkpoints and results of stages are in `work`."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.work = output, output / WORK
@@ -32,29 +33,29 @@ class RunFolder:
             return dict(json.loads((self.work / RUN_FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise TrainingError(
-                f"{self.output} holds no run to resume ({RUN_FILE} cannot be read: {error}). Leave out --resume."
+                f"{self.output} has no run to resume ({RUN_FILE} cannot be read: {error}). Leave out --resume."
             ) from error
 
     def resume(self, mine: dict[str, Any]) -> None:
         """Check that the folder's run has the fingerprint `mine`.
 
         Raises:
-            TrainingError: It belongs to another run, or to none.
+            TrainingError: It belongs to another run, or there is none.
         """
         theirs = self.fingerprint()
         differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
         if differing:
             shown = ", ".join(f"{k} {theirs.get(k)} there, {mine.get(k)} here" for k in differing[:3])
             raise TrainingError(
-                f"{self.output} holds another run: {shown}. "
+                f"{self.output} has another run: {shown}. "
                 "Nothing was changed. Resume with the recipe that started it, or choose another folder with -o."
             )
 
     def begin(self, mine: dict[str, Any], force: bool) -> None:
-        """Make the folder of a new run.
+        """Create the folder of a new run.
 
         Raises:
-            ConfigError: It exists and `force` is not given, or its content is no run.
+            ConfigError: It exists without `force`, or does not contain a run.
         """
         check_replaceable(self.output, force, TO_REPLACE)
         shutil.rmtree(self.work, ignore_errors=True)
@@ -64,26 +65,27 @@ class RunFolder:
         (self.work / RUN_FILE).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
 
     def holds_a_run(self) -> bool:
-        """Whether a run that was begun can go on."""
+        """Whether there is a run to resume."""
         return (self.work / RUN_FILE).is_file()
 
     def discard(self) -> None:
-        """Remove a run that left nothing to go on from: no checkpoint, no result of a stage."""
+        """Remove a run without checkpoint or result of a stage."""
         if any(self.work.glob("*/step-*/report.json")) or any(self.work.glob("*.safetensors")):
             return
         shutil.rmtree(self.work, ignore_errors=True)
         with contextlib.suppress(OSError):
-            self.output.rmdir()  # which fails where it holds something
+            self.output.rmdir()  # fails if it is not empty
 
     def kept(self) -> list[str]:
-        """Entries of the output folder that are not of the model that this run replaces."""
+        """Entries of the output folder outside the model that this run replaces."""
         path = self.work / REPLACED_FILE
         replaced = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
         return [p.name for p in self.output.iterdir() if p.name not in replaced]
 
 
 def check_replaceable(folder: Path, force: bool, hint: str) -> None:
-    """Raise ConfigError where `folder` holds something and `force` is not given, or what no linearization made: the base, a home."""
+    """Raise ConfigError if `folder` is not empty and `force` is not given, or if no linearization wrote it (such as a base, or a home
+    folder)."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not force:

@@ -1,4 +1,4 @@
-"""Which layers should stay softmax: those that look facts up, and those whose far attention the text needs."""
+"""Choice of the layers that stay softmax: those that look facts up, and those whose far attention the text needs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class LayerChoice:
 def find_layers(
     finder: Finder, recipe: Recipe, output: Path, *, force: bool = False, log: Callable[[str], None] = lambda _: None
 ) -> Found:
-    """What `finder` measures of the layers of an untrained model, by a held-out row; nothing is trained. Writes it into `output`.
+    """Measure the layers of an untrained model with `finder` on a held-out row, and write the result into `output`. Nothing is trained.
 
     Raises:
-        ConfigError: The recipe's mixer is another, its rows are too short, or `output` exists and `force` is not given.
+        ConfigError: The recipe has another mixer, its rows are too short, or `output` exists without `force`.
     """
     if recipe.mixer != finder.mixer:
         raise ConfigError(
@@ -63,10 +63,10 @@ def find_layers(
 def select_layers(
     recipe: Recipe, count: int, output: Path, *, force: bool = False, log: Callable[[str], None] = lambda _: None
 ) -> LayerChoice:
-    """Rank the layers by what they need (`needs_of`; nothing is trained) and choose `count`; writes layers.json into `output`.
+    """Rank the layers by need (`needs_of`; nothing is trained) and choose `count`; writes layers.json into `output`.
 
     Raises:
-        ConfigError: More layers than the model has, or `output` exists and `force` is not given.
+        ConfigError: The model has fewer layers, or `output` exists without `force`.
     """
     accelerator = make_accelerator(recipe)
     run = LinearizationRun(replace(recipe, layer_types=None, budget=""), output, accelerator, lambda *_: None, log)

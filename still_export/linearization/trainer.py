@@ -1,4 +1,4 @@
-"""The loop of one stage: accelerate around it, sharded checkpoints beside it, a run that can be killed at any point."""
+"""The training loop of a stage, with accelerate, sharded checkpoints, and resumption after being killed at any point."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ Arguments = ParamSpec("Arguments")
 
 
 class StopTraining(BaseException):
-    """Raised by a progress callback: a checkpoint is kept, and the run ends."""
+    """Raised by a progress callback to end the run with a checkpoint."""
 
 
 @dataclass
 class StageReport:
-    """What a stage did.
+    """The result of a stage.
 
-    losses: Of every step. validation: (step, loss) pairs. seconds: Of training steps alone, over all runs of the stage.
-    kept: The step with the least validation loss, whose weights the stage gives.
+    losses: Of each step. validation: (step, loss) pairs. seconds: Of training steps only, over all runs of the stage.
+    kept: Step with the least validation loss; the stage returns its weights.
     """
 
     name: str
@@ -65,7 +65,7 @@ class StageReport:
 def _on_a_stream_of_its_own(
     method: Callable[Concatenate[Trainer, Arguments], StageReport],
 ) -> Callable[Concatenate[Trainer, Arguments], StageReport]:
-    """A method of a trainer as it is, but on CUDA on a stream of its own: on the default one nothing can be recorded."""
+    """Run a trainer's method on a CUDA stream of its own, because the default stream cannot be recorded."""
 
     @functools.wraps(method)
     def wrapped(trainer: Trainer, /, *given: Arguments.args, **named: Arguments.kwargs) -> StageReport:
@@ -82,15 +82,15 @@ def _on_a_stream_of_its_own(
 
 
 Progress = Callable[[str, int, int, dict[str, float]], None]
-"""Called after each step with stage, steps done, steps in all, and loss and tokens per second."""
+"""Called after each step with (stage, steps done, steps in all, {"loss", tokens per second})."""
 
 
 class Trainer:
     """Trains the parameters of `objective` that require a gradient.
 
     Args:
-        name: Of the stage; names its checkpoints.
-        folder: Where checkpoints of all stages lie.
+        name: Name of the stage and its checkpoints.
+        folder: Folder for checkpoints of all stages.
     """
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, name: str, folder: Path, progress: Progress) -> None:
@@ -109,16 +109,16 @@ class Trainer:
         validate: Callable[[nn.Module], float],
         until: float = math.inf,
     ) -> StageReport:
-        """Train for `steps` steps, from the latest checkpoint where there is one.
+        """Train for `steps` steps, from the latest checkpoint if there is one.
 
         Args:
             objective: Maps ids and weights to (loss, parts).
             rate_of: Highest learning rate of a parameter, by its name in `objective`.
-            validate: The loss that decides on an early stop, equal on every process.
-            until: Monotonic time after which no step begins; the first process that comes to it ends the stage for all.
+            validate: Returns the loss for early stopping, equal on all processes.
+            until: Monotonic time after which no step begins; the first process to reach it ends the stage for all.
 
         Raises:
-            TrainingError: The loss is no number, memory does not suffice, or a checkpoint does not fit.
+            TrainingError: The loss is not finite, memory does not suffice, or a checkpoint does not fit.
         """
         accelerator, recipe = self.accelerator, self.recipe
         groups: dict[float, list[nn.Parameter]] = {}
@@ -155,7 +155,7 @@ class Trainer:
                 bad = [str(i) for i, part in enumerate(parts) if not math.isfinite(part)]
                 raise TrainingError(
                     f"the loss of stage {self.name} is {loss} at step {report.steps} (parts {', '.join(bad)} of {len(parts)}): "
-                    "the teacher's activations, or the student's, hold values that are no numbers. Use --precision fp32 or a smaller "
+                    "the teacher's activations, or the student's, are not finite. Use --precision fp32 or a smaller "
                     f"rate; then --resume. Checkpoints before it are in {self.folder}."
                 )
             report.steps += 1
@@ -181,12 +181,14 @@ class Trainer:
                 try:
                     self.progress(self.name, report.steps, steps, {"loss": loss, "tokens/s": speed})
                 except StopTraining:
-                    if accelerator.num_processes == 1:  # others do not know of it, and all write a checkpoint together
+                    if (
+                        accelerator.num_processes == 1
+                    ):  # other processes do not know, and checkpoints are written by all together
                         self._save(module, optimizer, report)
                     raise
             if report.done or report.steps % recipe.checkpoint_every == 0:
                 self._save(module, optimizer, report)
-        if 0 < report.kept < report.steps:  # none where every validation was no number
+        if 0 < report.kept < report.steps:  # 0 if no validation was finite
             set_model_state_dict(module, self.best, options=PARTIAL)
         if curves is not None:
             curves.close()
@@ -195,7 +197,7 @@ class Trainer:
     def _step(
         self, passes: Passes, optimizer: Any, trained: list[nn.Parameter], batch: Batch, until: float
     ) -> tuple[float, list[float], bool]:
-        """One optimizer step; the loss and its parts over all processes, and whether one of them came to `until`."""
+        """One optimizer step. Returns (loss over all processes, its parts, whether a process reached `until`)."""
         accelerator, recipe = self.accelerator, self.recipe
         rows = torch.arange(accelerator.process_index, len(batch.ids), accelerator.num_processes)
         groups = rows.split(recipe.rows_of_a_pass(batch.ids.shape[1]))
@@ -215,7 +217,7 @@ class Trainer:
         return mean, means, late_share > 0
 
     def _save(self, module: nn.Module, optimizer: Any, report: StageReport) -> None:
-        """Write a checkpoint that appears under its name only when it is complete."""
+        """Write a checkpoint that gets its name only once complete."""
         accelerator = self.accelerator
         final = self.folder / f"step-{report.steps:07d}"
         partial = final.with_suffix(".partial")
@@ -265,7 +267,7 @@ def _copy(weights: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_process_is_fine() -> Iterator[None]:
-    """Silence torch's remark that a checkpoint is written without a process group."""
+    """Silence torch's warning that a checkpoint is written without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -280,7 +282,7 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 
 def plateau(losses: list[float], patience: int) -> bool:
-    """Whether the last `patience` losses brought no improvement of a thousandth on the best before them."""
+    """Whether the last `patience` losses improved the best one before by less than a thousandth."""
     if patience == 0 or len(losses) <= patience:
         return False
     return min(losses[-patience:]) > min(losses[:-patience]) * (1 - 1e-3)

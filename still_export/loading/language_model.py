@@ -1,4 +1,4 @@
-"""One object for a package on every runtime: text and chats in, answers out, states that are kept."""
+"""A package's model on any runtime: text and chats in, answers out, states that can be saved."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from still_export.runtime.snapshot import Snapshot
 from still_export.runtime.text import Answer, Text, TextAhead
 
 Prompt = str | Sequence[int] | Sequence[Message]
-"""A text to continue, token ids, or the messages of a chat; an assistant's as the last one is continued."""
+"""A text to continue, token ids, or the messages of a chat; a final message of the assistant is continued."""
 Tools = Sequence[Mapping[str, Any]] | None
 Arguments = Mapping[str, Any] | None
 
 
 class LanguageModel:
-    """A package's model. One call at a time: its state is updated in place.
+    """A package's model. It runs one call at a time, because its state is updated in place.
 
-    Every call starts from the prefix: nothing at first, what `read` has read, or what `restore` was given.
+    Each call starts from the prefix: initially empty, or what `read` has read, or what `restore` was given.
 
         model.read(document, chat=True)                      # once; seconds for a long one
         model.snapshot().save("document.safetensors")
-        model.generate([{"role": "user", "content": " When was it signed?"}])      # as often as you like
+        model.generate([{"role": "user", "content": " When was it signed?"}])      # any number of times
 
     Args:
-        runner: Of any runtime.
-        prefixes: Keeps the states of prompts and answers, so that a call reads what is new in its prompt alone; None: all of it.
-        text: Being read; None: it is read when it is needed.
+        runner: Runner of any runtime.
+        prefixes: Cache of states of prompts and answers; a call then reads only what is new in its prompt. None: no cache.
+        text: Tokenizer and chat format being loaded; None: they are loaded when needed.
     """
 
     def __init__(self, runner: Runner, prefixes: PrefixCache | None = None, text: TextAhead | None = None) -> None:
@@ -43,15 +43,15 @@ class LanguageModel:
         self._begin_with(None)
 
     def use_adapter(self, adapter: str | Path | None) -> None:
-        """Add a LoRA adapter to the package's weights in the place of the one before, or (None) none; what was read is forgotten.
+        """Replace the LoRA adapter on the package's weights, or (None) remove it. The prefix is dropped.
 
         Args:
-            adapter: PEFT's folder.
+            adapter: Folder in PEFT's format.
 
         Raises:
-            ConfigError: The package was exported without --adapters, or has no place for what is adapted.
-            CheckpointError: The adapter is damaged, or of another model.
-            RunError: The runtime takes none.
+            ConfigError: The package was exported without --adapters, or has no inputs for an adapted module.
+            CheckpointError: The adapter is damaged, or belongs to another model.
+            RunError: The runtime does not support adapters.
         """
         if adapter is None:
             self.runner.use_adapter({}, "")
@@ -60,7 +60,7 @@ class LanguageModel:
 
             inputs = adapter_inputs(Path(adapter), self.runner.manifest)
             self.runner.use_adapter(inputs, adapter_digest(inputs))
-        if self.prefixes is not None:  # its states are of the weights before, and so is its folder
+        if self.prefixes is not None:  # its states, also in its folder, belong to the previous weights
             self.prefixes.close()
             self.prefixes.clear()
             self.prefixes.shelf = None
@@ -68,7 +68,7 @@ class LanguageModel:
 
     @property
     def text(self) -> Text:
-        """Tokenizer and chat format; RunError where the package has none."""
+        """Tokenizer and chat format; RunError if the package has none."""
         if self._text is None:
             self._text = self._ahead.get() if self._ahead else Text(self.runner)
         return self._text
@@ -119,24 +119,23 @@ class LanguageModel:
         tools: Tools = None,
         chat_template_kwargs: Arguments = None,
     ) -> Answer | Iterator[str]:
-        """The continuation of `prompt` behind the prefix.
+        """Continue `prompt` after the prefix.
 
         Args:
             prompt: A text, token ids, or messages of a chat: "role" and "content" (a text or text parts), "tool_calls",
-                "reasoning_content". After a prefix that ends inside a user's message (`read(chat=True)`) the first message goes on with
-                it.
-            stream: Pieces of text as they come, rather than the whole answer. Other calls wait until they were all taken.
-            max_tokens: At most.
-            stop: Texts that end the answer, and are not part of it.
+                "reasoning_content". If the prefix ends inside a user's message (`read(chat=True)`), the first message continues it.
+            stream: Return pieces of text as they are generated. Other calls are possible after all pieces were consumed.
+            max_tokens: Most tokens of the answer.
+            stop: Texts that end the answer and are not part of it.
             temperature: 0 = greedy.
             top_k: 0 = all.
             top_p: 1 = all.
-            seed: Of the sampling.
-            tools: Of a chat: JSON schemas of functions, as OpenAI's API has them.
-            chat_template_kwargs: Of a chat: arguments of the model's template, such as `enable_thinking`.
+            seed: Seed of the sampling.
+            tools: For chats: JSON schemas of functions, as in OpenAI's API.
+            chat_template_kwargs: For chats: arguments of the model's template, such as `enable_thinking`.
 
         Raises:
-            RunError: It does not fit into the package's capacity, or the chat template refuses it; nothing was read then.
+            RunError: It does not fit into the package's capacity, or the chat template refuses it. Nothing was read then.
         """
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
@@ -163,13 +162,13 @@ class LanguageModel:
         tools: Tools = None,
         chat_template_kwargs: Arguments = None,
     ) -> Answer:
-        """An answer that is made while it is iterated; `generate` with more control.
+        """An answer generated while it is iterated; `generate` with more options.
 
         Args:
             as_text: False: pieces are token ids.
-            progress: Called with the pieces of the prompt that were read.
-            stopped: Asked before every token whether the answer shall end here.
-            tools: See `generate`; chat_template_kwargs too.
+            progress: Called with the parts of the prompt read so far.
+            stopped: Called before every token; True ends the answer.
+            tools, chat_template_kwargs: See `generate`.
         """
         if max_tokens < 1:
             raise RunError(f"max_tokens={max_tokens}; it must be at least 1.")
@@ -198,17 +197,17 @@ class LanguageModel:
         chat_template_kwargs: Arguments = None,
         progress: Progress | None = None,
     ) -> Snapshot:
-        """Read a text behind the prefix, and make the whole the prefix of what follows.
+        """Read a text after the prefix; both together are the prefix of later calls.
 
         Args:
             prompt: A text or token ids.
-            chat: The text begins a user's message, which the first message of a later call goes on with.
+            chat: The text begins a user's message, which the first message of a later call continues.
             system: System message of that chat.
             chat_template_kwargs: Arguments of the model's template.
-            progress: Called with the pieces that were read.
+            progress: Called with the parts read so far.
 
         Raises:
-            RunError: It does not fit, the package has no chat format, or the model asks for whole prompts.
+            RunError: The text does not fit, the package has no chat format, or the model needs whole prompts.
         """
         if chat and self._prefix is not None:
             raise RunError("a chat begins with its first text: restore(None) first.")
@@ -222,23 +221,23 @@ class LanguageModel:
         return found
 
     def snapshot(self) -> Snapshot:
-        """What was read and answered by the last call; `Snapshot.save` writes it."""
+        """The state after the last call, with its tokens; `Snapshot.save` writes it to a file."""
         said = self._said + (self._last.tokens if self._last else [])
         given = self.runner.feeding.given
         read = given(int(self.runner.length[0])) - (given(self._prefix.length) if self._prefix else 0)
         return Snapshot.of(self.runner, self._place, tuple(said[read:]))
 
     def restore(self, snapshot: Snapshot | str | Path | None) -> None:
-        """Start the following calls from a snapshot, a file of one, or (None) from nothing.
+        """Start later calls from a snapshot, its file, or (None) from the empty state.
 
         Raises:
-            RunError: It is of another package, or no snapshot.
+            RunError: The snapshot belongs to another package, or is none.
         """
         if isinstance(snapshot, str | Path):
             snapshot = Snapshot.load(snapshot)
         self._settle()
         if snapshot is not None:
-            snapshot.restore(self.runner)  # what does not fit is said here
+            snapshot.restore(self.runner)  # raises if it does not fit
         self._begin_with(snapshot)
 
     def _begin_with(self, prefix: Snapshot | None) -> None:
@@ -247,24 +246,24 @@ class LanguageModel:
         self._reader = Reader(self.runner, self.prefixes, prefix)
 
     def _settle(self) -> None:
-        """Keep what the last call left, where it came to its end."""
+        """Cache the state of the last call if it was completed."""
         if self._last is not None and self._last.whole:
             self._reader.end(self._said + self._last.tokens)
         self._last = None
 
     def _ids(self, prompt: Prompt, tools: Tools = None, arguments: Arguments = None) -> list[int]:
-        """Token ids of a prompt behind the prefix."""
+        """Token ids of a prompt after the prefix."""
         place = "text" if self._prefix is None else self._prefix.place
         if isinstance(prompt, str):
             return self.text.encode(prompt, special=self._prefix is None)
         if _is_chat(prompt):
             if place == "text" and self._prefix is not None:
-                raise RunError("the prefix is plain text, no chat. Use read(chat=True), or restore(None).")
+                raise RunError("the prefix is plain text, not a chat. Use read(chat=True), or restore(None).")
             return self.text.dialogue(prompt, place, tools=tools, arguments=arguments)  # type: ignore[arg-type]
         return [int(token) for token in prompt]  # type: ignore[call-overload, arg-type]
 
     def _begin(self, ids: list[int], progress: Progress | None) -> tuple[int, Progress]:
-        """Put the runner behind the prefix, and what is known behind it, as `Reader.begin`; the ids to read are `_said`."""
+        """Set the runner to the prefix and the cached part after it, as in `Reader.begin`; `_said` has the ids to read."""
         self._settle()
         self._said = [*(self._prefix.unread if self._prefix else ()), *ids]
         return self._reader.begin(self._said, progress)

@@ -1,4 +1,4 @@
-"""Every runtime, in one list. A target names its runtime; the record here has what opens packages. Everything else asks the record."""
+"""The list of runtimes. A target names its runtime; the record here opens packages; other code asks the record."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PROVIDERS = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Opening:
-    """A package that a runner is to open.
+    """A request to open a package.
 
     Args:
-        provider: Of ONNX Runtime, "cpu" or "cuda".
-        plugin: TensorRT's plugin library in the place of the package's.
-        watch: Ops whose first outputs are added to the graph's, where the runtime can report them.
-        bodies: Run function bodies, though there are kernels.
-        graph: Of the package, over the same weights.
-        tensors: Of the graph, added to its outputs; ONNX Runtime only.
+        provider: ONNX Runtime's, "cpu" or "cuda".
+        plugin: TensorRT plugin library to use instead of the package's.
+        watch: Ops whose first outputs become graph outputs, if the runtime supports it.
+        bodies: Run function bodies even if there are kernels.
+        graph: A graph file of the package; all share the weights.
+        tensors: Tensors of the graph that become outputs; ONNX Runtime only.
     """
 
     folder: Path
@@ -45,17 +45,17 @@ class Opening:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What runs packages here.
+    """A runtime for packages.
 
     Args:
-        name: As `--runtime` and a target's record have it.
-        open: The runner of a package; raises RunError where it does not run here.
-        repeat: The command that repeats a call with polygraphy.
-        polygraphy: The runtime's name there.
-        modules: Python modules without which it cannot start.
-        providers: That `--provider` may name beside cpu.
-        engines: It runs what `still-export build` makes, with counts in int32 and prompts of at most a profile's tokens.
-        graphs: It reads ONNX graphs themselves: function bodies, the package's other graphs, and a graph with further outputs.
+        name: Name in `--runtime` and in target records.
+        open: Opens a package; raises RunError if it does not run here.
+        repeat: The polygraphy command that repeats a call.
+        polygraphy: The runtime's name in polygraphy.
+        modules: Required Python modules.
+        providers: Values of `--provider` besides cpu.
+        engines: Whether it runs engines of `still-export build`, with int32 counts and prompts limited by a profile.
+        graphs: Whether it reads ONNX graphs: function bodies, other graphs of the package, and graphs with further outputs.
     """
 
     name: str
@@ -80,7 +80,7 @@ def open_ort(asked: Opening) -> Runner:
 
 
 def watched_graph(asked: Opening) -> tuple[bytes, list[str]]:
-    """The graph with the first output, int32, of each node that is asked for and the tensors that are, and the names of both."""
+    """Returns (graph with the requested outputs, names of these: the first output, int32, of each watched node, and `tensors`)."""
     import onnx
 
     from still_export.graph.weights_file import resolve_weights
@@ -90,21 +90,21 @@ def watched_graph(asked: Opening) -> tuple[bytes, list[str]]:
     resolve_weights(model, path)
     names = [node.output[0] for node in model.graph.node if node.op_type in asked.watch]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in names)
-    # Of what type these are ONNX Runtime finds: Mamba's residual is float32 in half precision.
+    # ONNX Runtime infers their types: Mamba's residual is float32 in half precision.
     model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in asked.tensors)
     return (_weights_first(model) if _unpacks(asked) else model).SerializeToString(), [*names, *asked.tensors]
 
 
 def _unpacks(asked: Opening) -> bool:
-    """Whether function bodies unpack weights in every call."""
+    """Whether function bodies unpack weights in each call."""
     from still_export.runtime.ort_session import keeps_codes
 
     return asked.bodies and keeps_codes(asked.manifest, asked.graph)
 
 
 def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph without functions, nodes that read weights alone in front. Of a product's sides ONNX Runtime computes the one that stands
-    further behind first. So it unpacks each weight right before its product, and not all of them, 4 bytes a parameter, before the first."""
+    """The graph with inlined functions and with nodes that read only weights first. ONNX Runtime computes the later one of a product's
+    inputs first. So it unpacks each weight right before its product, instead of all of them (4 bytes a parameter) before the first."""
     from onnx.inliner import inline_local_functions
 
     whole = inline_local_functions(model)
@@ -121,13 +121,13 @@ def _weights_first(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def repeat_ort(asked: Opening) -> list[str]:
-    """Polygraphy's command. It loads no custom op library: it runs the bodies."""
+    """Polygraphy's command. It runs the bodies, because polygraphy loads no custom op library."""
     providers = ["--providers", "cuda"] if asked.provider == "cuda" else []
     return ["polygraphy", "run", str(asked.folder / MODEL), "--onnxrt", *providers]
 
 
 def open_trt(asked: Opening) -> Runner:
-    """Like Runtime; the engine was built."""
+    """Open the engine of a built package."""
     from still_export.runtime.tensorrt import TrtModel
 
     return TrtModel(asked.folder, asked.plugin)
@@ -136,14 +136,14 @@ def open_trt(asked: Opening) -> Runner:
 def repeat_trt(asked: Opening) -> list[str]:
     entry = asked.manifest["engines"][0]
     library = asked.plugin or asked.folder / asked.manifest["plugins"][entry["tensorrt"].split(".")[0]]
-    # Polygraphy only opens libraries: the variant that registers itself.
+    # Polygraphy only opens libraries, so it needs the variant that registers itself.
     itself = library.with_name(f"{library.stem.removesuffix('_static')}_static.so")
     engine = ["polygraphy", "run", str(asked.folder / entry["file"]), "--model-type", "engine", "--trt"]
     return [*engine, "--plugins", str(itself)]
 
 
 def open_torch(asked: Opening) -> Runner:
-    """Like Runtime: the model that was exported, with the package's weights."""
+    """Open the exported model in PyTorch, with the package's weights."""
     import torch
 
     from still_export.graph.options import ExportOptions
@@ -170,15 +170,15 @@ def runtime_of(target: str, asked: str | None) -> Runtime:
     """The runtime of packages for `target`.
 
     Args:
-        asked: The flag --runtime: the name of the target's own runtime, torch, or None = the target's own.
+        asked: Value of --runtime: the target's own runtime, torch, or None: the target's own.
 
     Raises:
-        ConfigError: Another runtime was asked for, or nothing here runs such packages.
+        ConfigError: The runtime does not run such packages, or none here does.
     """
     own = target_of(target).runtime
     if own is None:
         raise ConfigError(
-            f"a package for {target} is built here, not run: its engines are for programs of your own. "
+            f"a package for {target} is built here, but not run: its engines are for your own programs. "
             "Export with --to onnx or --to trt for one that runs here."
         )
     if asked not in (None, own, TORCH.name):
@@ -189,10 +189,10 @@ def runtime_of(target: str, asked: str | None) -> Runtime:
 
 
 def runtime_named(name: str) -> Runtime:
-    """The runtime `name`, as `--runtime` has it.
+    """The runtime named `name` in `--runtime`.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The name is unknown.
     """
     if name not in RUNTIMES:
         raise unknown(name, RUNTIMES, f"--runtime {name}")
@@ -200,14 +200,14 @@ def runtime_named(name: str) -> Runtime:
 
 
 def open_runner(folder: Path, manifest: dict[str, Any], runtime: str, provider: str = "cpu", **how: Any) -> Runner:
-    """The runner of the package `folder`.
+    """Open the package at `folder`.
 
     Args:
-        runtime: Name of a runtime of the package's.
+        runtime: Name of one of the package's runtimes.
         how: Further fields of Opening.
 
     Raises:
-        ConfigError: The provider is unknown, or not one of this runtime.
+        ConfigError: The provider is unknown, or belongs to another runtime.
         RunError: The package does not run here.
     """
     record = runtime_named(runtime)

@@ -1,4 +1,4 @@
-"""The PyTorch reference as a runner, and as a function of named arrays in the names of the exported graph."""
+"""The PyTorch reference as a runner, and as a function of arrays named as in the exported graph."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from still_export.runtime.base import Runner
 
 
 class TorchModel(Runner):
-    """A STILL model in PyTorch, behind the interface of its package.
+    """A STILL model in PyTorch with the interface of its package.
 
     Args:
-        manifest: Of the package.
+        manifest: The package's manifest.
         model: A STILL model of any family, in the package's type or another.
     """
 
@@ -37,7 +37,7 @@ class TorchModel(Runner):
 
     @torch.no_grad()
     def infer(self, feed: Arrays) -> Arrays:
-        """Outputs of one call whose state is given: `logits` float32, `present_<state>.<layer>`, `present_length`."""
+        """Run one call from the states in `feed`. Returns `logits` float32, `present_<state>.<layer>` and `present_length`."""
         states = self._by_layer({s.name: feed[s.past] for s in self.table})
         logits, present = self._call(feed["input_ids"], feed["new_tokens"], feed["past_length"], states)
         length = feed["past_length"] + feed["new_tokens"]
@@ -82,7 +82,7 @@ class TorchModel(Runner):
     def _fill(self, sequence: int, arrays: Mapping[str, np.ndarray]) -> None:
         for i, layer in enumerate(self._states):
             for name, tensor in layer.items():
-                layer[name] = tensor.clone()  # what a call returned may be a view
+                layer[name] = tensor.clone()  # a returned tensor may be a view
                 layer[name][sequence] = 0
                 if (given := arrays.get(f"{name}.{i}")) is not None:
                     layer[name][sequence][tuple(slice(0, n) for n in given.shape[1:])] = torch.from_numpy(

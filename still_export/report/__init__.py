@@ -1,1 +1,1 @@
-"""Reports to look at: one HTML file of a verb's results, with tables and plots, that needs nothing else and no network."""
+"""Reports: one self-contained HTML file per verb, with tables and plots, that needs no network."""

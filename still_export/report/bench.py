@@ -1,4 +1,4 @@
-"""The report of `still-export bench`: time and memory over the context."""
+"""The report of `still-export bench`: time and memory by context length."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MEASURES = {
     "decode_ms": ("One more token", "time, ms"),
     "peak_mb": ("Memory", "peak, MB"),
 }
-SIZES = {"the state": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
+SIZES = {"the state": "state_bytes", "full attention's cache": "full_attention_cache_bytes"}
 
 
 def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], command: str) -> Report:
     """The page of a measurement.
 
     Args:
-        left_out: Which lengths were not measured and why; "" = none.
+        left_out: Lengths that were not measured, with the reason; "": none.
     """
     series = {"still-export": content["rows"], **({"the other": content["beside"]} if content["beside"] else {})}
     last = content["rows"][-1] if content["rows"] else None
@@ -59,7 +59,7 @@ def page(content: Mapping[str, Any], left_out: str, machine: Mapping[str, str], 
         for key, (title, unit) in MEASURES.items()
     ]
     sizes = {name: [(row["tokens"], row[key] / 1e6) for row in content["state"]] for name, key in SIZES.items()}
-    state = Lines("What a conversation holds", "context, tokens", "size, MB", sizes, log_x=True, log_y=True)
+    state = Lines("Size of the state", "context, tokens", "size, MB", sizes, log_x=True, log_y=True)
     return Report(
         title=f"{content['package']}: speed and memory",
         verdict=f"{last['decode_ms']:.1f} ms a token after {last['length']:,} tokens, {last['peak_mb']:,.0f} MB at the peak ({where})."

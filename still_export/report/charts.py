@@ -1,4 +1,4 @@
-"""Plots as Vega-Lite specifications, by Altair. Colours of text and axes are the page's own, so that both of its schemes fit."""
+"""Plots as Vega-Lite specifications, made by Altair. Text and axes use the page's colours, so that both colour schemes fit."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 from still_export.report.description import Bars, Heatmap, Lines, Plot
 
 HEIGHT = 230
-"""Of a plot, pixels; its width is the page's affair."""
+"""Height of a plot, pixels. The page sets the width."""
 
 PALETTE = ["#4c8dff", "#f0883e", "#3fb950", "#db61a2", "#a371f7", "#2bb3c0", "#c69026", "#8b949e"]
-"""Legible on white and on near black: each has at least 2.5:1 against both."""
+"""Legible on white and on near black, with a contrast of at least 2.5:1."""
 
 NUMBERS = (
     "datum.value != 0 && abs(datum.value) < 1e-3 ? format(datum.value, '.0e')"
     " : format(datum.value, abs(datum.value) < 1e4 ? ',.6~g' : '~s')"
 )
-"""How an axis writes its numbers, as an expression of Vega."""
+"""Format of numbers on axes, a Vega expression."""
 
 LIMIT = "#e5534b"
 FEW, LABELLED = 40, 6
-"""Points of a line that are marked, bars that carry their value: more would cover each other."""
+"""Most points of a line that get marks, and most bars that get their value: more would overlap."""
 
 FONT = "system-ui, sans-serif"
 
 
 def specification(plot: Plot) -> dict[str, Any]:
-    """The Vega-Lite specification of `plot`, as wide as its place."""
+    """The Vega-Lite specification of `plot`, as wide as its container."""
     drawn = _lines(plot) if isinstance(plot, Lines) else _bars(plot) if isinstance(plot, Bars) else _heatmap(plot)
     chart = drawn.properties(width="container", height=HEIGHT, background="transparent")
     text: dict[str, Any] = {
@@ -82,7 +82,6 @@ def _lines(plot: Lines) -> Any:
 
 
 def _decades(values: list[float]) -> list[float]:
-    """Powers of ten around `values`."""
     powers = [math.log10(value) for value in values] or [0.0]
     return [
         10.0**n for n in range(math.floor(min(powers)), max(math.ceil(max(powers)), math.floor(min(powers)) + 1) + 1)

@@ -1,4 +1,4 @@
-"""What a report shows, without saying how: verdict, tables, plots. Verbs make it, `render` draws it."""
+"""The content of a report without its layout: verdict, tables, plots. Verbs make it, `render` draws it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Table:
     """Rows under named columns.
 
     Args:
-        columns: With their units.
-        rows: None is an empty cell; what is text or number is set as such.
-        failed: Numbers of the rows that are mismatches.
-        folded: Shown only when it is opened: long, or for reference.
+        columns: Titles, with units.
+        rows: Text or numbers; None is an empty cell.
+        failed: Indices of rows that are mismatches.
+        folded: Collapsed until the reader opens it.
     """
 
     title: str
@@ -30,14 +30,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over a number.
+    """Lines in one plot.
 
     Args:
         x, y: Titles of the axes, with units.
-        series: Points by the line's name.
-        log_x, log_y: Logarithmic axes, on which only positive numbers are drawn.
-        from_zero: Of the y axis, where it is not logarithmic.
-        limits: Dashed lines across, by name.
+        series: Points of each line, by name.
+        log_x, log_y: Logarithmic axes, which show positive numbers only.
+        from_zero: Whether a linear y axis begins at 0.
+        limits: Dashed horizontal lines, by name.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Shares between 0 and 1, by two texts: (x, y) -> value."""
+    """Shares between 0 and 1: (x, y) -> value."""
 
     title: str
     x: str
@@ -79,7 +79,7 @@ Plot = Lines | Bars | Heatmap
 
 @dataclass(frozen=True)
 class Plots:
-    """Plots side by side, as many as the page is wide."""
+    """Plots in a row, as many as fit the width of the page."""
 
     title: str
     plots: Sequence[Plot]
@@ -90,8 +90,8 @@ class Report:
     """A page.
 
     Args:
-        passed: None where there is no verdict.
-        findings: What failed, the first first; or what a reader should know before the numbers.
+        passed: None: there is no verdict.
+        findings: What failed first, or what to know before reading the numbers.
     """
 
     title: str

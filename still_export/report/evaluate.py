@@ -9,14 +9,14 @@ from still_export.evaluation.intervals import share
 from still_export.report.description import Bars, Cell, Heatmap, Lines, Plots, Report, Table
 
 FEWEST = 3
-"""Points of a plot: fewer are a table."""
+"""Least points of a plot; fewer are shown as a table only."""
 
 
 def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[str, str], command: str) -> Report:
     """The page of an evaluation.
 
     Args:
-        content: bits_per_byte, perplexity, retrieval and costs, by variant, and prompts (evaluation.json).
+        content: bits_per_byte, perplexity, retrieval and costs by variant, and prompts (evaluation.json).
     """
     bits, found = content["bits_per_byte"], content["retrieval"]
     parts: list[Table | Plots] = [_table(bits, found, content["prompts"])]
@@ -24,7 +24,7 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
         columns = list(next(iter(costs.values())))
         rows: list[list[Cell]] = [[name, *(row[c] for c in columns)] for name, row in costs.items()]
         parts.append(
-            Table("What a package takes", ["package", *columns], rows, "Of one row, measured in a process of its own.")
+            Table("Size, memory and speed", ["package", *columns], rows, "One row, measured in a process of its own.")
         )
         if plots := list(_trades(costs, _qualities(bits, found))):
             parts.append(Plots("Quality over cost", plots))
@@ -54,7 +54,7 @@ def page(content: Mapping[str, Any], model: str, depths: int, machine: Mapping[s
 
 
 def _qualities(bits: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """What a model's worth is plotted by, variant by variant: bits per byte of each text, accuracy of each task over all lengths."""
+    """Quality measures to plot, by variant: bits per byte of each text, accuracy of each task over all lengths."""
     return {
         variant: {f"bits/byte, {text}": value for text, value in bits.get(variant, {}).items()}
         | {f"{_plain(task)}: right": _mean(rows) for task, rows in found.get(variant, {}).items() if rows}
@@ -63,10 +63,10 @@ def _qualities(bits: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, d
 
 
 def _trades(costs: Mapping[str, Mapping[str, float]], qualities: Mapping[str, Mapping[str, float]]) -> Iterator[Lines]:
-    """Quality over cost, a point a package, for every pair of the two."""
+    """Plots of quality over cost with a point per package, one for each pair of measures."""
     both = [name for name in costs if qualities.get(name)]
     if len(both) < FEWEST:
-        return  # the table has them
+        return  # the table shows them
     for measure in next((qualities[name] for name in both), {}):
         for cost in costs[both[0]]:
             series = {name: [(costs[name][cost], qualities[name][measure])] for name in both}
@@ -83,7 +83,7 @@ def _mean(by_length: Mapping[Any, list[float]]) -> float:
 
 
 def _verdict(bits: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """The model in a line, beside the teacher where there is one; every package."""
+    """The model in one line, next to the teacher if there is one; or every package."""
     said, names = [], list(dict.fromkeys([*bits, *found]))
     for variant in [v for v in ("still", "teacher") if v in names] if "still" in names else names:
         values = list(bits.get(variant, {}).values())
@@ -110,7 +110,7 @@ def _table(bits: Mapping[str, Any], found: Mapping[str, Any], prompts: int) -> T
         *(f"bits/byte, {t}" for t in texts),
         *(f"{_plain(t)}, {n}" for t, n in cells),
     ]
-    note = f"Retrieval: share of right answers of {prompts} prompts of a length in tokens; where the truth is in 95 cases of 100."
+    note = f"Retrieval: share of right answers to {prompts} prompts of a length in tokens, with its 95% confidence interval."
     return Table("Results", columns, rows, note if cells else "")
 
 

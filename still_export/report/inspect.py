@@ -1,4 +1,4 @@
-"""The report of `still-export inspect`: what a package holds, and where it runs."""
+"""The report of `still-export inspect`: content of a package, and where it runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def page(
     here: Sequence[Finding],
     machine: Mapping[str, str],
 ) -> Report:
-    """The page of a package."""
-    sizes = {"this package": "state_bytes", "full attention would hold": "full_attention_cache_bytes"}
+    sizes = {"this package": "state_bytes", "full attention's cache": "full_attention_cache_bytes"}
     state = Lines(
         "State of one row",
         "context, tokens",
@@ -49,7 +48,7 @@ def page(
         verdict=f"Holds {summary['length']}; {summary['size']}.{trained}",
         findings=[f"Speed: {summary['speed']}."],
         parts=[
-            Table("What this machine can run it on", ["", "where", "with", "what to do"], runs),
+            Table("Runtimes on this machine", ["", "where", "with", "what to do"], runs),
             Plots("State by context length", [state]),
             Table("Layers", ["kind", "layers", "count", "state at capacity, MB", "states", "of them grow"], kinds),
             Table("Precision", ["what", "type"], [[what, _plain(kind)] for what, kind in found["precision"].items()]),
@@ -72,5 +71,4 @@ def page(
 
 
 def _plain(name: str) -> str:
-    """A state's or a layer's name as words."""
     return name.replace("_", " ")

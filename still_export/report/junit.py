@@ -10,20 +10,20 @@ from xml.etree import ElementTree
 from still_export.package.staging import staged_files
 
 Found = dict[str, str]
-"""By name of a test, what failed; empty: it passed."""
+"""What failed, by name of the test; "": it passed."""
 
 
 def write_junit(content: Mapping[str, Any], package: str, path: Path) -> None:
-    """Write `junit` to a file of an existing folder, whole or not at all."""
+    """Write `junit` to a file in an existing folder, atomically."""
     with staged_files(path.parent) as work:
         (work / path.name).write_text(junit(content, package), encoding="utf-8")
 
 
 def junit(content: Mapping[str, Any], package: str) -> str:
-    """A suite for every case with a test for every output, and one for what holds of the whole; what cannot be seen is skipped.
+    """A suite per case with a test per output, and one suite for checks of the whole. What was not checked is skipped.
 
     Args:
-        content: Of verify's report.json, of a package or of another exporter's decoder.
+        content: verify's report.json, of a package or of another exporter's decoder.
     """
     cases: dict[str, Found] = {}
     for each in content.get("outputs", ()):

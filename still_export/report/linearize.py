@@ -8,11 +8,11 @@ from typing import Any
 from still_export.report.description import Bars, Lines, Plot, Plots, Report, Table
 
 POINTS = 400
-"""Of a curve: longer ones are drawn as means of so many pieces."""
+"""Most points of a curve; longer ones are averaged to so many."""
 
 PROMISES = {"loss": "quality lost", "state": "size of the state", "found": "facts found in long inputs", "time": "time"}
 WITH_MAPS = ("gla", "gdn")
-"""Mixers whose own weights are trained beside LoRA."""
+"""Mixers that train their own weights in addition to LoRA."""
 NAMES = {"transfer": "Stage 1, attention transfer", "finetune": "Stage 2, LoRA"}
 
 
@@ -40,7 +40,7 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
         if stage["name"] == "transfer" and len(stage["parts"]) > 1:
             layers = list(enumerate(stage["parts"]))
             note = (
-                "How far each layer's attention is from the teacher's at the end: tall ones are candidates for softmax."
+                "How far each layer's attention is from the teacher's at the end; tall bars are candidates for softmax."
             )
             plots.append(Lines(f"{name}: loss by layer", "layer", "loss", {"last step": layers}, note=note))
     plots.append(
@@ -88,7 +88,7 @@ def page(content: Mapping[str, Any], model: str, machine: Mapping[str, str], com
 
 
 def trained(recipe: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> str:
-    """What was trained, and what was not, in a sentence or two."""
+    """What was trained and what was not, in one or two sentences."""
     steps = {
         stage["name"]: f"{stage['steps']:,} steps over {stage['tokens']:,} tokens" for stage in stages if stage["steps"]
     }
@@ -102,20 +102,19 @@ def trained(recipe: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> s
         "finetune" in steps and (recipe.get("finetune_maps") or recipe.get("mixer") in WITH_MAPS)
     )
     if not linear and recipe.get("mixer", "still") == "still":
-        said += " No linear part was trained: feature maps and gates are as they began, and exact attention to selected tokens and the"
-        said += " window carries the model."
+        said += " No linear part was trained: feature maps and gates have their initial values, and exact attention to selected tokens"
+        said += " and the window carries the model."
     return said
 
 
 def _softmax(content: Mapping[str, Any]) -> str:
-    """Which layers stay softmax."""
     plan, types = content.get("plan"), content["recipe"].get("layer_types") or ()
     layers = plan["softmax_layers"] if plan else [i for i, kind in enumerate(types) if kind == "full_attention"]
     return f"Layers that stay softmax: {', '.join(map(str, layers)) or 'none'}."
 
 
 def _promises(plan: dict[str, Any]) -> Table:
-    """What a budget promised, what was reached, and whether that is it."""
+    """The promises of a budget, what was reached, and the verdict."""
     base, reached = plan["base"], plan["reached"]
     values = {
         "loss": f"bits per byte {plan['loss']:+.1%} at most",
@@ -131,7 +130,7 @@ def _promises(plan: dict[str, Any]) -> Table:
 
 
 def thinned(losses: list[float]) -> list[tuple[float, float]]:
-    """A curve of at most POINTS points, each the mean of its piece, at the piece's last step."""
+    """The curve averaged to at most POINTS points; each is the mean of its part, placed at the part's last step."""
     size = -(-len(losses) // POINTS) or 1
     pieces = (losses[start : start + size] for start in range(0, len(losses), size))
     return [(min((i + 1) * size, len(losses)), sum(piece) / len(piece)) for i, piece in enumerate(pieces)]

@@ -1,4 +1,4 @@
-"""A report as one HTML file: Jinja2 fills the page, Vega-Lite draws; scripts and styles are in it."""
+"""A report as one HTML file. Jinja2 fills the page and Vega-Lite draws; scripts and styles are embedded."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from still_export.version import __version__
 
 
 def check_report(path: Path) -> None:
-    """Raise where `write_report` could not write `path` later: said before the work whose results it shows.
+    """Check before the work begins that `write_report` can write `path`.
 
     Raises:
-        ConfigError: It is no name of an HTML file, or its folder cannot be written.
-        ModuleNotFoundError: A library that draws is missing.
+        ConfigError: It does not name an HTML file, or its folder cannot be written.
+        ModuleNotFoundError: A plotting library is missing.
     """
     demand(*EXTRAS["report"])
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise ConfigError(f"--report {path}: give the name of an HTML file, such as report.html.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--report {path}: the folder {path.parent} is not there, or cannot be written.")
+        raise ConfigError(f"--report {path}: the folder {path.parent} does not exist or cannot be written.")
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write `report` into the file `path`, which replaces what was there."""
+    """Write `report` to the file `path`, replacing it."""
     with staged_files(path.parent) as work:
         (work / path.name).write_text(render(report), encoding="utf-8")
 
 
 def render(report: Report) -> str:
-    """The page, about 1 MB: nearly all of it is the library that draws."""
+    """The page, about 1 MB, nearly all of it the plotting library."""
     import jinja2
     import vl_convert
 
@@ -59,7 +59,7 @@ def render(report: Report) -> str:
 
 
 def number(cell: Any) -> str:
-    """A cell's text: whole numbers with commas, others with four digits that count."""
+    """Text of a cell: integers with commas, other numbers with four significant digits."""
     if cell is None:
         return ""
     if isinstance(cell, bool) or not isinstance(cell, int | float):

@@ -1,4 +1,4 @@
-"""The report of `still-export verify`: verdict, what failed first, errors by case and by layer."""
+"""The report of `still-export verify`: verdict, first failures, errors by case and by layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 from still_export.report.description import Lines, Plots, Report, Table
 
 MOST = 1e6
-"""Parts of its bound that a point is drawn at, at most: infinity has no place."""
+"""Largest plotted error in multiples of its bound; infinity cannot be drawn."""
 FIRST = 5
-"""Mismatches that are named above the tables."""
+"""Mismatches listed above the tables."""
 
 
 def page(content: Mapping[str, Any], runtime: str, package: str, machine: Mapping[str, str], command: str) -> Report:
-    """The page of a proof."""
     outputs = content["outputs"]
     failed = [entry for entry in outputs if not entry["passed"]]
     findings = [f"{check['name']}: {check['what']}" for check in content["checks"] if not check["passed"]]
@@ -42,7 +41,7 @@ def page(content: Mapping[str, Any], runtime: str, package: str, machine: Mappin
         findings=findings,
         parts=[
             _cases(outputs),
-            Plots("Error by layer, in parts of its bound", _by_layer(outputs)),
+            Plots("Error by layer, as a multiple of its bound", _by_layer(outputs)),
             _facts(content),
             _all(outputs),
         ],
@@ -77,7 +76,7 @@ def _cases(outputs: list[dict[str, Any]]) -> Table:
 
 
 def _by_layer(outputs: list[dict[str, Any]]) -> list[Lines]:
-    """For every kind of state the judged error of each layer in parts of its own bound, the largest over all cases."""
+    """For each kind of state the judged error of each layer as a multiple of its bound, the largest over all cases."""
     worst: dict[str, dict[int, float]] = defaultdict(dict)
     for entry in outputs:
         name, _, layer = entry["output"].removeprefix("present_").rpartition(".")
@@ -88,11 +87,11 @@ def _by_layer(outputs: list[dict[str, Any]]) -> list[Lines]:
         Lines(
             name.replace("_", " "),
             "layer",
-            "error in parts of its bound",
+            "error as a multiple of its bound",
             {"largest over all cases": sorted(layers.items())},
             log_y=True,
             limits={"bound": 1.0},
-            note="Dashed: the bound." + ("" if any(layers.values()) else " No error at all."),
+            note="Dashed: the bound." + ("" if any(layers.values()) else " There is no error at all."),
         )
         for name, layers in worst.items()
     ]

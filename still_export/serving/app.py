@@ -1,4 +1,4 @@
-"""The HTTP side of a server: OpenAI's paths over a worker. Thin: what a request means is in wire, what becomes of it in the scheduler."""
+"""The HTTP side of a server: OpenAI's paths over a worker. wire interprets requests and the scheduler runs them."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ from still_export.serving.wire import ApiError, Asked, Chat, Completion, Reply, 
 from still_export.serving.worker import Worker
 
 BODY_S = 30.0
-"""A body that takes longer to come is given up."""
+"""A body that takes longer to arrive is refused."""
 
 STALLED_S = 30.0
-"""A call of the model that takes longer makes the server busy."""
+"""/health reports a server as busy if a call of the model takes longer."""
 
 TOKENIZERS = 2
-"""Prompts that are tokenized at the same time: a tokenizer takes a hundred bytes and more for each of a prompt's."""
+"""Prompts tokenized at the same time; a tokenizer needs a hundred bytes or more for each byte of a prompt."""
 
 INDEX = "index.html"
 PAGE = {"page.js": "text/javascript", "markdown.js": "text/javascript", "style.css": "text/css"}
-"""The page of a browser, and its parts with their types; the rest of the folder `web` is for models in the browser itself."""
+"""The chat page and its parts, with their types; the rest of the folder `web` runs models in the browser."""
 
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
-"""Fields of generation_config.json that the page starts with; requests have OpenAI's defaults."""
+"""Fields of generation_config.json that the chat page starts with. API requests have OpenAI's defaults."""
 
 GONE = 499
-"""Status of a request whose client left, in metrics: nobody reads it."""
+"""Status of a request whose client has left; appears in metrics only."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the HTTP side.
+    """Settings of the HTTP side.
 
-    name: Of the model. api_key: None: everyone may ask. body_bytes: Of a request, at most.
-    hosts: Names by which the server may be asked, beside localhost and addresses; None: any. Pages of other sites can give their own
-        name this machine's address (DNS rebinding), but still send the name.
+    name: Name of the model. api_key: None: no key is needed. body_bytes: Largest request.
+    hosts: Host names accepted besides localhost and addresses; None: any. Other sites' pages can point a name of their own at this
+            machine (DNS rebinding), but their requests still carry that name.
     """
 
     name: str
@@ -97,17 +97,17 @@ class _Server:
         self.metrics = Metrics(worker.scheduler)
         self.generation = _sampling_settings(worker.scheduler.model)
         self.created = int(time.time())
-        self._arriving: dict[asyncio.Task[bytes], None] = {}  # bodies, the oldest first
+        self._arriving: dict[asyncio.Task[bytes], None] = {}  # bodies being received, the oldest first
         self._reading = 0
         self._tokenizers = CapacityLimiter(TOKENIZERS)
 
     def answered(self, handler: Handler) -> Handler:
-        """`handler` whose errors are answers, and whose answers are counted."""
+        """Wrap `handler`: errors become responses, and responses are counted."""
 
         async def handle(request: HttpRequest) -> Response:
             two_lengths = "transfer-encoding" in request.headers and "content-length" in request.headers
             try:
-                if two_lengths:  # of which a proxy before this server may take the other
+                if two_lengths:  # a proxy in front of this server may use the other one
                     raise ApiError(400, "the request has Content-Length and Transfer-Encoding. Send one of them.")
                 if self.settings.hosts is not None:
                     _check_host(request.headers.get("host", ""), self.settings.hosts)
@@ -117,7 +117,7 @@ class _Server:
                 response = _json(error.to_dict(), error.status, again)
             except ClientDisconnect:
                 response = Response(status_code=GONE)
-            except Exception as error:  # a bug of ours: the others' requests go on
+            except Exception as error:  # a bug here must not stop other requests
                 traceback.print_exception(error)
                 response = _json(ApiError(500, "the server failed on this request.").to_dict(), 500)
             if two_lengths:
@@ -129,7 +129,7 @@ class _Server:
         return handle
 
     def keyed(self, handler: Handler) -> Handler:
-        """`handler` behind the key, if there is one."""
+        """Wrap `handler`: require the API key, if there is one."""
 
         async def handle(request: HttpRequest) -> Response:
             if self.settings.api_key is not None:
@@ -143,7 +143,6 @@ class _Server:
         return handle
 
     async def refuse(self, request: HttpRequest, error: Exception) -> Response:
-        """Unknown paths and methods."""
         assert isinstance(error, HTTPException)
         known = "this server has /v1/chat/completions, /v1/completions, /v1/prefixes, /v1/models, /health and /metrics."
         message = f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; {known}"
@@ -151,7 +150,7 @@ class _Server:
         return _json(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
 
     async def page(self, request: HttpRequest) -> Response:
-        """A chat with this server, and what its page is made of; it holds no secret, and asks for the key where there is one."""
+        """The chat page and its files. They contain no secret; the page asks for the key if one is needed."""
         name = request.url.path[1:] or INDEX
         text = resources.files("still_export.serving").joinpath("page", name).read_text(encoding="utf-8")
         headers = {"content-security-policy": "default-src 'self'; img-src data:", "cache-control": "no-cache"}
@@ -159,7 +158,7 @@ class _Server:
         return Response(text.replace('data-mode="local"', 'data-mode="api"', 1), headers=headers, media_type=kind)
 
     async def health(self, request: HttpRequest) -> Response:
-        """200 while the server accepts requests and the model answers."""
+        """200 while the server accepts requests and the model responds."""
         scheduler = self.worker.scheduler
         if scheduler.stopping:
             raise ApiError(503, "the server is stopping.")
@@ -207,12 +206,10 @@ class _Server:
         return _json(reply.whole(text, ended, len(job.tokens), job.cached))
 
     async def prefixes(self, http: HttpRequest) -> Response:
-        """Read a document before anyone asks behind it."""
+        """Read a document ahead of the requests that begin with it."""
         scheduler = self.worker.scheduler
         if scheduler.prefixes is None:
-            raise ApiError(
-                400, "this server keeps no prefixes: start it with --prefix-cache 2GiB, or as much as you like."
-            )
+            raise ApiError(400, "this server has no prefix cache: start it with --prefix-cache 2GiB, or another size.")
 
         request = await self._read(http, None)
         job, events = self._submit(request, warm=True)
@@ -222,7 +219,7 @@ class _Server:
         return _json({"object": "prefix", "model": self.settings.name, "usage": usage})
 
     async def _read(self, http: HttpRequest, kind: type[Completion] | type[Chat] | None) -> Asked:
-        """What a client asks, read by as few at a time as could be answered; None: to be read ahead, a text or a chat."""
+        """Parse a request; no more are parsed at a time than could be answered. kind None: read ahead, a completion or a chat."""
         scheduler = self.worker.scheduler
         body = await self._body(http)
         if self._reading >= scheduler.places:
@@ -243,7 +240,7 @@ class _Server:
             self._reading -= 1
 
     async def _body(self, http: HttpRequest) -> bytes:
-        """The body; where too many are on their way, the slowest is given up: clients that send none to its end keep no place."""
+        """Receive a body. If too many arrive at once, the oldest is refused, so clients that never finish occupy no slot."""
         if len(self._arriving) >= self.worker.scheduler.places:
             next(iter(self._arriving)).cancel()
         task = asyncio.ensure_future(_read_body(http, self.settings.body_bytes))
@@ -251,7 +248,7 @@ class _Server:
         try:
             await asyncio.wait((task,))
             if task.cancelled():
-                message = "the body is slower than those of too many others. Ask again later."
+                message = "the body arrives more slowly than too many others. Ask again later."
                 raise ApiError(429, message, None, "rate_limit_exceeded")
             return task.result()
         finally:
@@ -263,7 +260,7 @@ class _Server:
         events: asyncio.Queue[Event] = asyncio.Queue()
 
         def listener(event: Event) -> None:
-            if not loop.is_closed():  # a server that was stopped by force
+            if not loop.is_closed():  # the server was killed
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         prompt, most = request.prompt, request.max_tokens
@@ -279,7 +276,7 @@ class _Server:
         return job, events
 
     async def _events(self, http: HttpRequest, job: Request, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
-        """Events of a request up to its last; ClientDisconnect, and a free row, where the client leaves before."""
+        """Events of a request up to its last. If the client leaves earlier: ClientDisconnect, and the row is freed."""
         gone = asyncio.ensure_future(_gone(http))
         ended = "cancelled"
         try:
@@ -311,14 +308,14 @@ class _Server:
             for chunk in reply.last(len(job.tokens), job.cached):
                 yield line(chunk)
             yield "data: [DONE]\n\n"
-        except ApiError as error:  # the status is sent already
+        except ApiError as error:  # the status has already been sent
             yield line(error.to_dict())
         except ClientDisconnect:
             return
 
 
 def _sampling_settings(model: Runner) -> dict[str, float]:
-    """How the model's publisher draws tokens, as generation_config.json of the package says it; a file that cannot be read says nothing."""
+    """The publisher's sampling settings from the package's generation_config.json; {} if it cannot be read."""
     name = "generation_config.json"
     try:
         said = json.loads(check_hash(model.folder, model.manifest, name).read_bytes())
@@ -336,7 +333,7 @@ def _check(event: Event) -> None:
 
 
 def _check_host(header: str, hosts: frozenset[str]) -> None:
-    """Refuse a request to a name that is not this server's."""
+    """Refuse requests to a host name that is not this server's."""
     try:
         name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
@@ -351,9 +348,9 @@ def _check_host(header: str, hosts: frozenset[str]) -> None:
 
 
 async def _read_body(http: HttpRequest, most: int) -> bytes:
-    """The body, as far as it may be read."""
+    """The body of at most `most` bytes."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which pages of other sites may not send
+    if kind != "application/json":  # pages of other sites may not send this type
         raise ApiError(415, f"the content type is {kind[:64]!r}; send application/json.")
     too_long = ApiError(413, f"the body is longer than the limit of {most} bytes. Shorten the prompt.")
     declared = http.headers.get("content-length", "0")
@@ -378,20 +375,20 @@ def _parsed(body: bytes) -> object:
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {str(error)[:200]}.", None, "invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}.", None, "invalid_json") from None
 
 
 def _no_number(name: str) -> None:
     """Refuse NaN and Infinity, which Python's reader accepts."""
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 async def _gone(http: HttpRequest) -> None:
-    """Returns when the client has left; its whole body was read."""
+    """Return when the client has left; the body was read before."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 def _json(value: object, status: int = 200, headers: Any = None) -> Response:
-    """Of ASCII alone: an error may quote half a surrogate pair."""
+    """A response in ASCII: an error may quote half a surrogate pair."""
     return Response(json.dumps(value), status, headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Connections of the server, with limits: clients that send or read too slowly, or that are too many, keep no place of others."""
+"""Connections of the server, with limits: slow or numerous clients cannot take the place of others."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SPARE_DESCRIPTORS = 64
-"""File descriptors that connections leave to the rest of the process."""
+"""File descriptors reserved for the rest of the process."""
 
 QUEUE = 512
-"""Connections that wait in the system until the event loop accepts them."""
+"""Connections that wait in the kernel until the event loop accepts them."""
 
 ACCEPTED = 16
-"""Connections that the event loop accepts in one round. It makes them in the rounds that follow, and others are closed for them then."""
+"""Connections that the event loop accepts in one round. It sets them up in later rounds, when others are closed for them."""
 
 ROUNDS = 4
 
 
 @dataclass
 class Connections:
-    """Limits of all connections of a server, for which the process may have more descriptors where the system allows it.
+    """Limits for all connections of a server. The process raises its limit of descriptors where the system allows it.
 
     Args:
-        most: Connections at the same time. One more closes the one that has waited longest without a request.
-        head_s: Time from a connection's begin, or its last answer, to a request with all of its headers.
-        write_s: Time in which a client that does not read what was sent has to read again.
+        most: Most connections at a time. One more closes the one that has been waiting longest without a request.
+        head_s: Time from the beginning of a connection, or its last answer, to a request with all headers.
+        write_s: Time after which a client that stopped reading is disconnected.
 
     Attributes:
         waiting: Connections without a request, the oldest first.
@@ -56,14 +56,14 @@ class Connections:
             self.most = min(self.most, max(1, soft - others))
 
     def __call__(self, **given: Any) -> Connection:
-        """A new connection, as uvicorn makes one."""
+        """A new connection, called by uvicorn."""
         connection = Connection(**given)
         connection.limits = self
         return connection
 
 
 class Connection(H11Protocol):
-    """A connection of HTTP that ends when its client is too slow."""
+    """An HTTP connection that closes if its client is too slow."""
 
     limits: Connections
     _head: asyncio.TimerHandle | None = None
@@ -74,7 +74,7 @@ class Connection(H11Protocol):
         self._watch()
         if len(self.connections) > self.limits.most:
             oldest = next(iter(self.limits.waiting))
-            oldest._forget()  # or it would be the oldest for others of the same round, too
+            oldest._forget()  # otherwise it is the oldest for other connections of this round, too
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -101,7 +101,7 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _watch(self) -> None:
-        """Wait for a request, unless one is being answered."""
+        """Start the timeout for a request, unless one is being answered."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._head is None:
@@ -109,7 +109,7 @@ class Connection(H11Protocol):
             self.limits.waiting[self] = None
 
     def _end(self) -> None:
-        """Close, once the client has read what it was sent, or does not."""
+        """Close once the client has read everything, or stopped reading."""
         self.transport.close()
         self._abort_unread()
 
@@ -124,7 +124,7 @@ class Connection(H11Protocol):
 
 
 def report_once(every_s: float = 60.0) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """A handler of an event loop's errors that reports a full table of file descriptors once in a while: the loop tries again 512 times a
+    """An error handler for an event loop that reports a full table of file descriptors once per `every_s`. The loop retries 512 times a
     second."""
     reported = -every_s
 

@@ -13,10 +13,10 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own.
+    """Counters of one server, in their own registry.
 
     Args:
-        scheduler: Asked for what changes, when someone reads.
+        scheduler: Source of the gauges, read on request.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -32,35 +32,37 @@ class Metrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"still_{name}", text, registry=self._registry)
 
-        self.responses = counter("http_responses", "Answers by path and status.", "path", "status")
+        self.responses = counter("http_responses", "Responses by path and status.", "path", "status")
         self._ended = counter("requests_ended", "Requests by how they ended.", "ended")
-        self._prompt = counter("prompt_tokens", "Tokens of the prompts of requests that ended.")
-        self._generated = counter("generated_tokens", "Tokens of the answers of requests that ended.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self._generated = counter("generated_tokens", "Generated tokens of requests that ended.")
         self._first = histogram("first_token_seconds", "From a request's arrival to its first token.", SECONDS)
-        self._token = histogram("token_seconds", "Mean time of the further tokens of an answer.", TOKEN_SECONDS)
+        self._token = histogram("token_seconds", "Mean time of an answer's tokens after the first.", TOKEN_SECONDS)
         self._whole = histogram("request_seconds", "From a request's arrival to its end.", SECONDS)
         gauge("requests_running", "Requests that have a row.").set_function(lambda: scheduler.running)
         gauge("requests_waiting", "Requests that wait for a row.").set_function(lambda: scheduler.queued)
         if (prefixes := scheduler.prefixes) is not None:
-            gauge(
-                "prefix_hit_rate", "Of the tokens of all prompts so far, those that were not read again."
-            ).set_function(lambda: prefixes.found / max(1, prefixes.asked))
-            gauge("prefix_bytes", "Memory of the states that the prefix cache keeps.").set_function(
-                lambda: prefixes.bytes
+            gauge("prefix_hit_rate", "Share of all prompt tokens so far that were not read again.").set_function(
+                lambda: prefixes.found / max(1, prefixes.asked)
             )
-            gauge("prefixes", "States that the prefix cache keeps.").set_function(lambda: prefixes.states)
+            gauge("prefix_bytes", "Memory of the states in the prefix cache.").set_function(lambda: prefixes.bytes)
+            gauge("prefixes", "States in the prefix cache.").set_function(lambda: prefixes.states)
         if (speculation := scheduler.model.speculation) is not None:
             for name, text, read in (
                 ("guessed_tokens", "Tokens that were guessed.", lambda: speculation.guesses),
-                ("accepted_tokens", "Of them those that were said.", lambda: speculation.held),
+                ("accepted_tokens", "Guessed tokens that were accepted.", lambda: speculation.held),
                 ("guessing_steps", "Steps with guesses.", lambda: speculation.steps),
-                ("guesses_won_seconds", "Time that guesses won; what they lost is below 0.", lambda: speculation.won_s),
+                (
+                    "guesses_won_seconds",
+                    "Time that guesses saved; below 0 if they cost time.",
+                    lambda: speculation.won_s,
+                ),
             ):
                 gauge(name, text).set_function(read)
         gauge("state_bytes", "Memory of the state.").set_function(lambda: scheduler.state_bytes(scheduler.model.room))
 
     def observe(self, request: Request, ended: str, now: float) -> None:
-        """Count a request that ended, at `now` of time.perf_counter()."""
+        """Count a request that ended at `now`, by time.perf_counter()."""
         self._ended.labels(ended).inc()
         self._prompt.inc(len(request.prompt))
         self._generated.inc(len(request.tokens))
@@ -71,5 +73,5 @@ class Metrics:
                 self._token.observe((now - request.first) / (len(request.tokens) - 1))
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The door of Ray Serve LLM: deploy/ray/still.yaml names it."""
+"""The ingress of Ray Serve LLM, named by deploy/ray/still.yaml."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from still_export.serving.wire import to_the_end
 
 
 class StillIngress(OpenAiIngress):
-    """Ray's own, but for streams that break off: there the end of the body looks like that of a whole answer (Ray 2.60)."""
+    """Ray's ingress with an error at the end of broken streams, which otherwise look like complete answers (Ray 2.60)."""
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """/v1/completions."""
         return _explained(await super().completions(body, request))
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """/v1/chat/completions."""
         return _explained(await super().chat(body, request))
 
 

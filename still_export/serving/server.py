@@ -1,4 +1,4 @@
-"""A server that listens until a signal, and then finishes running requests."""
+"""A server that listens until a signal and then finishes running requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from still_export.serving.worker import Worker
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is a free one.
+    """A listening socket; port 0 is a free one.
 
     Raises:
-        ConfigError: It cannot be had.
+        ConfigError: The address cannot be used.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -33,15 +33,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Only this machine can reach the socket."""
+    """Whether only this machine can reach the socket."""
     return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 class Server(uvicorn.Server):
-    """Serves a worker's model until SIGTERM, SIGINT or SIGHUP; a second SIGINT does not wait for what runs.
+    """Serves a worker's model until SIGTERM, SIGINT or SIGHUP; a second SIGINT does not wait for running requests.
 
     Args:
-        stop_timeout_s: Requests that run longer after the first signal are cut off.
+        stop_timeout_s: Requests still running so long after the first signal are cut off.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal again once all is done, which would make an error of a graceful end."""
+        """Unlike uvicorn's, do not raise the signal again at the end, which would turn a graceful end into an error."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
@@ -81,13 +81,13 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(report_once())
         await super().startup(sockets)
         for sock in sockets or ():
-            sock.listen(QUEUE)  # asyncio has one number for both
+            sock.listen(QUEUE)  # asyncio uses one number for backlog and accepts
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end: asked ten times a second."""
+        """Whether to end; uvicorn asks ten times a second."""
         return await super().on_tick(counter) or not self.worker.alive
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Refuse what comes, finish what runs."""
+        """Refuse new requests and finish running ones."""
         self.worker.stop()
         await super().shutdown(sockets)

@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers: what is accepted, what is refused, and the JSON of answers."""
+"""OpenAI's requests and answers: accepted fields, refusals, and the JSON of answers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MOST_STOPS = 4
 """Most stop texts of a request, as in OpenAI's API."""
 
 DEFAULT_TOKENS = 16
-"""Of /v1/completions without max_tokens, as in OpenAI's API."""
+"""Default max_tokens of /v1/completions, as in OpenAI's API."""
 
 MOST_MESSAGE = 1000
-"""Characters of an error: some quote what was asked."""
+"""Most characters of an error; some quote the request."""
 
 MEANINGLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 )
-"""Fields that change no token."""
+"""Fields that do not change any token."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -47,15 +47,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Fields that are not served, with the values that ask for nothing."""
+"""Unsupported fields, with the values that mean nothing is requested."""
 
 
 MESSAGE_FIELDS = frozenset(("name", "tool_calls", "tool_call_id", *REASONING))
-"""What a message may have beside role and content."""
+"""Fields of a message besides role and content."""
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's form of an error.
+    """An error response in OpenAI's form.
 
     Args:
         code: OpenAI's name of the error.
@@ -72,12 +72,12 @@ class ApiError(Exception):
 
 
 class _AtFirst(FailFast):
-    __hash__ = object.__hash__  # pydantic's has none, which a union needs
+    __hash__ = object.__hash__  # pydantic's class has none, and a union needs one
 
 
 Item = TypeVar("Item")
 Listed = Annotated[list[Item], _AtFirst()]
-"""A list of which the first wrong item is reported: a list of a million would make as many errors."""
+"""A list that reports only its first wrong item; a list of a million items would make as many errors."""
 
 
 class _Strict(BaseModel):
@@ -85,13 +85,13 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
 
 
 class Generation(_Strict):
-    """What both kinds of requests have."""
+    """Fields of both kinds of requests."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -106,25 +106,25 @@ class Generation(_Strict):
 
 
 class Completion(Generation):
-    """Of /v1/completions."""
+    """A request to /v1/completions."""
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
 
 
 class Message(_Strict):
-    """Of a chat; what its content may be, the chat format says."""
+    """A message of a chat; the chat format defines its content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None
 
     def plain(self, number: int) -> dict[str, Any]:
-        """The message as chat templates read it.
+        """The message in the form that chat templates read.
 
         Args:
-            number: In the chat, from 1.
+            number: Place in the chat, from 1.
 
         Raises:
-            ApiError: It has a field that none reads.
+            ApiError: It has an unknown field.
         """
         given = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], "")}
         if unknown := [name for name in given if name not in MESSAGE_FIELDS]:
@@ -133,7 +133,7 @@ class Message(_Strict):
 
 
 class Chat(Generation):
-    """Of /v1/chat/completions; fields that OpenAI has not are those of vLLM."""
+    """A request to /v1/chat/completions; fields that OpenAI does not have are vLLM's."""
 
     messages: Listed[Message]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -148,10 +148,10 @@ class Chat(Generation):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be submitted.
+    """A request ready to be submitted.
 
-    chat: It has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`), and
-    before calls of tools; reasoning, calls: what tells those from content.
+    chat: Whether it has messages. include_usage: A streamed answer ends with its usage. marks: Tokens around reasoning (see `Text.marks`)
+    and before tool calls. reasoning, calls: Separate these from the content.
     """
 
     chat: bool
@@ -171,10 +171,10 @@ Kind = TypeVar("Kind", bound=Generation)
 
 
 def understood(kind: type[Kind], body: object, served: str) -> Kind:
-    """A request of this kind.
+    """Validate a request of this kind.
 
     Raises:
-        ApiError: A field is missing, wrong or not served; another model is asked for.
+        ApiError: A field is missing, wrong or not supported; or the request names another model.
     """
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {type(body).__name__}, not an object with fields.")
@@ -183,8 +183,8 @@ def understood(kind: type[Kind], body: object, served: str) -> Kind:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         if not found[0]["loc"]:
-            raise ApiError(400, f"the name of a field is no text: {found[0]['msg']}.", None, "invalid_value") from None
-        # Of a union each form complains; the field is what all have in common.
+            raise ApiError(400, f"the name of a field is not text: {found[0]['msg']}.", None, "invalid_value") from None
+        # Each form of a union reports an error; the field is common to all.
         name = str(found[0]["loc"][0])
         where = ".".join(str(part) for part in found[0]["loc"]) if len(found) == 1 else name
         raise ApiError(400, f"{where}: {found[0]['msg']}.", name, "invalid_value") from None
@@ -204,21 +204,21 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def asked(request: Completion | Chat, text: Text, context: int, warm: bool = False) -> Asked:
-    """What a request asks of the scheduler.
+    """Turn a request into scheduler input.
 
     Args:
         text: Tokenizer and chat format.
-        warm: It is read ahead: the last message of a chat goes on in later requests.
+        warm: Read ahead; the last message of a chat continues in later requests.
 
     Raises:
-        ApiError: The prompt cannot be read, or does not fit.
+        ApiError: The prompt cannot be read or does not fit.
     """
     chat = isinstance(request, Chat)
     try:
         prompt = _chat_ids(request, text, warm) if isinstance(request, Chat) else _prompt_ids(request.prompt, text)
         sampling = Sampling(
             1.0 if request.temperature is None else request.temperature,
-            max(0, request.top_k or 0),  # -1 is "all" elsewhere
+            max(0, request.top_k or 0),  # -1 means "all" in other APIs
             1.0 if request.top_p is None else request.top_p,
             secrets.randbits(63) if request.seed in (None, -1) else request.seed,
         )
@@ -253,14 +253,14 @@ def asked(request: Completion | Chat, text: Text, context: int, warm: bool = Fal
 
 
 def _calls(request: Chat, text: Text) -> ToolCalls:
-    """Separates calls from content; without tools nothing is a call."""
+    """The separator of calls and content; without tools nothing is a call."""
     if not request.tools or request.tool_choice == "none" or not text.chat:
         return ToolCalls(None)
     return ToolCalls(form_of(text.chat.templates), request.tools)
 
 
 def _marks(calls: ToolCalls, text: Text) -> Mapping[int, str]:
-    """Tokens around calls, and their texts: some are special, which an answer's text has not."""
+    """Tokens around calls, with their texts: special tokens do not appear in an answer's text."""
     words = () if calls.form is None else calls.form.words
     return {token: word for word in words if (token := text.tokenizer.token_to_id(word)) is not None}
 
@@ -292,11 +292,11 @@ def _prompt_ids(prompt: str | list[str] | list[int] | list[list[int]], text: Tex
 
 
 FINISHED = {"end": "stop", "stop": "stop", "length": "length"}
-"""OpenAI's finish_reason by how an answer ended."""
+"""OpenAI's finish_reason, by end of the answer."""
 
 
 class Reply:
-    """The objects that answer one request."""
+    """The JSON objects that answer one request."""
 
     def __init__(self, request: Asked, model: str) -> None:
         self.request = request
@@ -314,7 +314,7 @@ class Reply:
         said: dict[str, Any] = {"text": text}
         if self.request.chat:
             found = self._split(text, True)
-            content = None if "tool_calls" in found else ""  # as OpenAI has it
+            content = None if "tool_calls" in found else ""  # as in OpenAI's API
             said = {"message": {"role": "assistant", "content": content, "refusal": None, **found}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": self._finished(said.get("message", {}), ended)}
         return {**self._whole, "choices": [choice], "usage": self.usage(tokens, cached)}
@@ -331,18 +331,18 @@ class Reply:
         return self._of(said, self._finished(said, ended) if ended else None)
 
     def last(self, tokens: int, cached: int = 0) -> list[dict[str, Any]]:
-        """Chunks behind all text."""
+        """Chunks after all text."""
         usage = self.usage(tokens, cached)
         return [{**self._chunk, "choices": [], "usage": usage}] if self.request.include_usage else []
 
     def usage(self, tokens: int, cached: int = 0) -> dict[str, Any]:
-        """Tokens of prompt, those of it that were `cached`, and of the answer."""
+        """Tokens of the prompt, of its `cached` part, and of the answer."""
         prompt = len(self.request.prompt)
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _split(self, text: str, ended: bool) -> dict[str, Any]:
-        """Reasoning, content and calls of tools that are certain with `text`, where there are some."""
+        """Reasoning, content and tool calls that are certain after `text`, without empty ones."""
         parts = [self.request.reasoning.push(text), *([self.request.reasoning.end()] if ended else [])]
         thought, content = ("".join(part) for part in zip(*parts, strict=True))
         content, calls = self.request.calls.push(content), list[dict[str, Any]]()
@@ -368,10 +368,10 @@ def line(value: object) -> str:
 
 
 async def to_the_end(events: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """The events of another's streamed answer; where they break off, the last one is an error, for which clients look."""
+    """Events of another server's streamed answer. If they break off, an error comes last, which clients recognize."""
     try:
         async for event in events:
             yield event
-    except Exception as error:  # the status is sent already
+    except Exception as error:  # the status has already been sent
         traceback.print_exception(error)
-        yield line(ApiError(503, "the answer broke off: what computed it failed. Ask again.").to_dict())
+        yield line(ApiError(503, "the answer broke off: the model's process failed. Ask again.").to_dict())

@@ -11,17 +11,17 @@ from still_export.serving.requests import Request
 from still_export.serving.scheduler import Scheduler
 
 CHECK_S = 1.0
-"""Time between two looks at the files that the model reads."""
+"""Time between checks of the files that the model reads."""
 
 PAUSE_S = 1.0
-"""Longest sleep without requests; a new one ends it."""
+"""Longest sleep without requests; a new request ends it."""
 
 
 class Worker:
-    """Steps a scheduler in a thread of its own, which also opens the model: a CUDA context belongs to the thread that made it.
+    """Steps a scheduler in its own thread, which also opens the model: a CUDA context belongs to its creating thread.
 
     Raises:
-        Exception: What `open_scheduler` raised.
+        Exception: Raised by `open_scheduler`.
     """
 
     def __init__(self, open_scheduler: Callable[[], Scheduler]) -> None:
@@ -62,7 +62,7 @@ class Worker:
         self._wake.set()
 
     def stop(self) -> None:
-        """Refuse new requests; the thread ends when the running ones have."""
+        """Refuse new requests; the thread ends after the running ones."""
         self.scheduler.stop()
         self._ending = True
         self._wake.set()
@@ -73,7 +73,7 @@ class Worker:
     def _run(self) -> None:
         try:
             scheduler = self._scheduler = self._open()
-        except BaseException as error:  # raised again where the worker was made
+        except BaseException as error:  # raised again in the constructor
             self._error = error
             return
         finally:
@@ -88,7 +88,7 @@ class Worker:
                     self.failure = error
                     scheduler.give_up(error)
                     return
-            self._wake.clear()  # before the step, which sees what was submitted until then
+            self._wake.clear()  # before the step, which sees everything submitted until then
             self._moved = time.monotonic()
             if not scheduler.step():
                 if self._ending:

@@ -1,1 +1,1 @@
-"""One folder a target: how a package of it is written and built."""
+"""Targets, one folder each: how a package is written and built."""

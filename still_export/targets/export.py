@@ -1,4 +1,4 @@
-"""From a model to the package of a target; what flags and the manifest of an export to repeat ask for."""
+"""From a model to the package of a target, and the job that flags and a manifest describe."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def export(
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Package:
-    """Export a model to the package of a target: the portable package, lowered.
+    """Export a model to the package of a target: write the portable package, then lower it.
 
     Args:
-        output: The package folder; written whole or not at all.
-        to: Target, as `--to` has it, or the name of a record.
-        options: Of the target, such as OrtOptions or TrtOptions; None: their defaults.
-        dump_dir: Gets the graph after each step, without its weights.
+        output: The package folder; it appears only once it is complete.
+        to: Target named as in `--to`, or a record's name.
+        options: The target's options, such as OrtOptions or TrtOptions; None: the defaults.
+        dump_dir: Folder for the graph after each step, without weights.
 
     Raises:
         StillExportError: The model cannot be read or exported, or the package cannot be written.
@@ -69,7 +69,7 @@ def export(
 
 @dataclass(frozen=True)
 class Job:
-    """An export of `asked` to the target `to` (a name as `--to` has it, or a record's) with its `options`."""
+    """An export of `asked` to the target `to` (a name of `--to`, or a record's) with its `options`."""
 
     asked: ExportOptions
     to: str
@@ -80,26 +80,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of an export to repeat.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The file is not a manifest.
     """
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no manifest of an export: {error}. Give manifest.json of a package.") from error
+        raise ConfigError(
+            f"{path} is not a manifest of an export: {error}. Give manifest.json of a package."
+        ) from error
     if not isinstance(manifest, dict):
-        raise ConfigError(f"{path} is no manifest of an export. Give manifest.json of a package.")
+        raise ConfigError(f"{path} is not a manifest of an export. Give manifest.json of a package.")
     return manifest
 
 
 def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] | None = None) -> Job:
-    """The job of flags, which change what a manifest records.
+    """The export job of a manifest, changed by flags.
 
     Args:
-        to: Target, None: the manifest's, else onnx.
-        flags: What the user gave, by field of ExportOptions, StillChoices and the target's options.
+        to: Target; None: the manifest's, else onnx.
+        flags: The user's values, by field of ExportOptions, StillChoices and the target's options.
 
     Raises:
-        ConfigError: The target is unknown, a flag is another target's, or the options contradict each other.
+        ConfigError: The target is unknown, a flag belongs to another target, or the options contradict each other.
     """
     recorded = manifest or {}
     name = to or recorded.get("target", "onnx")
@@ -113,17 +115,17 @@ def plan_job(to: str | None, flags: Mapping[str, Any], manifest: dict[str, Any] 
         asked = ExportOptions(**{"dtype": meant.dtype, **given})
     else:
         asked = replace(ExportOptions.from_manifest(manifest), **given)
-    # The manifest is read from other working directories.
+    # Manifests are read from other working directories.
     asked = replace(asked, model=_absolute(asked.model), overlays=tuple(map(_absolute, asked.overlays)))
     asked = replace(asked, calibrate=tuple(map(_absolute, asked.calibrate)))
     options = meant.options.from_manifest(recorded, **chosen)
     target = target_of(name, options)
-    # A refusal comes before anything is read; the layout of the type that is asked for, or of the least demanding one.
+    # Check before anything is read, with the layout for the requested type, or the least demanding one.
     asked.quantization(target.layout_for(asked.dtype, options), target.to)
     demand(target, asked, options)
     return Job(asked, name, options)
 
 
 def _absolute(source: str) -> str:
-    """A path as an absolute one; hub ids stay. Links do: behind those of Hugging Face's cache a GGUF file has neither ending nor parts."""
+    """An absolute path; hub ids and links stay. Link targets in Hugging Face's cache have neither suffix nor neighbouring parts."""
     return os.path.abspath(source) if Path(source).exists() else source

@@ -1,4 +1,4 @@
-"""From a portable package to the package of a target: needs neither torch nor the checkpoint, and streams the weights."""
+"""From a portable package to the package of a target, without torch or the checkpoint; weights are streamed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from still_export.targets.target import FLOAT_WEIGHTS, SPECULATION, Lowering, Ta
 from still_graphs.pipelines import Dump, run_passes
 
 SMALL_BYTES = 1024
-"""Constants up to this size stay in dumped graphs."""
+"""Constants up to this size remain in dumped graphs."""
 
 
 def dumper(folder: Path) -> Dump:
@@ -49,7 +49,7 @@ def dumper(folder: Path) -> Dump:
 
 
 def _without_weights(model: ir.Model) -> onnx.ModelProto:
-    """The graph with places in no file in the stead of its weights, none of which is read."""
+    """The graph with references to a missing file instead of its weights, which are not read."""
     held = {value: value.const_value for value in model.graph.initializers.values()}
     for value, tensor in held.items():
         if tensor is not None and tensor.nbytes > SMALL_BYTES:
@@ -65,7 +65,7 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
 
 
 PORTABLE_FOLDER = ".portable.part"
-"""A name that no manifest lists."""
+"""A name outside manifests."""
 
 
 def lower(
@@ -80,15 +80,15 @@ def lower(
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Package:
-    """Make the package of a target from a portable one; bits and capacity are what that was exported with.
+    """Lower a portable package to a target; bits and capacity stay as exported.
 
     Args:
-        package: Folder of a package that `still-export MODEL` wrote, whose files are compared with their hashes.
-        to: Target, as `--to` has it, or the name of a record, such as trt8.
-        dtype: float16 or bfloat16 of a package in float32; None: as it is.
+        package: Folder that `still-export MODEL` wrote; its files are checked against their hashes.
+        to: Target named as in `--to`, or a record's name, such as trt8.
+        dtype: float16 or bfloat16, for a package in float32; None: unchanged.
 
     Raises:
-        StillExportError: The package is not portable, the target does not support its content, or a tool is missing.
+        StillExportError: The package is not portable, the target does not support it, or a tool is missing.
     """
     source = open_package(Path(package))
     options = targets_of(to)[0].options() if options is None else options
@@ -112,7 +112,7 @@ def lower(
 
 
 def demand(target: Target, asked: ExportOptions, options: Any) -> None:
-    """Raise ConfigError, before anything is read, for what `target` with `options` cannot have of an export as `asked`."""
+    """Raise ConfigError, before anything is read, if `target` with `options` does not support the export `asked`."""
     target.demand(asked, options)
     if asked.dtype != "auto":
         target.check_dtype(asked.dtype)
@@ -126,17 +126,15 @@ def demand(target: Target, asked: ExportOptions, options: Any) -> None:
         )
     cache = asked.still.get("cache")
     if not any(cache in t.caches for t in registry.TARGETS) or cache in target.caches:
-        return  # a type that no target has is refused with those that there are
+        return  # an unknown type is refused later, with the known ones
     if here := [t.name for t in targets_of(target.to) if cache in t.caches]:
-        raise ConfigError(f"--cache {cache} is for {', '.join(here)}: {target.name} keeps states as --dtype says.")
+        raise ConfigError(f"--cache {cache} is for {', '.join(here)}: {target.name} stores states in --dtype.")
     known = " and ".join(dict.fromkeys(t.to for t in registry.TARGETS if cache in t.caches))
-    raise ConfigError(
-        f"--cache {cache} is for --to {known}, not for --to {target.to}; states there are as --dtype says."
-    )
+    raise ConfigError(f"--cache {cache} is for --to {known}, not for --to {target.to}; states there are in --dtype.")
 
 
 def refuse_flags_of_others(target: Target, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a flag, by its field, that means nothing to the target."""
+    """Raise ConfigError for flags (by field name) of other targets."""
     for name in given:
         theirs = [t for t in registry.TARGETS if name in t.flags]
         if theirs and name not in target.flags:
@@ -157,9 +155,9 @@ def lower_into(
     """Lower the portable package `source` into the existing, empty `folder`.
 
     Args:
-        bring: Copies or moves a file that the target takes as it is: no links, onnx refuses weights that have two names.
-        dump: Gets the graph after each pass.
-        command: In the place of the export's in the manifest.
+        bring: Copies or moves an unchanged file. It must not link: onnx refuses weights with two names.
+        dump: Called with the graph after each pass.
+        command: Replaces the export's command in the manifest.
     """
     manifest = json.loads((source / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
@@ -193,7 +191,7 @@ def lower_into(
 
 
 def demand_portable(package: Package) -> Package:
-    """`package`; raises PackageError where others cannot be lowered from it."""
+    """Return `package`; PackageError if it is not portable."""
     if not (package.path / PORTABLE).is_file():
         raise PackageError(
             f"{package.path} was lowered for {package.manifest['target']}: targets are made from the portable package. "
@@ -203,18 +201,18 @@ def demand_portable(package: Package) -> Package:
 
 
 def portable_identity(files: dict[str, Any]) -> str:
-    """Identity of a portable package: the hash of its weights, or of its graph where that holds them."""
+    """Identity of a portable package: hash of its weights, or of the graph that contains them."""
     return str(files.get(DATA, files[PORTABLE])["sha256"])
 
 
 def state_identity(content: dict[str, Any]) -> str:
-    """What tells whether a package goes on from another's states: a hash of the portable package's weights, layers and states."""
+    """Hash of the portable package's weights, layers and states. Packages with equal hashes can continue from each other's states."""
     told = [content[name] for name in ("portable", "model", "still", "states")]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _lowered(source: Path, lowering: Lowering, target: Target, traits: set[str]) -> tuple[ir.Model, bool]:
-    """Run the target's passes and write the graph, and the weights where passes changed them; whether they did."""
+    """Run the target's passes and write the graph, and the weights if passes changed them. Returns (graph, whether weights changed)."""
     path, model = lowering.folder / MODEL, load_graph(source / PORTABLE)
     lowering.passes |= run_passes(model, target.passes, lowering.dump, traits)
     rewritten = any(isinstance(value.const_value, ir.LazyTensor) for value in model.graph.initializers.values())

@@ -1,4 +1,4 @@
-"""Every target, in one list."""
+"""The list of targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from still_export.targets.trt_rtx.target import TRT_RTX
 from still_export.targets.web.target import WEB
 
 TARGETS: tuple[Target, ...] = (ORT_CUDA, ORT_CPU, GENAI, WEB, TRT8, TRT, TRT_RTX)
-"""Several records may share a name for `--to`; the first whose `takes` accepts the options is meant."""
+"""Records may share a name for `--to`; the first with a `takes` that accepts the options is used."""
 
 
 def names() -> tuple[str, ...]:
@@ -26,7 +26,7 @@ def targets_of(name: str, where: str = "--to") -> list[Target]:
     """The record `name`, or those that `--to NAME` may mean.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The name is unknown.
     """
     found = [t for t in TARGETS if t.to == name] or [t for t in TARGETS if t.name == name]
     if not found:
@@ -35,17 +35,17 @@ def targets_of(name: str, where: str = "--to") -> list[Target]:
 
 
 def target_of(name: str, options: Any = None) -> Target:
-    """The target `name`, as `options` of it choose; None: its plainest record.
+    """The record of target `name` that `options` select; None: its plainest record.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The name is unknown.
     """
     found = targets_of(name)
     return found[-1] if options is None else next(t for t in found if len(found) == 1 or t.takes(options))
 
 
 def packaged_target(manifest: dict[str, Any]) -> Target:
-    """The plainest record of what a package is for.
+    """The plainest record of a package's target.
 
     Raises:
         ConfigError: This version does not know it.

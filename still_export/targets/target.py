@@ -1,4 +1,4 @@
-"""A target is one record: allowed types and options, the passes to it, its files and its runtime. Everything else asks the record."""
+"""A target is one record: allowed types and options, passes, files and runtime. Other code asks the record."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from still_export.options import names_of
 from still_graphs.pipelines import Dump, Pass
 
 FLOAT_WEIGHTS = "float weights"
-"""Trait of a package whose weights are not quantized."""
+"""Trait of packages without quantized weights."""
 
 SPECULATION = "speculation"
-"""Trait of a package exported with --speculate."""
+"""Trait of packages exported with --speculate."""
 
 
 class BuildError(StillExportError):
-    """The builder of engines is missing, refused the graph, or built an engine that is not what was asked for."""
+    """The engine builder is missing, refused the graph, or built a wrong engine."""
 
 
 class NoBuilderError(BuildError):
-    """This machine cannot build the engines; the package is complete and another machine can."""
+    """This machine cannot build the engines. The package is complete, and another machine can."""
 
 
 @dataclass
 class Lowering:
-    """A package on its way to a target.
+    """A package being lowered to a target.
 
     Args:
-        manifest: The portable package's, to be changed.
-        dump: Gets the graph after each pass.
-        passes: Changes by pass.
-        changed: Files of the portable package that the target wrote anew.
+        manifest: The portable package's; it is changed.
+        dump: Called with the graph after each pass.
+        passes: Number of changes, by pass.
+        changed: Files of the portable package that the target rewrote.
     """
 
     folder: Path
@@ -54,34 +54,34 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """A target and the way to it.
+    """A target and how to reach it.
 
     Args:
-        name: Of the record.
-        to: As `--to` and the manifest have it; records that share one are told apart by `takes`.
-        dtypes: Activation types that it computes in.
-        layout: Form of its low-bit weights.
-        layouts: The same by activation type, where it is another.
-        own_layouts: Whether options mean `layouts`; packages of either kind are lowered.
-        caches: Types of keys and values beside that of the activations.
-        lacks: Ops of models that it has no form of, or none that was proven.
-        options: Class of what a deployment chooses; its fields with a help text are flags. `from_manifest` gives what a manifest records.
-        passes: From the portable graph to the target's, in order; they read no weight, but may say what is written in its place.
+        name: Name of the record.
+        to: Name in `--to` and the manifest; records with the same name are distinguished by `takes`.
+        dtypes: Supported activation types.
+        layout: Form of low-bit weights.
+        layouts: Other forms, by activation type.
+        own_layouts: Whether options select `layouts`; packages of both kinds can be lowered.
+        caches: Types of keys and values besides the activation type.
+        lacks: Ops without a form for this target, or without a proven one.
+        options: Class of deployment options; its fields with a help text are flags. `from_manifest` reads those in a manifest.
+        passes: From the portable graph to the target's, in order. They read no weights, but may define replacements for them.
         finish: Writes the target's own files and completes the manifest; called with the graph.
         derived: Texts of files that follow from a package's folder and manifest, by name.
-        traits: Of a package and the options, which passes ask for.
-        demand: Raises ConfigError for what the target with its options cannot have of an export.
-        check: Raises for what it cannot have of a model, given its manifest and the options.
-        ready: Makes the tools that the options need ready; raises where one is not here.
+        traits: Traits of a package with these options, which select passes.
+        demand: Raises ConfigError if the target with its options does not support an export.
+        check: Raises if the target does not support a model, by its manifest and the options.
+        ready: Prepares the tools that the options need; raises if one is missing.
         takes: Whether options of `to` mean this record.
-        portable: The package stays one that others are lowered from.
+        portable: Whether other targets can be lowered from the package.
         dtype: Default of --dtype.
-        runtime: Name of what runs it here (still_export.loading.runtimes), None: nothing.
-        host: Python module of what people run it with, where that is another than `runtime`; a verification asks it, too.
-        built: It has engines, which `still-export build` builds in a package (still_export.engines).
-        sees: Its packages may have images.
-        speculates: Its packages may have steps of guessed tokens.
-        decode_steps: Steps of greedy decoding that a verification compares.
+        runtime: Name of its runtime here (still_export.loading.runtimes); None: there is none.
+        host: Python module of the program that users run it with, if not `runtime`; verify asks it as well.
+        built: Whether `still-export build` builds engines into a package (still_export.engines).
+        sees: Whether packages may have images.
+        speculates: Whether packages may have steps with guessed tokens.
+        decode_steps: Greedy decoding steps that verify compares.
     """
 
     name: str
@@ -115,23 +115,23 @@ class Target:
         return names_of(self.options)
 
     def layout_for(self, dtype: str, options: Any = None) -> Layout:
-        """Form of low-bit weights beside activations of `dtype`; `options` None: the plainest."""
+        """Form of low-bit weights with activations of `dtype`; `options` None: the plainest."""
         if self.own_layouts is not None and (options is None or not self.own_layouts(options)):
             return self.layout
         return self.layouts.get(dtype, self.layout)
 
     def check_dtype(self, dtype: str) -> None:
-        """Raise UnsupportedError where the target does not compute in `dtype`."""
+        """Raise UnsupportedError if the target does not compute in `dtype`."""
         if dtype not in self.dtypes:
             raise UnsupportedError(
-                f"--to {self.to} takes {', '.join(self.dtypes)}, not {dtype}. Export the model with --dtype {self.dtypes[0]}."
+                f"--to {self.to} supports {', '.join(self.dtypes)}, not {dtype}. Export the model with --dtype {self.dtypes[0]}."
             )
 
     def check_model(self, manifest: dict[str, Any], options: Any) -> None:
-        """Raise for a model that the target does not support.
+        """Check that the target supports a model.
 
         Raises:
-            UnsupportedError, ConfigError: Its type, an op of its layers, or the form of its quantized weights, is not one of the target's.
+            UnsupportedError, ConfigError: Its type, an op of its layers, or the form of its quantized weights is not supported.
         """
         dtype, quantization = manifest["model"]["dtype"], manifest.get("quantization")
         self.check_dtype(dtype)
@@ -139,14 +139,14 @@ class Target:
         inserted = feeding.get("inserted")
         if feeding and (not self.portable or manifest.get("speculate")):
             what = "--speculate" if self.portable else f"--to {self.to}"
-            wanted = f"a token of its own behind every {inserted['every']}" if inserted else "a prompt in one call"
+            wanted = f"an extra token after every {inserted['every']}" if inserted else "a prompt in one call"
             raise UnsupportedError(
-                f"{what}: this {manifest['model']['family']} model wants {wanted}, which the runner of --to onnx alone feeds. Export with "
+                f"{what}: this {manifest['model']['family']} model needs {wanted}, which only the runner of --to onnx feeds. Export with "
                 "--to onnx, without --speculate."
             )
         if lacking := [op for op in manifest["ops"] if op in self.lacks]:
             raise UnsupportedError(
-                f"--to {self.to} holds no {' and '.join(lacking)} yet, which layers of this {manifest['model']['family']} model are. "
+                f"--to {self.to} has no {' and '.join(lacking)} yet, which layers of this {manifest['model']['family']} model need. "
                 "Export with --to onnx."
             )
         layout = self.layout_for(dtype)
@@ -154,7 +154,7 @@ class Target:
         if quantization is not None and quantization["nodes"] not in known:
             plain = f", or with --to onnx --no-native --quantize {quantization['scheme']} and lower that"
             raise ConfigError(
-                f"the package holds {quantization['scheme']} weights as {quantization['nodes']}, {self.name} as {layout.nodes} "
+                f"the package has {quantization['scheme']} weights as {quantization['nodes']}, {self.name} needs {layout.nodes} "
                 f"({layout.form}): bits and their form are chosen at export. Export the model with --to {self.to} --quantize "
                 f"{quantization['scheme']}{plain if layout.nodes == RUNTIME else ''}, or lower a package whose weights are not quantized."
             )

@@ -1,1 +1,1 @@
-"""Reading and drawing prompts and texts, for training, proof and measuring."""
+"""Texts and prompts for training, proof and evaluation."""

@@ -1,4 +1,4 @@
-"""Text files, read without PyTorch: a verb looks at them before it loads anything."""
+"""Text files, read without PyTorch so that verbs can check them before loading anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def read_text(path: Path) -> str:
     """The content of a text file.
 
     Raises:
-        DataError: The file is missing, empty, or no UTF-8 text.
+        DataError: The file is missing, empty, or not UTF-8.
     """
     try:
         content = path.read_bytes()
@@ -23,8 +23,8 @@ def read_text(path: Path) -> str:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is no UTF-8 text (byte {error.start:,} is 0x{content[error.start]:02x}). Decompress or convert it first."
+            f"{path} is not UTF-8 text (byte {error.start:,} is 0x{content[error.start]:02x}). Decompress or convert it first."
         ) from error
     if "\0" in text:
-        raise DataError(f"{path} holds zero bytes, so it is a binary file. Give plain text.")
+        raise DataError(f"{path} contains zero bytes, so it is a binary file. Give plain text.")
     return text

@@ -1,6 +1,6 @@
-"""Retrieval rows in natural forms: facts about people and things, as prose, code, tables, JSON, dialogue; asked at once or in a chat.
+"""Retrieval rows in natural forms: facts about people and things in prose, code, tables, JSON or dialogue, asked in text or chat.
 
-For training. What `still_export.evaluate` asks under the name of "unseen" has other relations, words and places.
+For training. The task "unseen" of `still_export.evaluate` uses other relations, words and places.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from still_export.errors import ConfigError
 from still_export.texts.tasks import ANSWER, DATA, Weighing, hide, piece, places, room_for_filler, stretch
 
 OPEN, CLOSE = "\x02", "\x03"
-"""Around a value in a text; a space before it belongs to it, because tokenizers join it."""
+"""Marks around a value in a text. A preceding space belongs to the value, because tokenizers merge it."""
 MOST_FACTS, MOST_TURNS = 24, 12
 
 _NAMES = [names.split() for names in DATA["names"].values()]
@@ -53,7 +53,7 @@ VALUES: dict[str, Callable[[np.random.Generator], str]] = {
 
 @dataclass(frozen=True)
 class Relation:
-    """What can be said of a subject: `noun` "of" it, and by itself in a sentence and a question where English has one."""
+    """A relation of a subject: its `noun`, and its own sentence and question where English has them."""
 
     noun: str
     subject: str
@@ -67,7 +67,7 @@ RELATIONS = tuple(Relation(*relation) for relation in DATA["relations"])
 
 @dataclass(frozen=True)
 class Fact:
-    """One value: of what it is, how it is said and asked for; in sentences the value stands between OPEN and CLOSE."""
+    """A value with its subject and relation, and sentences and questions about it. Sentences have the value between OPEN and CLOSE."""
 
     relation: Relation
     subject: str
@@ -85,7 +85,7 @@ class Fact:
 
     @property
     def name(self) -> str:
-        """The key as a name in a program."""
+        """The key as an identifier in code."""
         return re.sub(r"\W+", "_", f"{self.subject.removeprefix('the ')} {self.noun}".lower())
 
 
@@ -102,13 +102,13 @@ def draw_fact(rng: np.random.Generator, relation: Relation | None = None) -> Fac
 
 
 def as_prose(fact: Fact, rng: np.random.Generator) -> str:
-    """A sentence inside of the text, or a paragraph."""
+    """A sentence within the text, or a paragraph."""
     around = pick((" {}", "\n\n{}\n\n", "\n{}\n", " By the way: {}", "\n\nNote: {}\n\n", "\n> {}\n", " ({})"), rng)
     return around.format(pick(fact.sentences, rng))
 
 
 def as_code(fact: Fact, rng: np.random.Generator) -> str:
-    """A comment, a constant, an assertion, a line of a log or of settings."""
+    """A comment, a constant, an assertion, or a line of a log or of settings."""
     marked = f"{OPEN}{fact.value}{CLOSE}"
     if rng.random() < 0.4:
         around = pick(
@@ -131,7 +131,7 @@ def as_code(fact: Fact, rng: np.random.Generator) -> str:
 
 
 def as_table(fact: Fact, rng: np.random.Generator) -> str:
-    """A table, a list, or a JSON object of a few values of the same kind, one of them the fact's."""
+    """A table, a list or a JSON object with values of the same kind; one is the fact's."""
     others = [draw_fact(rng, fact.relation) for _ in range(int(rng.integers(1, 5)))]
     rows = [(o.subject, o.value) for o in others if o.subject != fact.subject]
     rows.insert(int(rng.integers(len(rows) + 1)), (fact.subject, f"{OPEN}{fact.value}{CLOSE}"))
@@ -148,7 +148,7 @@ def as_table(fact: Fact, rng: np.random.Generator) -> str:
 
 
 def as_dialogue(fact: Fact, rng: np.random.Generator) -> str:
-    """Somebody asks and is answered, or is told."""
+    """A dialogue in which the fact is asked for or stated."""
     one, other = pick(PEOPLE, rng), pick(PEOPLE, rng)
     said, asked = pick(fact.sentences, rng), pick(fact.questions, rng)
     form = pick(
@@ -167,11 +167,11 @@ WAYS = (as_prose, as_prose, as_code, as_code, as_table, as_dialogue)
 
 
 class NaturalWriter:
-    """Writes training rows with facts in natural forms, every piece tokenized for itself.
+    """Writes training rows with facts in natural forms. Each piece is tokenized separately.
 
     Args:
         text: Token ids of ordinary text for the filler, [N].
-        chat: Pieces of the chat template (see `turn_pieces`); None = no row is a chat.
+        chat: Pieces of the chat template (see `turn_pieces`); None: no row is a chat.
     """
 
     def __init__(self, tokenizer: Any, text: np.ndarray, chat: dict[str, str] | None) -> None:
@@ -179,10 +179,10 @@ class NaturalWriter:
         self._start = tokenizer("")["input_ids"]
 
     def training_row(self, length: int, rng: np.random.Generator, weighing: Weighing) -> tuple[np.ndarray, np.ndarray]:
-        """A row with several facts that are asked for, as many as fit; ids int64 [length] and loss weights float32 [length].
+        """A row with as many questioned facts as fit: ids int64 [length] and loss weights float32 [length].
 
         Raises:
-            ConfigError: Not one fits.
+            ConfigError: No fact fits.
         """
         count = int(rng.integers(1, max(2, min(length // 256, MOST_FACTS)) + 1))
         facts = list({fact.key: fact for fact in (draw_fact(rng) for _ in range(count))}.values())
@@ -191,16 +191,17 @@ class NaturalWriter:
             try:
                 ids, marks = write(facts, length, rng)
                 return ids.astype(np.int64), weighing.weights(marks)
-            except ConfigError:  # their texts are of very different lengths
+            except ConfigError:  # texts of facts differ much in length
                 if len(facts) == 1:
                     raise
                 facts = facts[: len(facts) // 2]
 
     def prompt(self, length: int, depth: float, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-        """A text with one fact, which is asked for at its end, and its answer; ids int64 [length], and how many of the last are its value.
+        """A text with one fact that is asked for at the end, with its answer. Returns (ids int64 [length], number of the last tokens that
+        are the value).
 
         Args:
-            depth: Where the fact stands, 0 = at the beginning, 1 = right before the question.
+            depth: Place of the fact, 0 = beginning, 1 = right before the question.
 
         Raises:
             ConfigError: It does not fit.
@@ -215,7 +216,7 @@ class NaturalWriter:
         return row[0].astype(np.int64), int((end[1] == ANSWER).sum())
 
     def _as_text(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
-        """Each fact is asked for somewhere behind it."""
+        """Facts in a text, each asked for at a later place."""
         pieces = []
         for fact in facts:
             asked, said = pick(fact.questions, rng), pick(fact.sentences, rng)
@@ -235,7 +236,7 @@ class NaturalWriter:
         return self._composed(pieces, piece((self._start, 1)), piece(), length, rng)
 
     def _as_chat(self, facts: list[Fact], length: int, rng: np.random.Generator) -> np.ndarray:
-        """The user gives a text and asks; further questions follow the first answer."""
+        """The user sends a text with a question; further questions follow the first answer."""
         assert self._chat is not None
         asked = [facts[i] for i in rng.permutation(len(facts))[: int(rng.integers(1, MOST_TURNS + 1))]]
         pieces = []
@@ -243,7 +244,7 @@ class NaturalWriter:
             distance = rng.random() if rng.random() < 0.5 else length ** (rng.random() - 1)
             pieces.append((1 - float(distance), self._encode(pick(WAYS, rng)(fact, rng), 0)))
         first_question = pick(asked[0].questions, rng)
-        before = rng.random() < 0.2  # the question stands before the text
+        before = rng.random() < 0.2  # the question precedes the text
         opening = pick(("", "", "Read this.\n\n", "Text:\n", "```\n", "Here is a document.\n\n"), rng)
         start = self._chat["start"] + (f"{first_question}\n\n" if before else "") + opening
         closing = "\n```" if opening == "```\n" else ""
@@ -269,7 +270,7 @@ class NaturalWriter:
         return hide(start, stretch(self._text, room, rng), pieces, end)
 
     def _encode(self, text: str, value_weight: float) -> np.ndarray:
-        """Ids and weights of a text: 1, and `value_weight` for marked values."""
+        """Ids and weights of a text: 1, or `value_weight` for marked values."""
         parts = []
         for index, part in enumerate(re.split(rf"( ?{OPEN}[^{CLOSE}]*{CLOSE})", text)):
             if part:
@@ -280,7 +281,7 @@ class NaturalWriter:
 
 
 def end_of_turn(chat: dict[str, str]) -> str:
-    """What the template writes behind an answer before anything of the next turn, such as "<|im_end|>"."""
+    """The template's text between an answer and the next turn, such as "<|im_end|>"."""
     both = (chat["assistant_to_user"], chat["user_to_assistant"])
     shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
     return both[0][:shared].split("\n")[0]

@@ -1,4 +1,4 @@
-"""Retrieval tasks: a fact is hidden in a long filler text and asked for later. For evaluation, and as training data."""
+"""Retrieval tasks: a fact is hidden in a long filler text and asked for later. For evaluation and training."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from still_export.errors import ConfigError, unknown
 
 VALUE_DIGITS = 6
 ANSWER = -1.0
-"""Stands for the loss weight of an answer's tokens until `Weighing` knows how many answers a row has."""
+"""Placeholder weight of answer tokens until `Weighing` knows the number of answers in the row."""
 FEW_ANSWERS = 4
-"""A single answer with the weight of a whole row's would make the gradient of a step that answer's."""
+"""Fewer answers are weighted like so many. One answer with the weight of a row's would dominate the gradient of a step."""
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
-"""Names, things and relations that rows speak of."""
+"""Names, things and relations for rows."""
 COLOURS, THINGS = DATA["key_colours"].split(), DATA["key_things"].split()
 
 
 @dataclass(frozen=True)
 class Task:
-    """One form of single-fact retrieval.
+    """One form of retrieving a single fact.
 
     Args:
-        fact, question: Text before the value, with {key} where the fact has one.
-        filler: A sentence that is repeated as filler; None = ordinary text.
-        distractors: Facts of the same form with other keys and values beside the one that is asked for.
+        fact, question: Text before the value, with {key} if the fact has a key.
+        filler: Sentence that is repeated as filler; None: ordinary text.
+        distractors: Number of further facts of the same form, with other keys and values.
     """
 
     fact: str
@@ -53,10 +53,10 @@ TASKS: dict[str, Task] = {
 
 
 def task_named(name: str, others: Iterable[str] = ()) -> Task:
-    """The task `name`; `others` are known, too, and are not looked up here.
+    """The task `name`; `others` are further known names, for the error.
 
     Raises:
-        ConfigError: Unknown, with the known ones.
+        ConfigError: The name is unknown; the message lists the known ones.
     """
     if name not in TASKS:
         raise unknown(name, (*TASKS, *others), f"the task {name!r}")
@@ -65,19 +65,19 @@ def task_named(name: str, others: Iterable[str] = ()) -> Task:
 
 @dataclass(frozen=True)
 class Weighing:
-    """Loss weights of the answers of a row; all other tokens weigh 1, or 0 where they cannot be known.
+    """Loss weights of a row's answers; other tokens weigh 1, or 0 if they cannot be predicted.
 
     Args:
-        weight: Of every token of an answer, where `share` is 0.
-        share: Weight of all answers of a row together, relative to its tokens, the same for every answer: a long row's answers weigh
-            as much per token of the row as a short one's. Fewer than FEW_ANSWERS weigh as if there were so many.
+        weight: Weight of each token of an answer if `share` is 0.
+        share: Weight of all answers of a row relative to its tokens, equal for all answers. Long rows then weigh their answers per token
+            like short ones. Fewer than FEW_ANSWERS weigh as if there were so many.
     """
 
     weight: float = 10.0
     share: float = 0.0
 
     def weights(self, marked: np.ndarray) -> np.ndarray:
-        """Loss weights float32 [n] from `marked` [n], in which answers are runs of ANSWER."""
+        """Loss weights float32 [n] from `marked` [n], which marks answers with runs of ANSWER."""
         weights = marked.astype(np.float32)
         answers = marked == ANSWER
         weights[answers] = self.weight
@@ -85,13 +85,13 @@ class Weighing:
             first = answers & ~np.concatenate([[False], answers[:-1]])
             number = np.cumsum(first)[answers] - 1
             size = np.bincount(number)
-            # Above 1: that is how answers are told from other tokens.
+            # Above 1, which distinguishes answers from other tokens.
             weights[answers] = np.maximum(self.share * len(marked) / max(FEW_ANSWERS, len(size)) / size[number], 1.01)
         return weights
 
 
 class TaskWriter:
-    """Writes tasks as token ids of exact length, every piece tokenized for itself.
+    """Writes tasks as token ids of exact length. Each piece is tokenized separately.
 
     Args:
         text: Token ids of ordinary text for the filler, [N].
@@ -100,14 +100,14 @@ class TaskWriter:
     def __init__(self, tokenizer: Any, text: np.ndarray) -> None:
         self._tokenizer = tokenizer
         self._text = text
-        self._start = tokenizer("")["input_ids"]  # what the tokenizer puts before every text
+        self._start = tokenizer("")["input_ids"]  # the tokenizer's prefix of every text
         self._known: dict[str, list[int]] = {}
 
     def prompt(self, task: Task, length: int, depth: float, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-        """A prompt with its answer, [length], and the number of its last tokens that are the answer.
+        """A prompt with its answer. Returns (ids [length], number of the last tokens that are the answer).
 
         Args:
-            depth: Where the fact stands, 0 = at the beginning, 1 = right before the question.
+            depth: Place of the fact, 0 = beginning, 1 = right before the question.
 
         Raises:
             ConfigError: The task does not fit into `length`.
@@ -128,9 +128,9 @@ class TaskWriter:
     def training_row(
         self, task: Task, length: int, rng: np.random.Generator, weighing: Weighing
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A row with several facts, each asked for at some later place; ids [length] and loss weights [length].
+        """A row with several facts, each asked for at a later place. Returns (ids [length], loss weights [length]).
 
-        Values cannot be predicted where they first appear and weigh nothing there; answers weigh what `weighing` says, the rest 1.
+        Values weigh 0 at their first place, where they cannot be predicted. Answers are weighted by `weighing`, other tokens by 1.
         """
         longest = 8 if weighing.share == 0 else max(8, length // 256)
         pairs = 1 if task.filler else int(rng.integers(1, longest + 1))
@@ -149,7 +149,7 @@ class TaskWriter:
     def _compose(
         self, task: Task, length: int, pieces: list[tuple[float, np.ndarray]], end: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """Filler of the right length with `pieces` at their depths and `end` behind; ids and weights, [2, length]."""
+        """Filler of the right length with `pieces` at their depths and `end` last; ids and weights [2, length]."""
         room = room_for_filler(length, [*(p for _, p in pieces), end], self._start)
         if task.filler is not None:
             filler = np.resize(np.asarray(self._ids(task.filler), np.int64), room)
@@ -175,14 +175,14 @@ class TaskWriter:
 
 
 def piece(*parts: tuple[Any, float]) -> np.ndarray:
-    """Token ids and their loss weights, [2, n], of parts with one weight each."""
+    """Ids and loss weights [2, n] of parts (ids, weight)."""
     ids = np.concatenate([np.zeros(0), *(np.asarray(ids, np.float64) for ids, _ in parts)])
     weights = np.concatenate([np.zeros(0), *(np.full(len(ids), weight) for ids, weight in parts)])
     return np.stack([ids, weights])
 
 
 def room_for_filler(length: int, pieces: list[np.ndarray], start: list[int]) -> int:
-    """Tokens that `pieces` and `start` leave of `length`.
+    """Tokens of `length` that `pieces` and `start` leave.
 
     Raises:
         ConfigError: They do not fit.
@@ -194,7 +194,7 @@ def room_for_filler(length: int, pieces: list[np.ndarray], start: list[int]) -> 
 
 
 def stretch(text: np.ndarray, room: int, rng: np.random.Generator) -> np.ndarray:
-    """`room` tokens of `text` from a random place, the whole repeated where it is shorter."""
+    """`room` tokens of `text` from a random place; a shorter text is repeated."""
     if len(text) < room:
         return np.resize(text, room)
     start = int(rng.integers(0, len(text) - room + 1))
@@ -202,7 +202,7 @@ def stretch(text: np.ndarray, room: int, rng: np.random.Generator) -> np.ndarray
 
 
 def hide(start: np.ndarray, filler: np.ndarray, pieces: list[tuple[float, np.ndarray]], end: np.ndarray) -> np.ndarray:
-    """`filler` with `pieces` at their depths, between `start` and `end`; ids and weights, [2, n]."""
+    """`filler` with `pieces` at their depths, between `start` and `end`; ids and weights [2, n]."""
     parts, cut = [start], 0
     for depth, hidden in sorted(pieces, key=lambda p: p[0]):
         upto = int(depth * len(filler))
@@ -212,11 +212,11 @@ def hide(start: np.ndarray, filler: np.ndarray, pieces: list[tuple[float, np.nda
 
 
 def places(length: int, rng: np.random.Generator, near: bool) -> tuple[float, float]:
-    """Depths of a fact and of its question in a row of `length` tokens.
+    """Depths of a fact and its question in a row of `length` tokens.
 
     Args:
-        near: Questions stand where evaluation has them too: a third follow at distances of equal share per octave, so that some stand
-            right behind their fact; a third near the row's end. Drawn evenly, hardly any is nearer than a window or farther than half.
+        near: Place questions as evaluation does: a third at distances with equal probability per octave, so that some follow their fact
+            directly, and a third near the row's end. Uniform places are rarely nearer than a window or farther than half a row.
     """
     place = float(rng.random())
     kind = rng.random() if near else 1.0

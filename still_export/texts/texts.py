@@ -1,4 +1,4 @@
-"""Text files as one stream of token ids, cut into blocks without padding; batches that depend on seed and step alone."""
+"""Text files as one stream of token ids, cut into blocks without padding; batches depend on seed and step only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from still_export.texts.forms import NaturalWriter
 from still_export.texts.tasks import TASKS, TaskWriter, Weighing
 
 _PIECE_CHARACTERS = 1 << 16
-"""Texts are tokenized in pieces of about this size, in parallel; a piece ends at a line's end."""
+"""Approximate size of the pieces that are tokenized in parallel; pieces end at a line break."""
 
 
 def tokenize(text: str, tokenizer: Any, vocab_size: int) -> np.ndarray:
     """Token ids of `text` without special tokens, int32 [N].
 
     Raises:
-        DataError: An id is beyond the model's vocabulary.
+        DataError: An id exceeds the model's vocabulary.
     """
     pieces, start = [], 0
     while start < len(text):
@@ -44,15 +44,15 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> None:
     if len(ids) and int(ids.max()) >= vocab_size:
         raise DataError(
             f"the tokenizer makes the id {int(ids.max())} and the model's vocabulary has {vocab_size} entries: "
-            "the tokenizer belongs to another model. Use the one beside the model, or name it with --tokenizer."
+            "the tokenizer belongs to another model. Use the one next to the model, or name it with --tokenizer."
         )
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts as token ids; the end of every file is held out for validation.
+    """Texts as token ids; the end of each file is held out for validation.
 
-    train, held_out: int32 [N]. bytes_per_token: UTF-8 bytes of the held-out text by its tokens.
+    train, held_out: int32 [N]. bytes_per_token: UTF-8 bytes per token of the held-out text.
     """
 
     train: np.ndarray
@@ -61,10 +61,10 @@ class Corpus:
 
 
 def python_documentation() -> str:
-    """The language reference that comes with Python, 0.7 MB of English with code: what there is without a text of one's own.
+    """Python's language reference, 0.7 MB of English with code: the default text.
 
     Raises:
-        DataError: This Python has none.
+        DataError: This Python has no documentation.
     """
     try:
         from pydoc_data.topics import topics
@@ -76,13 +76,13 @@ def python_documentation() -> str:
 
 
 def read_corpus(paths: Sequence[str | Path], tokenizer: Any, vocab_size: int, held_out: float) -> Corpus:
-    """Read and tokenize `paths`; the files follow each other with an end-of-text token in between.
+    """Read and tokenize `paths`, joined with an end-of-text token.
 
     Args:
-        held_out: Share of each file's end that is kept for validation.
+        held_out: Share at each file's end used for validation.
 
     Raises:
-        DataError: A file is no text, or the tokenizer does not fit the model.
+        DataError: A file is not text, or the tokenizer does not fit the model.
     """
     train, validation, size = [], [], 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -98,7 +98,7 @@ def read_corpus(paths: Sequence[str | Path], tokenizer: Any, vocab_size: int, he
 
 @dataclass(frozen=True)
 class Batch:
-    """ids: int64 [B, T]. weights: Of each token's loss where it is predicted, float32 [B, T]."""
+    """ids: int64 [B, T]. weights: Loss weights of predicting each token, float32 [B, T]."""
 
     ids: Tensor
     weights: Tensor
@@ -108,15 +108,15 @@ class Batch:
 
 
 class Batches:
-    """The training batches of a stage; batch s is a function of (seed, s), so a resumed run sees what it would have seen.
+    """The training batches of a stage. Batch s is a function of (seed, s), so a resumed run sees the same batches.
 
     Args:
-        corpus: Its training tokens are cut into blocks, which are visited in a new random order every epoch.
-        rows, tokens: B and T, rows over all processes.
-        retrieval: Share of the rows that are retrieval tasks.
-        natural: Writes those of them in natural forms; natural_share: How many that are.
-        chats: Conversations as token ids; chat_share: Share of the rows that are those one after another.
-        lengths: Row lengths in place of `tokens` that take turns, each with B * T tokens a batch; one may stand there several times.
+        corpus: Its training tokens are cut into blocks, visited in a new random order each epoch.
+        rows, tokens: B and T; rows of all processes together.
+        retrieval: Share of rows that are retrieval tasks.
+        natural: Writer of natural forms; natural_share: Share of retrieval rows in natural forms.
+        chats: Conversations as token ids; chat_share: Share of rows made of them.
+        lengths: Row lengths used in turn instead of `tokens`, each with B * T tokens per batch; lengths may repeat.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class Batches:
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     def blocks(self, tokens: int) -> int:
-        """Rows of `tokens` tokens in the text."""
+        """Number of rows of `tokens` tokens in the text."""
         return len(self.corpus.train) // tokens
 
     def batch(self, step: int) -> Batch:
-        """The batch of `step` over all processes."""
+        """The batch of `step`, for all processes."""
         rng = np.random.default_rng((self.seed, step))
         turn, place = divmod(step, len(self.lengths))
         turns = np.random.default_rng((self.seed, 2, turn)).permutation(len(self.lengths))
@@ -166,7 +166,7 @@ class Batches:
         return Batch(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights))
 
     def _row(self, number: int, tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and weights of a row, `number` counting those of its length."""
+        """Ids and weights of a row; `number` counts rows of this length."""
         kind = rng.random()
         if kind < self.retrieval:
             if self.natural is not None and rng.random() < self.natural_share:
@@ -186,7 +186,7 @@ class Batches:
         return self.corpus.train[start : start + tokens]
 
     def _chat(self, tokens: int, rng: np.random.Generator) -> np.ndarray:
-        """Conversations until the row is full."""
+        """Conversations, until the row is full."""
         parts, size = [], 0
         while size < tokens:
             parts.append(self.chats[int(rng.integers(len(self.chats)))])
@@ -198,18 +198,18 @@ def read_chats(path: str | Path, tokenizer: Any, vocab_size: int) -> list[np.nda
     """Conversations as token ids in the tokenizer's chat template.
 
     Args:
-        path: Of a file with a JSON list of messages, {"role", "content"}, in each line.
+        path: File with one JSON list of messages {"role", "content"} per line.
 
     Raises:
         DataError: The file is unusable, or the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError(f"{path}: the tokenizer has no chat template to write conversations in. Leave out --chat-file.")
+        raise DataError(f"{path}: the tokenizer has no chat template for conversations. Leave out --chat-file.")
     found = []
     for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
         try:
             text = tokenizer.apply_chat_template(json.loads(line), tokenize=False)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # templates may raise anything
             raise DataError(f"{path}, line {number}: {error}. Every line is a JSON list of messages.") from error
         found.append(tokenize(text, tokenizer, vocab_size))
     return found
@@ -219,7 +219,7 @@ def held_out_rows(corpus: Corpus, rows: int, tokens: int) -> Tensor:
     """The first blocks of the held-out text, int64 [rows or fewer, tokens].
 
     Raises:
-        ConfigError: There is not one block.
+        ConfigError: The text is shorter than one block.
     """
     count = min(rows, len(corpus.held_out) // tokens)
     if count == 0:

@@ -1,4 +1,4 @@
-"""What a chat template writes around turns, for training rows that are made of pieces."""
+"""Texts of a chat template around turns, for training rows that are made of pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _USER, _ANSWER, _AGAIN = "\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001"
 
 
 def turn_pieces(tokenizer: Any) -> dict[str, str] | None:
-    """The text around the messages of a chat, where the template writes the same around each; else None.
+    """The texts around messages of a chat, or None if the template is not the same around each message.
 
     Returns:
         `start` (before the first user message), `user_to_assistant`, `assistant_to_user`.
@@ -27,7 +27,7 @@ def turn_pieces(tokenizer: Any) -> dict[str, str] | None:
         user_to_assistant, rest = rest.split(_ANSWER)
         assistant_to_user, end = rest.split(_AGAIN)
         single = chat.render(turns[:1])
-    except (RunError, ValueError):  # the template refuses them, or drops or repeats one
+    except (RunError, ValueError):  # the template refuses messages, or drops or repeats one
         return None
     if end != user_to_assistant or single != start + _USER + user_to_assistant:
         return None

@@ -20,7 +20,7 @@ from still_export.proof.package import VerifyOptions
         (Recipe, {"window_factor_scale": 0.0}, r"--window-factor-scale 0.0: it must be more than 0\."),
         (Recipe, {"micro_batch_size": 0}, r"--micro-batch-size 0: it must be at least 1\."),
         (Recipe, {"micro_batch_size": 9}, r"--micro-batch-size 9 is more than --batch-size 8\."),
-        (Recipe, {"retrieval": 0.6, "chat": 0.5}, r"--retrieval 0.6 --chat 0.5: shares of one whole"),
+        (Recipe, {"retrieval": 0.6, "chat": 0.5}, r"--retrieval 0.6 --chat 0.5: together they must be at most 1"),
         (EvaluationOptions, {"samples": 0}, r"--samples 0: it must be at least 1\."),
         (EvaluationOptions, {"device": "tpu"}, r"--device tpu is unknown; known: auto, cpu, cuda\."),
         (VerifyOptions, {"decode_steps": 0}, r"--decode-steps 0: it must be at least 1\."),

@@ -92,10 +92,10 @@ PAIRS = [
     *((verb, "", "is an empty text") for verb in (*PACKAGE_VERBS, "inspect", *MODEL_VERBS)),
     *((verb, "pipe", "a named pipe") for verb in ("run", "serve", *MODEL_VERBS)),
     *((verb, "empty", "The folder is empty") for verb in MODEL_VERBS),
-    *((verb, "text", "The folder holds notes.txt") for verb in MODEL_VERBS),
+    *((verb, "text", "The folder contains notes.txt") for verb in MODEL_VERBS),
     *((verb, "text/notes.txt", "is a file; a model is a folder") for verb in MODEL_VERBS),
     *((verb, "cut", "config.json cannot be read as JSON") for verb in MODEL_VERBS),
-    *((verb, "list", "holds a list, not an object") for verb in MODEL_VERBS),
+    *((verb, "list", "contains a list, not an object") for verb in MODEL_VERBS),
     *((verb, "nameless", "names no model_type") for verb in MODEL_VERBS),
     *((verb, "light", "has no weights") for verb in ("export", "evaluate")),
     *((verb, "pickled", "is a pickle") for verb in ("export", "evaluate")),
@@ -110,7 +110,7 @@ PAIRS = [
     ("export", "softmax", "still-export linearize {here}/softmax -o"),
     ("export", "softmax", "--attach-untrained"),
     ("export", "model.gguf", "still-export linearize {here}/model.gguf"),
-    ("linearize", "linear", "exported as it is: still-export {here}/linear --to onnx"),
+    ("linearize", "linear", "export it directly: still-export {here}/linear --to onnx"),
     ("linearize", "still", "linearized already. Export it: still-export {here}/still --to onnx"),
 ]  # fmt: skip
 

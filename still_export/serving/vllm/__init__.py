@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 OP = "vllm::still_paged"
-"""The op around a layer's kernels: compiled graphs end before it and begin after it, as at vLLM's own attention."""
+"""The op around a layer's kernels. Compiled graphs are split at it, as at vLLM's own attention."""
 
 
 def register() -> None:
-    """Register with vLLM the families, their configuration, and the layers with states of their own. Called in each of its processes."""
+    """Register families, configurations and stateful layers with vLLM. Called in each of its processes."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     from still_export.models.families.softmax_families import (
-        FAMILIES,  # which tells transformers of their configurations
+        FAMILIES,  # the import registers their configurations with transformers
     )
     from still_export.serving.vllm.config import EXPERTS, ServedConfig
 

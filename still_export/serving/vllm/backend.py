@@ -1,4 +1,4 @@
-"""The metadata of a step of vLLM for layers with states of their own: positions of tokens, pages of each request."""
+"""Metadata of a vLLM step for stateful layers: token positions and pages of each request."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class PagedBackend(AttentionBackend):
 
 @dataclass
 class PagedMetadata:
-    """The calls of a step: rows that bring one token, and prompts in parts of like lengths, each with the tokens its rows have seen."""
+    """Calls of a step: rows with one token, and prompts grouped by similar length, each with the tokens that its rows have seen."""
 
     calls: list[tuple[Packing, Tensor]]
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Reads nothing back from the device. What CUDA graphs of single tokens see has fixed addresses."""
+    """Reads nothing back from the device. Tensors used by CUDA graphs of single tokens have fixed addresses."""
 
     reorder_batch_threshold = 1
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -70,7 +70,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         count = m.num_reqs
         start = m.query_start_loc[: count + 1]
         tables, lengths = self.tables[:count], self.lengths[:count]
-        # Rows that fill a graph up have no pages.
+        # Padding rows of a graph have no pages.
         torch.clamp(m.block_table_tensor[:count, : self.pages.columns], min=0, out=tables)
         lengths.copy_(m.seq_lens[:count] - start.diff())
         single = split_decodes_and_prefills(m, decode_threshold=1)[0]

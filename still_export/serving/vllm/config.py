@@ -1,4 +1,4 @@
-"""What a STILL model asks of vLLM's configuration, and what it refuses at the start, each in one sentence. No vLLM at import."""
+"""Settings that a STILL model changes in vLLM's configuration, and refusals at the start, one sentence each. No vLLM at import."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from still_export.models.build import family_of
 from still_export.serving.vllm.pages import common_pages, linear_state, paged_layers
 
 PAGES_SHARE = 0.9
-"""Of what a GPU has beside the weights; the rest is for activations and CUDA graphs."""
+"""Share of GPU memory next to the weights for pages; activations and CUDA graphs use the rest."""
 LEAST_CAPABILITY = 80
 """Compute capability of the oldest GPU that the kernels are compiled for."""
 
 EXPERTS = ("qwen3_moe",)
-"""Families with experts of which vLLM's own model takes our attention."""
+"""Families with experts whose model in vLLM accepts our attention."""
 
 
 class ServedConfig:
-    """vLLM's hooks, called before a model is made; by architecture in its MODELS_CONFIG_MAP."""
+    """vLLM's hooks, called before a model is built; registered by architecture in its MODELS_CONFIG_MAP."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Bound the context by the capacity of the states, and say which layers have states.
+        """Limit the context to the capacity of the states, and mark the layers with states.
 
         Raises:
             ConfigError: --max-model-len exceeds the capacity.
-            UnsupportedModelError: It has experts of a kind that is not served; or see `paged_layers`.
+            UnsupportedModelError: The model has experts of an unsupported kind; or see `paged_layers`.
         """
         config = model_config.hf_config
         family = config.model_type.removeprefix("still_")
@@ -41,14 +41,14 @@ class ServedConfig:
                 f"model_type={family}: of models with experts this plugin serves {', '.join(EXPERTS)}. Export it with --to onnx."
             )
         layers = paged_layers(config)
-        # Where vLLM counts layers by kind it looks here.
+        # vLLM counts layers by kind in this attribute.
         config.layers_block_type = ["attention" if layer is None else "mamba" for layer in layers]
         asked = model_config.original_max_model_len
         model_config.max_model_len = context_length(config, model_config.max_model_len, asked not in (None, -1))
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse what states cannot follow, switch prefix caching off, and bound how many requests run on a GPU.
+        """Refuse features that states do not support, switch prefix caching off, and limit the requests on a GPU.
 
         Raises:
             ConfigError, UnsupportedError, UnsupportedModelError: One sentence each.
@@ -57,18 +57,20 @@ class ServedConfig:
 
         if vllm_config.speculative_config is not None:
             raise ConfigError(
-                "speculative decoding needs states that forget rejected tokens; those of a STILL model cannot. Leave out "
+                "speculative decoding needs states that can drop rejected tokens; those of a STILL model cannot. Leave out "
                 "--speculative-config."
             )
         cache = vllm_config.cache_config
         if cache.enable_prefix_caching and cache.mamba_block_size is not None:
-            vllm_config.model_config.hf_config.prefix_tokens = cache.mamba_block_size  # where vLLM does not choose anew
+            vllm_config.model_config.hf_config.prefix_tokens = (
+                cache.mamba_block_size
+            )  # vLLM does not change this one later
             vllm_config.scheduler_config.scheduler_cls = f"{__package__}.scheduler.prefix_scheduler"
         elif cache.enable_prefix_caching:
-            # vLLM's default for models with states; whether somebody asked for it cannot be seen here.
+            # This is vLLM's default for models with states; a user's request for it looks the same here.
             _log().warning(
-                "prefix caching is switched off: kept states need much memory. --mamba-block-size 2048, beside --enable-prefix-caching, "
-                "keeps those after every 2,048 tokens; --no-enable-prefix-caching leaves out this line."
+                "prefix caching is switched off: cached states need much memory. --mamba-block-size 2048 with --enable-prefix-caching "
+                "caches those after every 2,048 tokens; --no-enable-prefix-caching avoids this message."
             )
             cache.enable_prefix_caching = False
         if cache.mamba_block_size is None:
@@ -86,9 +88,9 @@ class ServedConfig:
 
 
 def bound_requests(vllm_config: Any, device_bytes: int) -> None:
-    """Lower --max-num-seqs to the requests whose first pages a GPU can hold, and say so in the log.
+    """Lower --max-num-seqs to the number of requests whose first pages fit into GPU memory, and log it.
 
-    More never run at the same time; and vLLM, to measure its CUDA graphs, takes a page for each request that is allowed before it knows
+    More requests never run at the same time. To measure its CUDA graphs, vLLM also takes a page for each allowed request before it knows
     how much memory is left.
 
     Raises:
@@ -105,20 +107,20 @@ def bound_requests(vllm_config: Any, device_bytes: int) -> None:
     fit = int(usable * PAGES_SHARE / request_bytes)
     if fit < 1:
         raise ConfigError(
-            f"a request holds {request_bytes / 2**20:,.0f} MiB of states from its first token on, for which the GPU has no room beside "
+            f"a request needs {request_bytes / 2**20:,.0f} MiB of states from its first token on, which do not fit into the GPU beside "
             "the weights. Give a larger --tensor-parallel-size."
         )
     scheduler = vllm_config.scheduler_config
     if fit < scheduler.max_num_seqs:
         _log().info(
-            f"at most {fit} requests at the same time, not {scheduler.max_num_seqs}: each has {request_bytes / 2**20:,.0f} MiB "
+            f"at most {fit} requests at the same time, not {scheduler.max_num_seqs}: each needs {request_bytes / 2**20:,.0f} MiB "
             "of states from its first token on."
         )
         scheduler.max_num_seqs = fit
 
 
 def weight_bytes(model_config: Any) -> int:
-    """Bytes of a model's weights: of a quantized checkpoint its files, of one that vLLM quantizes a byte each, at most."""
+    """Bytes of a model's weights: the files of a quantized checkpoint, at most a byte per weight if vLLM quantizes."""
     config = model_config.hf_config
     with torch.device("meta"):
         count = sum(x.numel() for x in family_of(config.model_type).still_model(config).parameters())
@@ -130,10 +132,10 @@ def weight_bytes(model_config: Any) -> int:
 
 
 def context_length(config: Any, tokens: int, asked: bool) -> int:
-    """Tokens of a request at most: `tokens`, where nobody `asked` for them as far as the capacity goes.
+    """Most tokens of a request: `tokens`, limited to the capacity unless the user `asked` for them.
 
     Raises:
-        ConfigError: Somebody asked for more than the capacity.
+        ConfigError: The user asked for more than the capacity.
     """
     deployment = config.still.deployment
     capacity = deployment.capacity(config)
@@ -148,11 +150,11 @@ def context_length(config: Any, tokens: int, asked: bool) -> int:
 
 
 def check_device(config: Any, dtype: torch.dtype, device: str, capability: int | None, ranks: int) -> None:
-    """Raise UnsupportedError where a device has no kernels, UnsupportedModelError where they do not cover a layer.
+    """Raise UnsupportedError if the device has no kernels, UnsupportedModelError if they do not cover a layer.
 
     Args:
         device: "cpu", "cuda" or another of vLLM's.
-        capability: Of a GPU, 90 for sm_90.
+        capability: Compute capability of a GPU, 90 for sm_90.
     """
     layers = [layer for layer in paged_layers(config, ranks) if layer is not None]
     if device == "cpu":
@@ -171,13 +173,13 @@ def check_device(config: Any, dtype: torch.dtype, device: str, capability: int |
 
 
 def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
-    """Let projections of attention be quantized where vLLM had to find out by itself what is.
+    """Let vLLM quantize projections of attention where it infers the quantized modules.
 
-    Of an AWQ checkpoint that does not say what it left alone, vLLM takes each module with a plain weight for such a one, and whatever has
-    its name in its own. Attention has weights by head beside its projections.
+    If an AWQ checkpoint does not list its unquantized modules, vLLM assumes every module with a plain weight is one, and all modules whose
+    names contain its name. Attention has plain weights by head next to its projections.
 
     Args:
-        quantization: vLLM's, of which its list is changed.
+        quantization: vLLM's configuration; its list of unquantized modules is changed.
     """
     found = getattr(quantization, "modules_to_not_convert", None)
     if found and not (said or {}).get("modules_to_not_convert"):
@@ -185,10 +187,10 @@ def find_quantized(quantization: Any, said: Mapping[str, Any] | None) -> None:
 
 
 def keep_experts(quantization: Any) -> None:
-    """Let experts in stacks stay what they are: tools that quantize linear layers leave them alone, and need not say so.
+    """Leave stacked experts unquantized. Tools that quantize linear layers skip them without listing them.
 
     Args:
-        quantization: vLLM's, which then has no method for them.
+        quantization: vLLM's configuration, which then has no method for them.
     """
     method = quantization.get_quant_method
     quantization.get_quant_method = lambda layer, prefix: None if ".mlp.experts" in prefix else method(layer, prefix)
@@ -197,5 +199,5 @@ def keep_experts(quantization: Any) -> None:
 def _log() -> logging.Logger:
     from vllm.logger import init_logger
 
-    logger: logging.Logger = init_logger("vllm.still_export")  # below vLLM's own, whose handler it takes
+    logger: logging.Logger = init_logger("vllm.still_export")  # below vLLM's logger, so that its handler applies
     return logger

@@ -1,4 +1,4 @@
-"""vLLM under a load of requests, in a process of its own, which reads a job and writes what came of it."""
+"""vLLM under a load of requests, in a process of its own that reads a job file and writes the answers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from still_export.proof.served import Load, Request, Served
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are counted, and requests come between two of them
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are counted here, and requests arrive between them
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Defaults of the process's environment."""
+"""Default environment of the process."""
 CPU_MEMORY = 0.3
-"""The part of a machine's memory that must be free for vLLM on a CPU, beside other work."""
+"""Share of a machine's memory that must be free for vLLM on a CPU."""
 
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """vLLM with a STILL folder, started anew for each load.
+    """vLLM with a STILL folder, restarted for each load.
 
     Args:
         ranks: Devices that share each layer.
-        log: Where what vLLM says is written.
-        settings: Other settings of vLLM, such as its memory.
+        log: File for vLLM's messages.
+        settings: Further vLLM settings, such as its memory.
     """
 
     folder: Path
@@ -45,10 +45,10 @@ class VllmEngine:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def serve(self, load: Load, requests: Sequence[Request]) -> Served:
-        """All answers.
+        """Serve all requests.
 
         Raises:
-            UnsupportedError: vLLM is not installed, or refuses the model; with its last words.
+            UnsupportedError: vLLM is not installed, or refuses the model; the message has its last error.
         """
         from still_export.proof.served import Answer, Served
 
@@ -73,19 +73,19 @@ class VllmEngine:
 
 
 def _last_words(text: str) -> str:
-    """The last line that names an error, or the last one."""
+    """The last line that names an error, or the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line]
-    return (named or lines or ["it said nothing."])[-1]
+    return (named or lines or ["it printed nothing."])[-1]
 
 
 def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
-    """Call it in a process of its own, where vLLM is imported already and nothing is on a device; the process's exit code.
+    """Run `call` in its own process, where vLLM is imported and no device is in use; returns the exit code.
 
-    Imports take 10 to 30 s: `preload` makes them in the first call's process, which the others are forked from.
+    Imports take 10 to 30 s: `preload` runs them once, in the process that all calls are forked from.
 
     Args:
-        call, given: What can be pickled.
+        call, given: Must be picklable.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preload"])
@@ -96,7 +96,7 @@ def in_process(log: Path, call: Callable[..., None], *given: Any) -> int | None:
 
 
 def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None], given: Sequence[Any]) -> None:
-    """The process begins: with the caller's environment of this moment, and a file to speak to."""
+    """Set up the process: the caller's current environment, and a log file."""
     os.environ.clear()
     os.environ.update(environment)
     with log.open("wb") as file:
@@ -106,7 +106,6 @@ def _begin(environment: Mapping[str, str], log: Path, call: Callable[..., None],
 
 
 def _answer(asked: Path, answered: Path) -> None:
-    """Serve the job in the file `asked`."""
     job = json.loads(asked.read_text())
     load, requests = job["load"], job["requests"]
     llm = open_engine(job["settings"], load)
@@ -136,7 +135,7 @@ def open_engine(settings: dict[str, Any], load: dict[str, Any]) -> Any:
 
 
 def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
-    """Blocks that hold what all rows have from their first token on, and one row that grows to the end of the context, so many times."""
+    """Blocks for the initial states of all rows and for one row at the full context, times `tight`."""
     import torch
     from transformers import AutoConfig
 
@@ -149,7 +148,7 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
     pages = common_pages(config, tokens, dtype, settings["tensor_parallel_size"], linear)
     layers = paged_layers(config)
     softmax = layers.count(None)
-    # vLLM shares memory among groups of as many layers as the rarest kind has.
+    # vLLM shares memory among groups of layers; a group is as large as the rarest kind has layers.
     size = max(1, min(softmax, len(layers) - softmax)) if softmax else len(layers)
     blocks = 2 + -(-(len(layers) - softmax) // size) * ((load["rows"] - 1) * pages.after(1) + pages.after(tokens))
     if softmax:
@@ -160,7 +159,7 @@ def tight_blocks(settings: dict[str, Any], load: dict[str, Any]) -> int:
 
 
 def press(engine: Any, requests: list[dict[str, Any]], preempt_every: int) -> dict[str, Any]:
-    """Feed requests as they come; their answers in order, how many times one was thrown out, and the tokens whose states were kept."""
+    """Feed requests as they arrive; returns answers in order, the number of preemptions, and tokens with cached states."""
     from vllm import SamplingParams
 
     waiting = sorted(range(len(requests)), key=lambda i: requests[i]["arrives"])

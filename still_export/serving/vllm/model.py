@@ -1,4 +1,4 @@
-"""STILL families in vLLM: its own models, of the llama kind and of those with experts, with our attention in their layers."""
+"""STILL families in vLLM: vLLM's llama and experts models with our attention in their layers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from still_export.serving.vllm.config import find_quantized, keep_experts
 from still_export.serving.vllm.pages import common_pages, linear_state
 
 
-class StatesMixin(HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no types here
-    """What vLLM asks of a model with states, all layers hybrid or some softmax."""
+class StatesMixin(HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM is untyped
+    """vLLM's interface of models with states, whether all layers are hybrid or some are softmax."""
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
@@ -37,7 +37,7 @@ class StatesMixin(HasInnerState, IsHybrid):  # type: ignore[misc]  # vLLM has no
 
 
 def attention_of(vllm_config: Any) -> Any:
-    """What makes a layer's attention; what a layer has is read from transformers' model of the family."""
+    """A factory of a layer's attention; its parts are read from transformers' model of the family."""
     config = vllm_config.model_config.hf_config
     find_quantized(vllm_config.quant_config, getattr(config, "quantization_config", None))
     with torch.device("meta"):
@@ -54,9 +54,9 @@ class StillForCausalLM(LlamaForCausalLM, StatesMixin):  # type: ignore[misc]
 
 
 class StillExpertsForCausalLM(qwen3_moe.Qwen3MoeForCausalLM, StatesMixin):  # type: ignore[misc]
-    """A model with Qwen3's experts, which vLLM's fused_moe multiplies."""
+    """A model with Qwen3's experts, multiplied by vLLM's fused_moe."""
 
-    # Of layers without experts beside them; vLLM adds these after it has told the quantization.
+    # Packed projections of layers without experts; vLLM adds these only after it configured quantization.
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         **qwen3_moe.Qwen3MoeForCausalLM.packed_modules_mapping,
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -78,7 +78,7 @@ class StillExpertsForCausalLM(qwen3_moe.Qwen3MoeForCausalLM, StatesMixin):  # ty
 
 @contextmanager
 def _layers_with(attention: Any) -> Iterator[None]:
-    """Within it Qwen3's layers are made with another attention, of which vLLM, unlike Llama's, does not let them be told."""
+    """Build Qwen3's layers with another attention inside the block; unlike Llama's, vLLM's class has no argument for it."""
     own = qwen3_moe.Qwen3MoeAttention
     qwen3_moe.Qwen3MoeAttention = attention
     try:

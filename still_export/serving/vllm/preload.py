@@ -1,4 +1,4 @@
-"""What every process of an engine imports, once for all: of the process alone that these are forked from (`engine.in_process`)."""
+"""Imports of an engine's process, done once in the process that the others are forked from (`engine.in_process`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ for _name, _value in ENVIRONMENT.items():
 _nowhere = os.open(os.devnull, os.O_WRONLY)
 os.dup2(_nowhere, 1)
 os.dup2(_nowhere, 2)
-with contextlib.suppress(Exception):  # which the engine meets again, where it is heard
+with contextlib.suppress(Exception):  # the engine raises it again, where it is reported
     for _module in ("vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker", "still_export.serving.vllm.model"):
         import_module(_module)

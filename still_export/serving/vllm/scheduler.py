@@ -1,4 +1,4 @@
-"""vLLM's schedulers, whose steps end where states of prefixes may be kept."""
+"""vLLM's schedulers with steps that end where states of prefixes may be cached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class _AtEnds:
-    """Prompts are read in pieces that end there too."""
+    """Splits prompts there as well."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -28,15 +28,15 @@ class _AtEnds:
         return min(num_new_tokens, self.every - begin % self.every)
 
 
-class PrefixScheduler(_AtEnds, Scheduler):  # type: ignore[misc]  # vLLM has no types here
-    """Of one step after the other."""
+class PrefixScheduler(_AtEnds, Scheduler):  # type: ignore[misc]  # vLLM is untyped
+    """The synchronous scheduler."""
 
 
 class AsyncPrefixScheduler(_AtEnds, AsyncScheduler):  # type: ignore[misc]
-    """Of steps that are planned while the one before runs."""
+    """The scheduler that plans a step while the one before runs."""
 
 
 def prefix_scheduler(vllm_config: Any, **named: Any) -> Scheduler:
-    """The one that vLLM would take; which, it decides after it has asked for the class."""
+    """The scheduler that vLLM would use; vLLM decides after it has requested the class."""
     chosen = AsyncPrefixScheduler if vllm_config.scheduler_config.async_scheduling else PrefixScheduler
     return chosen(vllm_config=vllm_config, **named)

@@ -1,1 +1,1 @@
-"""AllMem (arXiv:2602.13680), read by LaCT (arXiv:2505.23884)."""
+"""AllMem (arXiv:2602.13680), with LaCT's memory (arXiv:2505.23884)."""

@@ -1,8 +1,8 @@
-"""AllMem's layers: softmax over the latest tokens, and a memory that is trained as tokens pass.
+"""AllMem's layers: softmax over the latest tokens, and a memory trained at test time.
 
-AllMem's abstract (arXiv:2602.13680) is all that is read of it: sliding window attention beside a non-linear memory of test-time
-training, in the place of a pretrained model's attention. The memory is LaCT's (arXiv:2505.23884): SwiGLU weights, chunks, momentum, Muon's
-step and norms of rows. This is a reading, and not the authors' model.
+The source is AllMem's abstract (arXiv:2602.13680): sliding window attention and a non-linear memory with test-time training replace a
+pretrained model's attention. The memory is LaCT's (arXiv:2505.23884): SwiGLU weights, chunks, momentum, Muon's step and norms of rows.
+The layers are a reading, not the authors' model.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from still_kernels.test_time_memory.meaning import Inputs, MemoryState, read_and
 from still_kernels.test_time_memory.spec import ROW_EPSILON, TEST_TIME_MEMORY
 
 WIDER = 2
-"""Hidden channels of a memory, times those of a head."""
+"""Hidden channels of a memory, as a multiple of a head's channels."""
 BASE_RATE = 0.01
-"""Learning rate of a memory that was not trained, as LaCT has it."""
+"""Learning rate of an untrained memory, as in LaCT."""
 NORM_EPSILON = 1e-6
 
 
 class WindowAndMemory(BesideFixedStates[HybridAttentionState], HybridLayer):
-    """The window's keys and values, and beside them the states of the memory."""
+    """Keys and values of the window, and the states of the memory."""
 
 
 class AllMem(WindowModule):
-    """One memory a key/value head, read by its group's queries. Queries and keys before RoPE are scaled and shifted by channel, go through
-    silu and get unit length, values go through silu; what is read is normed and added to the window's output times silu of a gate a query
-    head. The gate starts at 0, and the layer as its window.
+    """One memory per key/value head, read by its group's queries. Queries and keys before RoPE are scaled and shifted by channel, passed
+    through silu and normalized to unit length; values pass through silu. The normed memory output times silu of a gate per query head is
+    added to the window's output. The gate starts at 0, so the layer starts as its window.
     """
 
     weight_roles: ClassVar[dict[str, str]] = ProjectedAttention.weight_roles | {
@@ -92,7 +92,7 @@ class AllMem(WindowModule):
         return self.o_proj((self.windowed(query, key, value, past_key_values) + memory).flatten(2))
 
     def remembered(self, hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
-        """What the memory adds to heads [B, T, H, D], of query, key and value before RoPE."""
+        """The memory's contribution to heads [B, T, H, D], from query, key and value before RoPE."""
         wide, dtype = torch.promote_types(value.dtype, torch.float32), value.dtype
         hidden = hidden.to(wide)
 
@@ -131,7 +131,7 @@ class TrainableAllMem(TrainableModule, AllMem):
 
 
 class AllMemMixer(Mixer):
-    """Layers of type "allmem": their window and their memory's chunk have the model's `chunk_size`, so that a token is in one of them."""
+    """Layers of type "allmem". Window and memory chunk have the model's `chunk_size`, so each token is in exactly one of them."""
 
     name = "allmem"
     trained = TrainableAllMem

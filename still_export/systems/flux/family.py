@@ -1,4 +1,4 @@
-"""Qwen3 with Flux Attention. Its published folder says "qwen3" and has code of its own; here its config.json says "flux_qwen3"."""
+"""Qwen3 with Flux Attention. Its published folder has model_type "qwen3" and its own code; here config.json has "flux_qwen3"."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COVERED: dict[str, tuple[Any, ...]] = {
     "use_softmax": (True,),
     "enable_ada_sparsity": (True,),
 }
-"""Of its modes: others sample, read other blocks, or need to be told which part of a prompt is the question."""
+"""Supported modes; others sample, read other blocks, or need to know which part of a prompt is the question."""
 
 
 class FluxConfigMixin(LinearConfigMixin):
-    """Its prompts are fed whole, as a layer decides by all of one; what does not fit."""
+    """Checks of the settings. Prompts are fed whole, because a layer decides by all of one."""
 
     @property
     def feeding(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class FluxConfigMixin(LinearConfigMixin):
 
 
 def _without_temperature(tensors: dict[str, Any]) -> dict[str, Any]:
-    """`tensors` without the temperature of the router's training."""
+    """Drop the temperature of the router's training."""
     return {name: x for name, x in tensors.items() if not name.endswith(".self_attn.mask_allocator.log_temp")}
 
 

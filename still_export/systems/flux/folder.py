@@ -1,4 +1,4 @@
-"""Published folders of Flux Attention, which say "qwen3"."""
+"""Published folders of Flux Attention, which have model_type "qwen3"."""
 
 from still_export.discovery import Folder
 

@@ -1,4 +1,4 @@
-"""Flux Attention's layers, which see everything, or sinks and a window, as a sequence's prompt decides."""
+"""Flux Attention's layers: full attention, or sinks and a window, depending on the prompt."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from still_kernels.linear_attention.meaning import Inputs as RuleInputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 BLOCK = 128
-"""Tokens of a block: sinks and windows are whole blocks."""
+"""Tokens of a block; sinks and windows are whole blocks."""
 
 
 class WidthRouter(nn.Module):
-    """Logits of narrow and full [.., 2] of mean queries [.., D]; its decision has no derivative."""
+    """Logits of narrow and full [.., 2] from mean queries [.., D]; the decision has no derivative."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class WidthRouter(nn.Module):
 
 
 class ChosenWidth(KeyedAttention):
-    """Flux Attention (arXiv:2604.07394): the first call's first and last queries decide whether the layer is full attention, or sees the
-    first blocks and the latest ones, for good.
+    """Flux Attention (arXiv:2604.07394): the first and last queries of the first call decide permanently whether the layer is full
+    attention or attends only to the first and the latest blocks.
 
     Args:
-        decided: The op that keeps what was decided.
+        decided: The op whose state stores the decision.
     """
 
     weight_roles: ClassVar[dict[str, str]] = {
@@ -66,7 +66,7 @@ class ChosenWidth(KeyedAttention):
         self.sinks, self.local = (-(-size // BLOCK) for size in (config.sink_size, config.local_window_size))
 
     def narrow(self, query: Tensor, cache: Any) -> Tensor:
-        """Whether each sequence's layer is narrow, bool [B], of queries before positions [B, T, H, D]."""
+        """Whether each sequence's layer is narrow, bool [B], from queries before RoPE [B, T, H, D]."""
         before, new_tokens, layer = states_of(cache, self.layer_idx, self.decided, query.flatten(2))
         kept = part_of(cache, self.layer_idx, AttentionLayer)
         seen = torch.zeros_like(new_tokens) if kept is None or kept.length is None else kept.length
@@ -89,12 +89,12 @@ class ChosenWidth(KeyedAttention):
         return output[:, 0, 0, 0, 0] < 0
 
     def blocks(self, narrow: Tensor, inputs: Inputs, state: AttentionState) -> Tensor:
-        """What each token reads, int32 [B, T, HK, blocks of the state and more]."""
+        """Blocks that each token reads, int32 [B, T, HK, blocks of the state and more]."""
         tokens, kept = inputs.key.shape[1:3]
         own = (state.length[:, None] + torch.arange(tokens, device=narrow.device)) // BLOCK  # [B, T]
         number = torch.arange(
             state.key.shape[2] // BLOCK + 2, device=narrow.device
-        )  # 2 and more: programs are traced for any number
+        )  # at least 2, because programs are traced for any number
         near = (number < self.sinks) | (number > own[..., None] - self.local)
         seen = (near | ~narrow[:, None, None]) & (number <= own[..., None])
         return torch.where(seen, number, -1).to(torch.int32)[:, :, None].expand(-1, -1, kept, -1)
@@ -119,7 +119,7 @@ class ChosenWidthMixer(KeysMixer):
     as_numbers = "reads chosen blocks, whose keys and values are kept as numbers"
 
     def ops(self, config: Any, index: int) -> tuple[LayerOp, ...]:
-        # What was decided is the state of a linear rule of one number.
+        # The decision is stored as the state of a linear rule with one number.
         decided = LayerOp(LINEAR_ATTENTION, {"update_rule": "linear", "scale": 1.0}, {"H": 1, "D": 1, "V": 1})
         return decided, LayerOp(BLOCK_ATTENTION, {"block_size": BLOCK}, sizes(config))
 

@@ -1,1 +1,1 @@
-"""HyLRA: layers that read the blocks which an earlier layer has chosen. Nothing is trained."""
+"""HyLRA: layers that read blocks chosen by an earlier layer. Nothing is trained."""

@@ -1,4 +1,4 @@
-"""Which layers may read the blocks that an earlier layer has chosen: measured by the base's own attention, nothing is trained."""
+"""Finds layers that can read blocks chosen by an earlier layer, from the base's own attention. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_LOST, MORE_LOST = 0.1, 0.02
-"""Share of a layer's attention that its own blocks may miss, beyond which it stays softmax; what another layer's may miss more."""
+"""Largest share of a layer's attention that its own blocks may miss (above, it stays softmax), and that another layer's may miss in
+addition."""
 QUERIES = 64
-"""Tokens at the end of a row whose attention is looked at."""
+"""Tokens at the end of a row whose attention is measured."""
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """Per layer what it reads, and what it was chosen by.
+    """Source of blocks for each layer, with the measurements.
 
-    layers: "full", "own", or the number of the earlier layer whose blocks it reads.
-    lost: By layer and source, the share of the layer's attention that the source's blocks miss.
+    layers: "full", "own", or the index of the earlier layer whose blocks it reads.
+    lost: [layer][source], the share of the layer's attention outside the source's blocks.
     base: Digest of the base's weights.
     """
 
@@ -35,11 +36,11 @@ class Reuse:
 
     @classmethod
     def of(cls, lost: Sequence[Sequence[float]], base: str) -> Reuse:
-        """The fewest softmax layers, of these the fewest that choose, of these the least that is missed; by dynamic programming.
+        """Fewest softmax layers, then fewest choosing layers, then least missed attention, by dynamic programming.
 
-        A layer reads the blocks of the latest one before it that chooses, where these miss little more than its own would.
+        A layer reads the blocks of the latest choosing layer before it, if these miss little more than its own.
         """
-        # By the latest layer that chooses: softmax layers, choosing layers and what is missed so far, and what the layers are.
+        # By the latest choosing layer: (softmax layers, choosing layers, missed attention) so far, and the kinds of layers.
         best: dict[int | None, tuple[tuple[int, int, float], tuple[str | int, ...]]] = {None: ((0, 0, 0.0), ())}
         for layer, row in enumerate(lost):
             after: dict[int | None, tuple[tuple[int, int, float], tuple[str | int, ...]]] = {}
@@ -61,7 +62,7 @@ class Reuse:
         return {"layer_types": types, "reuse": tuple(x if isinstance(x, int) else i for i, x in enumerate(self.layers))}
 
     def lines(self) -> list[str]:
-        """What each layer reads, in words."""
+        """The source of each layer, in words."""
         reads = (kind if isinstance(kind, str) else f"the blocks of layer {kind}" for kind in self.layers)
         return [f"layer {i}: {what}" for i, what in enumerate(reads)]
 
@@ -72,10 +73,10 @@ class Reuse:
 
     @classmethod
     def read(cls, path: Path, layers: int) -> Reuse:
-        """The file of a model with so many layers.
+        """Read the file for a model with `layers` layers.
 
         Raises:
-            ConfigError: It is none, or of a model with others.
+            ConfigError: The file is damaged, or belongs to a model with another number of layers.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -89,13 +90,13 @@ class Reuse:
                 )
         if len(found.layers) != layers:
             raise ConfigError(
-                f"{path} is of a model with {len(found.layers)} layers; this one has {layers}. "
+                f"{path} belongs to a model with {len(found.layers)} layers; this one has {layers}. "
                 "Measure again: still-export linearize BASE --find-reuse -o DIR."
             )
         return found
 
     def check(self, path: str, base: str) -> None:
-        """Raise ConfigError where it was measured on other weights."""
+        """Raise ConfigError if it was measured on other weights."""
         if self.base != base:
             raise ConfigError(
                 f"{path} was measured on other weights than this base has. Run linearize --find-reuse on it."
@@ -103,7 +104,7 @@ class Reuse:
 
 
 def lost_attention(model: Any, attentions: Sequence[Any], ids: Tensor) -> list[list[float]]:
-    """By layer and source, the share of the layer's attention, of the last tokens of ids [1, T], that the source's blocks miss."""
+    """lost[layer][source]: share of the layer's attention, from the last tokens of ids [1, T], outside the source's blocks."""
     import torch
 
     from still_export.mixers.trainable import SOFTMAX, attention_mode
@@ -143,7 +144,7 @@ def lost_attention(model: Any, attentions: Sequence[Any], ids: Tensor) -> list[l
 
 
 def find(model: Any, attentions: Sequence[Any], ids: Tensor, base: str) -> Reuse:
-    """What the layers of a model may read, all of which choose blocks, by a row ids [1, T] of held-out text."""
+    """Find the source of each layer in a model whose layers all choose blocks, with held-out ids [1, T]."""
     return Reuse.of(lost_attention(model, attentions, ids), base)
 
 
@@ -151,7 +152,7 @@ FINDERS = (
     Finder(
         "reuse",
         mixer="blocks",
-        text="Train nothing: write which layers may read the blocks of earlier ones (mixer blocks).",
+        text="Only find which layers may read the blocks of earlier ones (mixer blocks), without training.",
         least_tokens=lambda recipe: int(recipe.dense_length) + QUERIES,
         short="below dense_length every block is read. Give a smaller --dense-length, or",
         find=find,

@@ -1,4 +1,4 @@
-"""Llama with landmark attention: every so many tokens there is a landmark, which whoever runs the model puts there (`feeding`)."""
+"""Llama with landmark attention: a landmark token after every few tokens, which the runner inserts (`feeding`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from still_export.models.families.softmax_families import make_family
 
 
 class LandmarkConfigMixin(LinearConfigMixin):
-    """Its blocks, and what does not fit."""
+    """Block sizes, and checks of the settings."""
 
     @property
     def retrieval(self) -> dict[str, Any]:
-        """Attributes of the op."""
         config: Any = self
         base = float(config.rope_parameters["rope_theta"])
         return {"block_tokens": config.mem_freq + 1, "top_blocks": config.cache_top_k or 0, "rope_base": base}
@@ -44,16 +43,16 @@ class LandmarkConfigMixin(LinearConfigMixin):
         if config.cache_top_k and (kind != "default" or head_size(config) % 2):
             raise UnsupportedModelError(
                 f"cache_top_k={config.cache_top_k} beside rope_type={kind!r} and heads of {head_size(config)} in config.json; blocks that "
-                "are read get new positions, of the default rope and of even heads alone. Leave cache_top_k out."
+                "are read get new positions, which needs default rope and even heads. Leave cache_top_k out."
             )
         if not config.include_landmark_in_loss:
             raise UnsupportedModelError(
-                "include_landmark_in_loss=false in config.json of a llama_with_landmark model; covered: true, with which a landmark's "
-                "logits are those of the token behind it."
+                "include_landmark_in_loss=false in config.json of a llama_with_landmark model; covered: true, which makes a landmark's "
+                "logits those of the token after it."
             )
         if config.mem_freq < 1 or not 0 <= config.mem_id < config.vocab_size:
             raise ConfigError(
-                f"mem_freq={config.mem_freq} and mem_id={config.mem_id} in config.json; a landmark stands behind at least 1 token, and is "
+                f"mem_freq={config.mem_freq} and mem_id={config.mem_id} in config.json; a landmark comes after at least 1 token, and is "
                 f"one of the {config.vocab_size} of the vocabulary. Fix them."
             )
 

@@ -1,4 +1,4 @@
-"""Landmark attention's layers: tokens of other blocks are found by their blocks' landmarks."""
+"""Landmark attention's layers: tokens of other blocks are found through the landmarks of their blocks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from still_kernels.landmark_attention.spec import LANDMARK_ATTENTION
 class Landmark(KeyedAttention):
     """Landmark attention (arXiv:2305.16300), with the projections of the module that it replaces.
 
-    block_tokens: Of a block, its landmark among them.
-    top_blocks: That a head of a token reads, 0: all.
-    rope_base: Of positions that the op gives where some are read.
+    block_tokens: Tokens of a block, including its landmark.
+    top_blocks: Blocks that a head reads per token; 0: all.
+    rope_base: RoPE base of the positions that the op assigns to selected blocks.
     """
 
     block_tokens: int

@@ -1,6 +1,6 @@
-"""Liger-GLA: the mean of softmax over the latest tokens and of GLA whose gate is the key's projection.
+"""Liger-GLA: the mean of softmax over the latest tokens and GLA with the key projection as gate.
 
-Source: Liger, arXiv:2503.01496. Its pooling of the key's projection to the size that it has leaves it as it is.
+Source: Liger, arXiv:2503.01496. Its pooling of the key projection keeps the size here, so it does nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 
 class WindowAndFixedStates(BesideFixedStates[HybridAttentionState], HybridLayer):
-    """The window's keys and values, and beside them the state of GLA."""
+    """Keys and values of the window, and the state of GLA."""
 
 
 class LigerGLA(WindowModule):
-    """The projections of the module that it replaces, and nothing else; the heads of a group share their state."""
+    """Only the projections of the module that it replaces; the heads of a group share their state."""
 
     def __init__(self, base: Any, window: HybridAttentionConfig, ops: Sequence[LayerOp]) -> None:
         super().__init__(base, window)
@@ -49,7 +49,7 @@ class LigerGLA(WindowModule):
         return self.o_proj((0.5 * window + 0.5 * gated).flatten(2))
 
     def gated(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: Any) -> Tensor:
-        """GLA [B, T, H, D] of heads before RoPE; queries and keys are distributions over their channels."""
+        """GLA [B, T, H, D] from heads before RoPE; queries and keys are softmax-normalized over channels."""
         given = op_inputs(query, key, value)
         with maybe_autocast(value.device.type, enabled=False):  # the kernel chooses its own precision
             inputs = Inputs(**given, update_rule="gated", scale=1.0)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class LigerGLA(WindowModule):
 
 
 def op_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Tensors of GLA's op of heads [.., h, D] before RoPE."""
+    """Inputs of GLA's op from heads [.., h, D] before RoPE."""
     wide = torch.promote_types(value.dtype, torch.float32)
     decay = -softplus(-key.to(wide)) / LOGIT_NORMALIZER
     query, key = (x.to(wide).softmax(-1).to(value.dtype) for x in (query, key))
@@ -70,7 +70,7 @@ class TrainableLigerGLA(TrainableModule, LigerGLA):
 
 
 class PagedLigerGLA(PagedLinearAttention):
-    """One rank's heads of a layer: `heads` query heads, `kv_heads` states, of `dim` channels."""
+    """The heads of one rank: `heads` query heads, `kv_heads` states, `dim` channels."""
 
     projections: Mapping[str, PagedProjection] = {}
     head_weights: Mapping[str, tuple[int, ...]] = {}
@@ -88,7 +88,7 @@ class PagedLigerGLA(PagedLinearAttention):
 
 
 WINDOW = 64
-"""Tokens of softmax, as Liger has it."""
+"""Tokens of softmax, as in Liger."""
 
 
 class LigerGLAMixer(Mixer):

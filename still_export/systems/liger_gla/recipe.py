@@ -1,4 +1,4 @@
-"""What a recipe calls Liger-GLA."""
+"""Liger-GLA in recipes."""
 
 from still_export.mixers.layers import Linearizer
 

@@ -1,4 +1,4 @@
-"""Models of Parallax, as flash-linear-attention writes it, and of local linear attention, whose folder is ours."""
+"""Parallax models in flash-linear-attention's format, and local linear attention in a format of this project."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from still_export.models.families.fla import FlaAttention, FlaKind, GatedRMSNorm
 from still_export.models.families.fla_families import fla_family
 
 HEAD_EPSILON = 1e-5
-"""Of Parallax' norms of heads: flash-linear-attention calls them without the configuration's."""
+"""Epsilon of Parallax' head norms: flash-linear-attention does not pass the configuration's."""
 
 
 class FlaLocalLinear(FlaAttention):
@@ -49,7 +49,7 @@ def local_linear_heads(given: Mapping[str, Any]) -> dict[str, Any]:
     ridge = float(given.get("ridge", 1.0))
     if not 0 < ridge < math.inf:
         raise ConfigError(
-            f"ridge={ridge:g} in config.json; a ridge is above 0, as what is solved for may have no solution otherwise. Fix it."
+            f"ridge={ridge:g} in config.json; a ridge must be above 0, or the equations may have no solution. Fix it."
         )
     return parallax_heads(given) | {"ridge": ridge}
 
@@ -63,7 +63,7 @@ def _parallax_covered(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 FIELDS = {"qk_norm": (bool, False), "ridge": (float, 0.0)}
-"""Norms of Parallax' queries, corrections and keys; the ridge of local linear attention."""
+"""Whether Parallax norms queries, corrections and keys; the ridge of local linear attention."""
 DEFAULTS = {"num_heads": 32, "use_short_conv": False}
 FAMILIES = tuple(
     fla_family(

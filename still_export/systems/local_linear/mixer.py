@@ -26,7 +26,7 @@ class LocalLinearAttention(KeyedAttention):
         self.ridge = base.ridge
 
     def beside(self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, query: Tensor) -> dict[str, Any]:
-        """What the op has beside query [B, T, H, D], keys and values."""
+        """Inputs of the op besides query [B, T, H, D], keys and values."""
         wide = torch.promote_types(query.dtype, torch.float32)
         return {"ridge": torch.full((query.shape[2],), self.ridge, dtype=wide, device=query.device)}
 
@@ -38,7 +38,7 @@ class LocalLinearAttention(KeyedAttention):
 
 
 class Parallax(LocalLinearAttention):
-    """Parallax (arXiv:2605.29157): the correction is a projection, normed and turned as queries are."""
+    """Parallax (arXiv:2605.29157): the correction is a projection, normed and rotated like queries."""
 
     weight_roles: ClassVar[dict[str, str]] = {**KeyedAttention.weight_roles, "r_proj.weight": PROJECTION}
 

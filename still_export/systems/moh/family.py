@@ -1,5 +1,5 @@
-"""MoH-LLaMA3: Llama of whose heads each token takes three quarters. Its published folder says "llama", and neither its settings nor its
-tensors say more: `linearize --mixer moh` makes a model of it; a config.json that says "moh_llama" is read as it is."""
+"""MoH-LLaMA3: Llama with three quarters of the heads per token. Its published folder has model_type "llama" and no trace of MoH in settings
+or tensors: `linearize --mixer moh` converts it. A config.json with "moh_llama" is read directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from still_export.systems.moh.mixer import head_counts
 
 
 class MohConfigMixin(LinearConfigMixin):
-    """How many heads are taken: by default a half always, and half of the others."""
+    """Numbers of heads: by default half of them always, and half of the others."""
 
     def read_still(self) -> LayersConfig:
         config: Any = self

@@ -1,4 +1,4 @@
-"""MoH's layers: softmax attention of which each token takes the heads of its longest queries, over still::Route and still::Attention."""
+"""MoH's layers: each token uses the heads with its longest queries; built from still::Route and still::Attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from still_kernels.route.spec import ROUTE
 
 
 class ChosenHeads(SoftmaxAttention):
-    """The first `shared` heads, and of the others the `routed` ones whose queries are longest before positions; the rest give nothing."""
+    """Uses the first `shared` heads, and of the others the `routed` ones with the longest queries before RoPE; the rest output 0."""
 
     specs = (ROUTE,)
 
@@ -47,17 +47,17 @@ class TrainableChosenHeads(TrainableModule, ChosenHeads):
 
 
 def head_counts(config: Any) -> tuple[int, int]:
-    """Heads that every token takes, and how many of the others; where a configuration does not say, a half and a quarter of all.
+    """Returns (heads for every token, number of the others per token); by default a half and a quarter of all.
 
     Raises:
-        ConfigError: All heads are taken, or none of those that are not shared.
+        ConfigError: All heads are used, or none of those that are not shared.
     """
     heads = config.num_attention_heads
     given = (getattr(config, name, None) for name in ("shared_heads", "routed_heads"))
     shared, routed = (usual if x is None else x for x, usual in zip(given, (heads // 2, heads // 4), strict=True))
     if not (0 <= shared and 1 <= routed < heads - shared):
         raise ConfigError(
-            f"shared_heads={shared} and routed_heads={routed} of {heads} heads; some of those that are not shared must be taken, and not "
+            f"shared_heads={shared} and routed_heads={routed} of {heads} heads; some of those that are not shared must be used, and not "
             "all. Fix them in config.json."
         )
     return shared, routed
@@ -70,7 +70,7 @@ class ChosenHeadsMixer(AttentionMixer):
     trained = TrainableChosenHeads
 
     def paged(self, config: Any, index: int, ranks: int, rank: int) -> None:
-        Mixer.paged(self, config, index, ranks, rank)  # refuses: an engine's own attention takes all heads
+        Mixer.paged(self, config, index, ranks, rank)  # refuses: an engine's own attention uses all heads
 
     def made(self, base: nn.Module, config: Any, index: int) -> ChosenHeads:
         return ChosenHeads(base, head_size(config), *head_counts(config))

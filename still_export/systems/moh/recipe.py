@@ -1,4 +1,4 @@
-"""What a recipe calls MoH."""
+"""MoH in recipes."""
 
 from still_export.mixers.layers import Linearizer
 

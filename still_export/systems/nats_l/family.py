@@ -1,4 +1,4 @@
-"""NAtS-L's models: the modules that hold the weights, and what of its authors' configuration is covered."""
+"""NAtS-L's models: modules with the weights, and the supported settings of its authors' configuration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from still_export.models.families.fla_families import LINEAR, fla_family, gated_
 from still_kernels.routed_attention.spec import ROUTED_CHUNK
 
 NATS, ROUTED = "neural_attention_search_linear_attn_gdn", "hybrid"
-"""The model_type, and what transformers calls its layers that are no plain gated delta rule."""
+"""The model_type, and transformers' name of layers other than plain gated delta rule."""
 
 
 class PairNorm(nn.Module):
-    """Norms of two rows, their sum by shares, times silu of a gate; in float32."""
+    """Norms of two rows, summed by shares, times silu of a gate; in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ _COVERED: dict[str, tuple[Any, ...]] = {
     "nats_sample_strategy": ("argmax",),
     "ops_for_incomplete_chunks": ("all",),
     "incomplete_block_start_with_ht": (True,),
-    "outputs_are_wighted": (True,),  # as its authors spell it
+    "outputs_are_wighted": (True,),  # the authors' spelling
     "use_gate": (True,),
     "use_short_conv": (True,),
     "conv_bias": (False,),
@@ -83,7 +83,7 @@ _COVERED: dict[str, tuple[Any, ...]] = {
     "attn_apply_pos_encoding": (False,),
     "attn": (None,),
 }
-"""Of NAtS-L's settings."""
+"""Supported values of NAtS-L's settings."""
 
 
 def _covered(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -36,7 +36,7 @@ from still_kernels.routed_attention.spec import ROUTED_ATTENTION, ROUTED_CHUNK
 
 
 class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
-    """Keys and values of kept chunks and of the open one, with as many rows as these need; the other states beside them."""
+    """Keys and values of the selected chunks and the open one, with only as many rows as needed; and the other states."""
 
     def empty(self, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> AttentionState:
         return super().empty(batch, _whole(columns), dtype, device)
@@ -48,7 +48,7 @@ class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
         return super().grown(state, least)
 
     def store(self, state: AttentionState) -> None:
-        """Without the rows of a prompt's chunks that are not kept, where these are many."""
+        """Store the state, without the rows of a prompt's dropped chunks if these are many."""
         if self.progress.grows and not torch.compiler.is_compiling() and state.rows > 2 * ROUTED_CHUNK:
             held = ROUTED_CHUNK * (int(self.beside.tensors["kept_chunks"].max()) + 1)
             if state.rows > 2 * held:
@@ -57,13 +57,13 @@ class RoutedLayer(BesideFixedStates[AttentionState], AttentionLayer):
 
 
 def _whole(columns: int) -> int:
-    """Tokens of the chunks of so many."""
+    """`columns` rounded up to whole chunks."""
     return -(-columns // ROUTED_CHUNK) * ROUTED_CHUNK
 
 
 class NatsAttention(FlaGatedDeltaNet, Keyed):
-    """NAtS-L (arXiv:2602.03681): of each chunk of 64 tokens its mean hidden state says whether later tokens find it by softmax attention or
-    in the state of a gated delta rule; both have the same queries, keys and values. Inside a chunk both see it.
+    """NAtS-L (arXiv:2602.03681): the mean hidden state of each chunk of 64 tokens decides whether later tokens find it by softmax attention
+    or in the state of a gated delta rule. Both use the same queries, keys and values. Inside a chunk both see it.
     """
 
     specs = (ROUTE,)
@@ -83,7 +83,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         return RoutedLayer(self.ops, key.shape[2], key.shape[3], self.cache)
 
     def chosen(self, hidden: Tensor, before: Tensor, past: Tensor, new_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether a chunk whose last token each is goes to softmax, int32 [B, T, R]; and what open chunks are told so far."""
+        """Returns (whether the chunk that ends at each token goes to softmax, int32 [B, T, R]; decisions of open chunks so far)."""
         first, second = self.nats_layer(hidden).detach().unflatten(-1, (self.routes, 2)).unbind(-1)
         begins = (past[:, None] + torch.arange(hidden.shape[1], device=hidden.device)) % ROUTED_CHUNK == 0
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -94,7 +94,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
             RuleInputs(one[..., None], one, value, kept, new_tokens=new_tokens, update_rule="gated", scale=1.0), before
         )
         mean = told[:, :, :, 0, 0].to(wide) / ROUTED_CHUNK
-        # One of each pair is positive: these are the best ones, of equal ones softmax.
+        # Exactly one of each pair is positive: the best one; ties go to softmax.
         scores = torch.cat((mean, -mean), -1)
         router = torch.eye(2 * self.routes, dtype=wide, device=mean.device)
         asked = RouteInputs(scores, router, k=self.routes, score="sigmoid")
@@ -154,7 +154,7 @@ class NatsAttention(FlaGatedDeltaNet, Keyed):
         return self.o_proj(normed.flatten(2))
 
     def padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed, and as long as the longer of keys and values; the scale stays that of keys."""
+        """Normed tensors, padded to the longer of keys and values; the scale stays that of keys."""
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
         query = query * (self.softmax_dim / query.shape[-1]) ** 0.5
@@ -173,7 +173,7 @@ class RoutedAttentionMixer(KeysMixer):
         heads, dim, size = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
         rule = {"H": heads, "D": dim, "V": size, "R": config.routes}
         channels = {"C": heads * (2 * dim + size), "P": config.linear_conv_kernel_dim - 1}
-        # What an open chunk is told so far is the state of a gated rule of one number for each route.
+        # The partial decision of an open chunk is the state of a gated rule with one number per route.
         told = LayerOp(LINEAR_ATTENTION, {"update_rule": "gated", "scale": 1.0}, {"H": config.routes, "D": 1, "V": 1})
         return (
             LayerOp(CAUSAL_CONV, {"activation": "silu"}, channels),

@@ -1,5 +1,5 @@
-"""RAT: configuration, modules that hold the weights, family. Its published code writes no folder; the config.json is ours, with the names
-of that code's settings."""
+"""RAT: configuration, modules with the weights, family. Its published code writes no folder; config.json has this project's format, with
+the names of that code's settings."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NAMES = (
 
 @strict
 class RatConfig(StackConfig):
-    """What its layers have, under transformers' names where it has the like.
+    """The layers' settings, under transformers' names where there are any.
 
     Args:
-        row_tokens: Of a chunk.
-        groups: Of heads; all heads of one share queries and keys.
-        sliding_window: Tokens that a layer of local attention sees, its own among them.
+        row_tokens: Tokens of a chunk.
+        groups: Groups of heads; the heads of a group share queries and keys.
+        sliding_window: Tokens that local attention sees, including the current one.
     """
 
     vocab_size: int = 32000
@@ -82,7 +82,7 @@ def values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RatMixer(nn.Module):
-    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+    """The weights of a layer under their stored names, until one of our mixers replaces the module."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class RatMixer(nn.Module):
 
 
 class RatLocal(nn.Module):
-    """The same of a layer of local attention."""
+    """The same for a layer of local attention."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class RatLocal(nn.Module):
 
 
 class RatFeedForward(nn.Module):
-    """Norm, two linear layers and what goes in."""
+    """Norm and two linear layers with a residual."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class RatFeedForward(nn.Module):
 
 
 class RatBlock(nn.Module):
-    """A layer: norm and mixer, added to what goes in, then the feed-forward."""
+    """A layer: norm and mixer with a residual, then the feed-forward."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -139,8 +139,8 @@ class RatBlock(nn.Module):
 
 
 class ChunkPositions(LlamaRotaryEmbedding):
-    """Cosines and sines of the chunks that tokens are in, [B, T, D] each, and whether a token is its chunk's first one, [B, T, 1]; where
-    there are layers of local attention, cosines and sines of the tokens, too."""
+    """Returns cosines and sines of the tokens' chunks, [B, T, D] each; whether a token is the first of its chunk, [B, T, 1]; and, with
+    layers of local attention, cosines and sines of the tokens."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,5 +1,5 @@
-"""RAT's layers: a scan inside chunks and softmax attention to their ends, over still::LinearAttention and still::StridedAttention; and
-those of local attention between them in its hybrid."""
+"""RAT's layers: a scan inside chunks and softmax attention to their ends, built from still::LinearAttention and still::StridedAttention;
+and the local attention layers of its hybrid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from still_kernels.strided_attention.spec import STRIDED_ATTENTION
 
 
 class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):
-    """A row for each `row_tokens` tokens."""
+    """One row per `row_tokens` tokens."""
 
     def __init__(self, scan: Sequence[LayerOp], row_tokens: int, heads: int, dim: int, cache: str | None) -> None:
         super().__init__(scan, heads, dim, cache)
@@ -44,11 +44,11 @@ class StridedLayer(BesideFixedStates[AttentionState], AttentionLayer):
 
 
 class Rat(KeyedAttention):
-    """RAT (arXiv:2507.04416): h := g h + (1 - g) x in each channel of keys and values, from 0 at a chunk's first token on.
+    """RAT (arXiv:2507.04416): h := g h + (1 - g) x in each channel of keys and values, restarted from 0 at each chunk.
 
     Args:
         scan: The op of the scan.
-        row_tokens: Of a chunk.
+        row_tokens: Tokens of a chunk.
     """
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys(("in_proj.weight", "out_proj.weight"), PROJECTION)
@@ -65,7 +65,7 @@ class Rat(KeyedAttention):
         return StridedLayer(self.scan, self.row_tokens, key.shape[2], self.head_dim, self.cache)
 
     def scanned(self, gate: Tensor, given: Tensor, first: Tensor, cache: Any) -> Tensor:
-        """`given` [B, T, 2 C] behind the scan, both halves by the same logits `gate` [B, T, C]; `first` [B, T, 1]: of a chunk."""
+        """Scan both halves of `given` [B, T, 2 C] with the same gate logits `gate` [B, T, C]; `first` [B, T, 1] marks starts of chunks."""
         before, new_tokens, layer = states_of(cache, self.layer_idx, self.scan, given)
         kept = (-softplus(-gate)).masked_fill(first, -torch.inf)
         one = given.new_ones(1, 1, 1, 1).expand(*given.shape[:2], 1, 1)
@@ -88,7 +88,7 @@ class Rat(KeyedAttention):
         width, few = self.head_count * self.head_dim, self.groups * self.head_dim
         out, value, gate, query, key = self.in_proj(hidden).split((width, width, width, few, few), dim=-1)
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32)) + self.gate_bias
-        # Heads take the groups in turn.
+        # Groups are assigned to heads in turn.
         query, key = (torch.cat((x,) * (self.head_count // self.groups), -1) for x in (query, key))
         value, key = self.scanned(gate, torch.cat((value, key), -1), first, past_key_values).chunk(2, -1)
         query, key, value = (x.unflatten(-1, (self.head_count, self.head_dim)) for x in (query, key, value))
@@ -99,7 +99,7 @@ class Rat(KeyedAttention):
 
 
 class LocalAttention(WindowModule):
-    """The layers of RAT's hybrid that lie between: softmax over the latest tokens, by their own positions."""
+    """The local attention layers of RAT's hybrid: softmax over the latest tokens, with their own positions."""
 
     weight_roles: ClassVar[dict[str, str]] = Rat.weight_roles
 

@@ -1,7 +1,7 @@
-"""Routing Transformer in a language model: our causal reading, in Llama's layers. No folder is published; the format is ours.
+"""Routing Transformer in a language model: a causal reading in Llama's layers. No folder is published; the format is this project's.
 
-Left out are what follows from the whole sequence (each cluster takes its nearest tokens, and a token may be in several), heads of local
-attention, keys and values that are no token's, and values' positions.
+Left out is what depends on the whole sequence (clusters choose their nearest tokens, so a token may be in several), heads of local
+attention, keys and values without a token, and positions of values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from still_export.models.families.stack import LlamaBlock, Stack, StackConfig
 
 @strict
 class RoutingConfig(StackConfig):
-    """What the layers have, under transformers' names where it has the like.
+    """The layers' settings, under transformers' names where there are any.
 
     Args:
-        window_size: Tokens of its cluster that a token attends to.
+        window_size: Tokens of the same cluster that a token attends to.
     """
 
     vocab_size: int = 32000
@@ -46,7 +46,7 @@ class RoutingConfig(StackConfig):
 
 
 class RoutingMixer(nn.Module):
-    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+    """The weights of a layer under their stored names, until one of our mixers replaces the module."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def _layer(config: Any, index: int) -> LlamaBlock:
 
 
 class RoutingConfigMixin(LinearConfigMixin):
-    """What does not fit."""
+    """Checks of the settings."""
 
     def check(self, still: LayersConfig) -> None:
         config: Any = self

@@ -29,7 +29,7 @@ from still_kernels.route.meaning import margins, naive_route, route
 from still_kernels.route.spec import ROUTE
 
 MARK = 1e3
-"""Added to the logit of the cluster that was chosen: unit vectors' are far below."""
+"""Added to the logit of the chosen cluster; products of unit vectors are far below."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class ClusterKeys(AttentionState):
 
 
 class ClusterLayer(RowsLayer):
-    """What a cache holds of one layer."""
+    """The cache of one layer."""
 
     of, kept = ClusterKeys, "clusters"
 
 
 class ClusterAttention(Keyed):
-    """Routing Transformer (arXiv:2003.05997), in a causal reading of ours: a token's cluster is that of the centroid whose product with its
-    query, of unit length and before positions, is largest; it attends to the latest tokens before it of the same cluster, and to itself
-    where there is none.
+    """Routing Transformer (arXiv:2003.05997), in a causal reading. A token belongs to the cluster whose centroid has the largest product
+    with its query (unit length, before RoPE). It attends to the latest earlier tokens of the same cluster, or to itself if there
+    are none.
     """
 
     specs = (ROUTE,)
@@ -67,11 +67,11 @@ class ClusterAttention(Keyed):
         return ClusterLayer(key.shape[2], key.shape[3], self.cache, 1, (key.shape[2],))
 
     def clusters(self, unit: Tensor) -> Tensor:
-        """Of tokens [B, T, H, D], int32 [B, T, H]."""
+        """Clusters int32 [B, H, T] of unit queries."""
         wide = torch.promote_types(unit.dtype, torch.float32)
         near = torch.einsum("bthd,hcd->bthc", unit.detach().to(wide), self.means.detach().to(wide))
         best = near.topk(2, dim=-1).values.mean(-1, keepdim=True)
-        # One of each head's is positive: these are the best ones.
+        # Exactly one per head is positive: the best one.
         heads, count = near.shape[2:]
         router = torch.eye(heads * count, dtype=wide, device=unit.device)
         asked = RouteInputs((near - best).flatten(2), router, k=heads, score="sigmoid")
@@ -84,7 +84,7 @@ class ClusterAttention(Keyed):
         query, value = (p(hidden_states).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.v_proj))
         cluster = self.clusters(
             unit_length(query)
-        )  # before positions, so that a token's cluster does not follow from its place
+        )  # before RoPE, so that a token's cluster does not depend on its position
         cos, sin = (x[:, :, None] for x in kwargs["position_embeddings"])
         query = rotate(query, cos, sin)
         unit = unit_length(query)

@@ -1,3 +1,3 @@
-"""PolaFormer, InLine and MirrorLA, read causally."""
+"""PolaFormer, InLine and MirrorLA, in causal readings."""
 
 MODEL_TYPES = ("polaformer", "inline", "mirrorla")

@@ -1,7 +1,8 @@
-"""Vision models' linear attention in a language model: our causal reading, in Llama's layers. No folder is published; the format is ours.
+"""Linear attention of vision models in a language model: causal readings in Llama's layers. No folder is published; the format is this
+project's.
 
-Of PolaFormer the positions of patches are left out, of MirrorLA the modulation, which follows from the whole sequence. So do the weights of
-InLine's residual; here they follow from the tokens so far, and weigh the latest ones, which is ours.
+Left out are PolaFormer's patch positions, and MirrorLA's modulation, which depends on the whole sequence. So do the weights of InLine's
+residual; here they depend on the tokens so far and weigh the latest ones, which differs from the paper.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from still_export.models.read.weights import Deferred, Weight, exact_value_of
 
 @strict
 class VisionConfig(StackConfig):
-    """What the layers have, under transformers' names where it has the like.
+    """The layers' settings, under transformers' names where there are any.
 
     Args:
-        kernel_size: Taps of PolaFormer's convolution; tokens of InLine's residual, 0: it has none.
-        alpha: PolaFormer's powers are between 1 and 1 + alpha.
-        feature_map: Of InLine's queries and keys, "identity" or "relu".
-        mirrors: MirrorLA's reflections of queries and keys, `attn.mirrors` [mirrors, channels], which fold into the projections.
-        head_mirrors: Its reflections across heads behind those, `attn.head_mirrors` [head_mirrors, heads]: the heads' same channels are
-            mirrored together, each channel alike.
+        kernel_size: Taps of PolaFormer's convolution; tokens of InLine's residual, 0: none.
+        alpha: PolaFormer's powers lie between 1 and 1 + alpha.
+        feature_map: Feature map of InLine's queries and keys, "identity" or "relu".
+        mirrors: Number of MirrorLA's reflections of queries and keys, `attn.mirrors` [mirrors, channels]; folded into the projections.
+        head_mirrors: Number of its later reflections across heads, `attn.head_mirrors` [head_mirrors, heads]; they reflect equal channels
+            of all heads alike.
     """
 
     vocab_size: int = 32000
@@ -58,7 +59,7 @@ class VisionConfig(StackConfig):
 
 
 class InLineMixer(nn.Module):
-    """The weights of a layer's mixer under their names; a mixer of ours takes its place."""
+    """The weights of a layer under their stored names, until one of our mixers replaces the module."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class ResidualMixer(InLineMixer):
 
 
 class PolarMixer(InLineMixer):
-    """The same of PolaFormer."""
+    """The same for PolaFormer."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -91,15 +92,15 @@ class PolarMixer(InLineMixer):
 
 
 class MirrorMixer(InLineMixer):
-    """The same of MirrorLA, behind `folded`."""
+    """The same for MirrorLA, after `folded`."""
 
 
 _MIXERS = {"polaformer": PolarMixer, "inline": InLineMixer, "mirrorla": MirrorMixer}
 
 
 def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
-    """With MirrorLA's reflections in the projections of queries and keys, of channels before those of heads; those of blocks of channels
-    are 0 outside them."""
+    """Fold MirrorLA's reflections into the projections of queries and keys, reflections of channels before those of heads. Reflections of
+    blocks of channels are 0 outside the block."""
     for kind in ("mirrors", "head_mirrors"):
         for name in [n for n in tensors if n.endswith(f".attn.{kind}")]:
             mirrors = tensors.pop(name)
@@ -116,7 +117,7 @@ def folded(tensors: dict[str, Weight]) -> dict[str, Weight]:
 
 
 def _reflected(weight: Weight, mirrors: Weight, dtype: torch.dtype) -> Tensor:
-    """`weight` [C] or [C, inputs], its channels, or heads of channels, reflected by each of `mirrors` [R, C or heads] in their order."""
+    """`weight` [C] or [C, inputs] with its channels (or heads of channels) reflected by each of `mirrors` [R, C or heads] in order."""
     held, vectors = exact_value_of(weight), exact_value_of(mirrors).double()
     rows = held.double().reshape(vectors.shape[1], -1)  # a channel's inputs, or a head's channels and their inputs
     for mirror in vectors:
@@ -131,7 +132,7 @@ def _layer(config: Any, index: int) -> LlamaBlock:
 
 
 class VisionConfigMixin(LinearConfigMixin):
-    """What does not fit."""
+    """Checks of the settings."""
 
     def check(self, still: LayersConfig) -> None:
         super().check(still)
@@ -163,7 +164,7 @@ class VisionConfigMixin(LinearConfigMixin):
 
     @property
     def key_size(self) -> int:
-        """Of what the rule has as keys: PolaFormer's have two signs, InLine's a 1."""
+        """Key size of the rule: PolaFormer's keys have two signs, InLine's an additional 1."""
         config: Any = self
         size: int = config.hidden_size // config.num_attention_heads
         return {"polaformer": 2 * size, "inline": size + 1}.get(config.model_type.removeprefix("still_"), size)

@@ -1,5 +1,5 @@
-"""PolaFormer's, InLine and MirrorLA attention in the place of a family's module. The gated rule keeps means: token n leaves (n - 1) / n of
-the state, and what is written has the weight 1 / n."""
+"""PolaFormer's, InLine and MirrorLA attention, replacing a family's module. The gated rule computes means: token n keeps (n - 1) / n of the
+state and writes with weight 1 / n."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from still_kernels.linear_attention.meaning import Inputs
 from still_kernels.linear_attention.spec import LINEAR_ATTENTION
 
 EPSILON = 1e-6
-"""Added to normalizers, as PolaFormer has it."""
+"""Added to normalizers, as in PolaFormer."""
 
 
 class InLineAttention(FixedStateModule):
-    """InLine attention (arXiv:2412.06590): weights of a token are q k less their mean, plus 1 / n."""
+    """InLine attention (arXiv:2412.06590): the weight of a token is q k minus the mean of q k, plus 1 / n."""
 
     weight_roles: ClassVar[dict[str, str]] = dict.fromkeys((f"{x}_proj.weight" for x in "qkvo"), PROJECTION)
 
@@ -34,7 +34,7 @@ class InLineAttention(FixedStateModule):
         self.heads, self.alpha, self.rectified = base.heads, base.alpha, base.rectified
 
     def parts(self, query: Tensor, key: Tensor, one: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Queries, two of most kinds, and a key for the rule, of heads [B, T, H, D]; `one` are ones [B, T, H, 1]."""
+        """Queries (usually two) and a key for the rule, from heads [B, T, H, D]; `one` is ones [B, T, H, 1]."""
         if self.rectified:
             query, key = query.relu(), key.relu()
         zero = torch.zeros_like(one)
@@ -42,26 +42,26 @@ class InLineAttention(FixedStateModule):
         return queries, torch.cat((key, one), -1)
 
     def written(self, value: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What heads keep means of, of values [B, T, H, V] and of the layer's input."""
+        """Values that the rule averages, from values [B, T, H, V] and the layer's input."""
         return (value,)
 
     def convolved(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What goes through the convolution, of values [B, T, C], its weight and its bias."""
+        """Returns (input of the convolution, from values [B, T, C]; its weight; its bias)."""
         raise NotImplementedError
 
     def mixed(self, *read: Tensor) -> Tensor:
-        """What heads give, of what the rule gives to the queries, [B, T, H, V + 1] each: means of values, and of ones."""
+        """The heads' output, from the rule's results for the queries, [B, T, H, V + 1] each: means of values, and of ones."""
         first, second = read
         return first[..., :-1] + (1 - first[..., -1:]) * second[..., :-1]
 
     def finish(self, rows: Tensor, beside: Tensor, hidden: Tensor) -> Tensor:
-        """What is projected, of `mixed` side by side [B, T, C] and of the values behind the convolution, where there is one."""
+        """The input of the output projection, from `mixed` [B, T, C] and the convolved values, if any."""
         return rows.to(hidden.dtype)
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, position_embeddings: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The call of a decoder layer; `position_embeddings` are numbers of tokens [B, T, 1], from 0 on."""
+        """The call of a decoder layer; `position_embeddings` are token numbers [B, T, 1], from 0."""
         assert position_embeddings is not None
         before, new_tokens, layer = self.begin(hidden_states, cache_params)
         after: dict[str, Tensor] = {}
@@ -93,8 +93,8 @@ class InLineAttention(FixedStateModule):
 
 
 class ResidualInLine(InLineAttention):
-    """The same and a residual: the latest tokens' values, weighted by channel. The weights are a small network's, a group of channels a
-    head, of the mean of the layer's inputs; published is the mean of the whole sequence, ours that of the tokens so far."""
+    """InLine with a residual: the latest tokens' values, weighted by channel. A small network, grouped by head, computes the weights from
+    the mean of the layer's inputs: of the whole sequence in the paper, of the tokens so far here."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **InLineAttention.weight_roles,
@@ -105,7 +105,7 @@ class ResidualInLine(InLineAttention):
         return value, hidden.unflatten(-1, (self.heads, -1))
 
     def convolved(self, value: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Each channel once for each token back: taps that are 1 once."""
+        """Repeat each channel once for each earlier token; each copy has a single tap of 1."""
         channels = value.shape[-1]
         taps = self.residual[2].weight.shape[0] // channels
         one = torch.eye(taps, dtype=value.dtype, device=value.device).flip(1).repeat(channels, 1)[:, None]
@@ -126,14 +126,14 @@ class ResidualInLine(InLineAttention):
         return (values + found).flatten(2).to(hidden.dtype)
 
     def by_head(self, layer: Any, x: Tensor) -> Tensor:
-        """A convolution of one token in groups, of heads [B, T, H, D]."""
+        """A grouped convolution of one token, for heads [B, T, H, D]."""
         weight = layer.weight[..., 0].unflatten(0, (self.heads, -1))  # [H, outputs, D]
         return (x[..., None, :] @ weight.mT)[..., 0, :] + layer.bias.unflatten(0, (self.heads, -1))
 
 
 class PolarAttention(InLineAttention):
-    """PolaFormer's (arXiv:2501.15061): positive and negative parts to a learned power; half of the values' channels by parts of one sign,
-    half by those of different ones; a convolution of the values beside, and a gate."""
+    """PolaFormer's attention (arXiv:2501.15061): positive and negative parts to a learned power. Parts of equal sign weigh half of the
+    values' channels, parts of different sign the other half. A convolution of the values is added, and the result is gated."""
 
     weight_roles: ClassVar[dict[str, str]] = {
         **InLineAttention.weight_roles,
@@ -166,8 +166,8 @@ class PolarAttention(InLineAttention):
 
 
 class MirrorAttention(InLineAttention):
-    """MirrorLA's (arXiv:2602.04346) without its modulation: positive parts of reflected queries and keys, weights that sum to 1; the
-    reflections are in the projections."""
+    """MirrorLA's attention (arXiv:2602.04346) without its modulation: positive parts of reflected queries and keys, weights that sum to 1.
+    The reflections are in the projections."""
 
     def parts(self, query: Tensor, key: Tensor, one: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         return (query.relu(),), key.relu()

@@ -1,1 +1,1 @@
-"""onnxruntime-genai: its folder of a model."""
+"""onnxruntime-genai and its model folder."""

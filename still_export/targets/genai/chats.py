@@ -1,4 +1,4 @@
-"""What onnxruntime-genai makes of a package's chat template: it has an engine of its own, which knows a part of Jinja."""
+"""Check of a package's chat template in onnxruntime-genai, whose own engine supports a part of Jinja."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"type": "function", "function": _TOOL}],
     ),
 }
-"""Messages and tools, by what they show."""
+"""Messages and tools, by the feature that they test."""
 
 
 def warn_of_chats(folder: Path, manifest: dict[str, Any]) -> None:
-    """Warn in a line where genai, if it is installed, renders chats otherwise than the model's template."""
+    """Log one warning if genai, when installed, renders chats differently from the model's template."""
     chat = read_format(manifest.get("chat"))
     if chat is None:
         return
@@ -44,7 +44,7 @@ def warn_of_chats(folder: Path, manifest: dict[str, Any]) -> None:
         return
     try:
         tokenizer = og.Tokenizer(og.Model(str(folder)))
-    except Exception as error:  # of another processor, or of memory
+    except Exception as error:  # built for another processor, or too little memory
         logging.getLogger(__name__).debug("genai does not load %s here: %s", folder, error)
         return
     wrong = []
@@ -52,7 +52,7 @@ def warn_of_chats(folder: Path, manifest: dict[str, Any]) -> None:
         try:
             right = chat.render(messages, tools=tools or None)
         except RunError:
-            continue  # the template takes no such chat
+            continue  # the template refuses this chat
         try:
             given = {"tools": json.dumps(tools)} if tools else {}
             found = tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True, **given)
@@ -62,7 +62,7 @@ def warn_of_chats(folder: Path, manifest: dict[str, Any]) -> None:
             wrong.append(name)
     if wrong:
         logging.getLogger(__name__).warning(
-            "onnxruntime-genai's own engine does not render this model's chat template right: %s. Programs that use genai should render it "
-            "by Jinja, as `still-export run --chat` does, and give genai token ids.",
+            "onnxruntime-genai's own engine renders this model's chat template wrongly: %s. Programs that use genai should render it "
+            "with Jinja, as `still-export run --chat` does, and give genai token ids.",
             ", ".join(wrong),
         )

@@ -1,15 +1,15 @@
-"""Give the graph the states that onnxruntime-genai keeps: two tensors of fixed size a layer, or a cache of keys and values.
+"""Replace the graph's states by onnxruntime-genai's: two tensors of fixed size a layer, or a cache of keys and values.
 
-  a node with several states   a node of the joined form: states of the activations' type, or words of codes, in
-                               past_key_values.L.conv_state, float32 ones in past_key_values.L.recurrent_state
-  nodes with a state each      the same two; as they are, where a layer has one state of a type, else joined by standard ops
-  a row for every position     past_key_values.L.key and .value, with the rows of the whole capacity
+  a node with several states   the joined form of the op: states in the activations' type, or words of codes, are in
+                               past_key_values.L.conv_state, float32 states in past_key_values.L.recurrent_state
+  nodes with one state each    the same two tensors: renamed if a layer has one state of a type, else joined by standard ops
+  a row for every position     past_key_values.L.key and .value, with as many rows as the capacity
 
-genai has one shape for each of both tensors in all layers, and needs both. It allocates and clears them once, and binds one buffer as past
-and present. A cache of fixed size makes it refuse beams, which it would compute wrongly: where no layer has one, a small one is added.
+genai uses one shape for each of the tensors in all layers. It allocates and clears them once, and binds one buffer as past and present.
+With a cache of fixed size it refuses beams, which it would compute wrongly; where no layer has a cache, a small unused one is added.
 
 requires: functions attached; `past_<state>.<layer>` and `present_<state>.<layer>` with their shapes; the capacity in the metadata.
-ensures: no other states are left.
+ensures: there are no other states.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from still_graphs.spec import StateSpec
 from still_graphs.states import rows_after
 
 CAPACITY = "still.capacity"
-"""Entry of the model's metadata: JSON of the manifest's field `capacity`."""
+"""Key of the model's metadata: JSON of the manifest's field `capacity`."""
 RECURRENT = ("conv_state", "recurrent_state")
-"""genai's names of both tensors: the first has rank 3 at most, the second 4."""
+"""genai's names of the two tensors; the first has rank 3 at most, the second 4."""
 CACHE = ("key", "value")
 RANKS = (3, 4)
 
 
 def past_name(layer: int | str, name: str) -> str:
-    """genai's name of an input; "%d" for a layer makes the template of the names."""
+    """genai's name of an input; layer "%d" gives the template of names."""
     return f"past_key_values.{layer}.{name}"
 
 
@@ -47,7 +47,7 @@ def present_name(layer: int | str, name: str) -> str:
 
 @dataclass
 class _State:
-    """A state of a node: where it stands, and its dimensions but the batch."""
+    """A state of a node, with its dimensions without the batch."""
 
     node: ir.Node
     spec: StateSpec
@@ -60,10 +60,10 @@ def join_states(model: ir.Model) -> int:
     """Replace the states, in place.
 
     Returns:
-        Number of tensors that genai keeps a row.
+        Number of genai's tensors per row.
 
     Raises:
-        UnsupportedError: genai cannot keep the states of this model; the message names the layer.
+        UnsupportedError: genai cannot store this model's states; the message names the layer.
     """
     layers: dict[int, list[_State]] = defaultdict(list)
     for state in _states(model):
@@ -72,7 +72,7 @@ def join_states(model: ir.Model) -> int:
 
 
 def joined_states(model: ir.Model) -> str:
-    """There are no states but genai's."""
+    """Check that all states are genai's."""
     sides = (model.graph.inputs, "past_", past_name), (model.graph.outputs, "present_", present_name)
     left = [
         str(value.name)
@@ -81,7 +81,7 @@ def joined_states(model: ir.Model) -> str:
         if str(value.name).startswith(start) and "." in str(value.name)
         if not str(value.name).startswith(of("", "")[:-1])
     ]
-    return f"states that genai does not keep, {', '.join(left[:3])}" if left else ""
+    return f"states that genai does not store, {', '.join(left[:3])}" if left else ""
 
 
 def _states(model: ir.Model) -> list[_State]:
@@ -135,7 +135,7 @@ class _Joiner:
         if [s.spec.name for s in states] != list(CACHE) or states[0].shape != states[1].shape:
             names = ", ".join(f"{s.spec.name} {s.shape}" for s in states)
             raise UnsupportedError(
-                f"layer {layer} keeps {names}; genai keeps one key and one value of one size. Export with --to onnx."
+                f"layer {layer} stores {names}; genai stores one key and one value of equal sizes. Export with --to onnx."
             )
         for name, state in zip(CACHE, states, strict=True):
             self._rename(layer, name, state)
@@ -158,8 +158,8 @@ class _Joiner:
                 self._pass_on(layer, name, [1] * (RANKS[part] - 1), dtype)
 
     def _join_node(self, layer: int, states: list[_State]) -> None:
-        """Put the joined form of the op in the place of its node."""
-        from still_graphs.functions.joined import (  # with onnx, which programs that run packages lack
+        """Replace a node by the joined form of its op."""
+        from still_graphs.functions.joined import (  # imports onnx, which programs that run packages lack
             PREFIX,
             STATES,
             written,
@@ -193,7 +193,7 @@ class _Joiner:
         self.graph.remove(node, safe=True)
 
     def _function(self, node: ir.Node, spec: OpSpec, shapes: dict[str, list[int]]) -> str:
-        """Overload of the joined form's function, made once for nodes that are alike."""
+        """Overload of the joined form's function; nodes with equal shapes share it."""
         from still_graphs.functions.joined import joined_body, written
 
         key = node.op_type, node.overload, written(shapes)
@@ -206,7 +206,7 @@ class _Joiner:
         return self.functions[key]
 
     def _join_values(self, layer: int, part: int, states: list[_State]) -> None:
-        """Several small states side by side in one tensor, by standard ops."""
+        """Join several small states into one tensor by standard ops."""
         counts, name = [math.prod(s.shape) for s in states], RECURRENT[part]
         ones = [1] * (RANKS[part] - 2)
         axis = len(ones) + 1
@@ -226,11 +226,11 @@ class _Joiner:
         self._give(whole, r.node("Concat", pieces, present_name(layer, name), axis=axis))
 
     def _tensor(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> ir.Value:
-        """One of genai's tensors, an input; those of a name are alike in all layers."""
+        """A new input for one of genai's tensors; tensors of one name have equal shapes in all layers."""
         known = self.shapes.setdefault(name, (layer, tuple(shape), dtype))
         if known[1:] != (tuple(shape), dtype):
             raise UnsupportedError(
-                f"layers {known[0]} and {layer} have states of different sizes, {list(known[1])} and {shape} in {name}; genai has one "
+                f"layers {known[0]} and {layer} have states of different sizes, {list(known[1])} and {shape} in {name}; genai uses one "
                 "size for all layers."
             )
         if 0 in shape:
@@ -241,7 +241,7 @@ class _Joiner:
         return self.inputs[-1]
 
     def _give(self, past: ir.Value, present: ir.Value) -> None:
-        """Let `present` be the output that becomes `past`."""
+        """Make `present` the output for `past`."""
         assert past.dtype is not None
         present.name = "present" + str(past.name).removeprefix("past_key_values")
         self.outputs.append(typed(present, sizes(past), past.dtype))
@@ -252,13 +252,13 @@ class _Joiner:
         self._give(past, state.present)
 
     def _pass_on(self, layer: int, name: str, shape: list[int], dtype: ir.DataType) -> None:
-        """A tensor that genai wants and nothing uses."""
+        """Add a tensor that genai needs and no node uses."""
         self.writer.place = None
         past = self._tensor(layer, name, shape, dtype)
         self._give(past, self.writer.node("Identity", [past], present_name(layer, name)))
 
     def _take_batch_elsewhere(self, past: ir.Value) -> None:
-        """Take the number of rows, which the exporter takes from any input, from the tokens."""
+        """Compute the number of rows, which the exporter may take from any input, from the tokens instead."""
         tokens = next(value for value in self.graph.inputs if value.name == "input_ids")
         for node, index in list(past.uses()):
             if is_standard(node, "Shape") and (attribute(node, "start"), attribute(node, "end")) == (0, 1):
@@ -271,12 +271,12 @@ def _type(state: _State) -> ir.DataType:
 
 
 def _part(state: _State) -> int:
-    """Which of genai's two tensors has it."""
+    """Index of genai's tensor for the state."""
     from still_graphs.functions.joined import part_of
 
     return part_of(OPS[state.node.op_type], state.spec.name)
 
 
 def _is_cache(state: _State) -> bool:
-    """Whether it holds rows of every position, as genai's own caches do."""
+    """Whether the state has a row for every position, like genai's own caches."""
     return state.spec.growth is not None and state.spec.growth.per == 1

@@ -1,4 +1,4 @@
-"""What onnxruntime-genai reads of a package: one more graph over the same weights, and a configuration."""
+"""A package for onnxruntime-genai: one more graph over the same weights, and a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from still_kernels.attention.spec import ATTENTION
 GRAPH = "genai.onnx"
 CONFIG = "genai_config.json"
 NO_LIMIT = 1 << 20
-"""`context_length` of models whose states have one size for any number of tokens."""
+"""`context_length` of models with a state of constant size."""
 
 
 PASSES = (
@@ -34,33 +34,31 @@ PASSES = (
         ensures=lengths_from_mask,
     ),
 )
-"""From the graph for ONNX Runtime."""
+"""Applied to the graph for ONNX Runtime."""
 
 
 def demand_genai(asked: ExportOptions, options: Any) -> None:
-    """Raise ConfigError for what a package for genai cannot have."""
+    """Raise ConfigError for options that a package for genai does not support."""
     if asked.adapters:
-        raise ConfigError(
-            "--adapters: genai has no inputs for adapters that are exchanged; add one with --overlay, or export --to onnx."
-        )
+        raise ConfigError("--adapters: genai has no inputs for adapters; add one with --overlay, or export --to onnx.")
     if asked.all_logits:
-        raise ConfigError("--all-logits: genai reads the last token's logits alone; for all of them export --to onnx.")
+        raise ConfigError("--all-logits: genai reads the last token's logits only; for all of them export --to onnx.")
     if asked.dtype == "bfloat16":
         raise ConfigError("--dtype bfloat16: packages for genai run on the CPU, which has float32 and float16.")
 
 
 def check_genai(manifest: dict[str, Any], options: Any) -> None:
-    """Raise for what ONNX Runtime's kernels do not compute, and for caches that genai does not keep."""
+    """Raise for types that ONNX Runtime's kernels do not compute, and for caches that genai does not support."""
     check_ort(manifest, options)
     if manifest["still"].get("cache") == "int8" and ATTENTION.name in manifest["ops"]:
         raise UnsupportedError(
-            "--cache int8: genai keeps no scales beside the keys and values of softmax layers, which this model has; "
+            "--cache int8: genai stores no scales beside the keys and values of softmax layers, which this model has; "
             "for genai export it with --cache float16."
         )
 
 
 def finish(lowering: Lowering, graph: Any) -> None:
-    """Write what a package for ONNX Runtime has, genai's graph over its weights and genai's configuration."""
+    """Write the content of a package for ONNX Runtime, genai's graph over its weights, and genai's configuration."""
     finish_ort(lowering, graph)
     lowering.say("joining the states for genai")
     run_passes(graph, PASSES, lowering.dump)
@@ -72,23 +70,23 @@ def finish(lowering: Lowering, graph: Any) -> None:
 
 
 def derived_files(folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
-    """genai_config.json of a package whose other files are written."""
+    """genai_config.json of a package whose other files exist."""
     inputs = ir.load(folder / GRAPH).graph.inputs
     shapes = {str(v.name): [d for d in v.shape or () if isinstance(d, int)] for v in inputs}
     return {CONFIG: json.dumps(genai_config(folder, manifest, shapes), indent=1) + "\n"}
 
 
 def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """What genai_config.json says of a package.
+    """The content of genai_config.json.
 
     Args:
-        folder: The package; its tokenizer and generation configuration are read.
-        shapes: Dimensions of the inputs of its graph for genai, but the batch.
+        folder: Package with tokenizer and generation configuration.
+        shapes: Dimensions of the inputs of its graph for genai, without the batch.
     """
     model, capacity = manifest["model"], manifest["capacity"]
     tokens = int(capacity["capacity_tokens"])
     heads, rows, size = next(shape for name, shape in shapes.items() if name.endswith(f".{CACHE[0]}"))
-    limited = capacity["bounded"] or rows > 1  # softmax layers keep a row for every token
+    limited = capacity["bounded"] or rows > 1  # softmax layers store a row for every token
     given = _json(folder / "generation_config.json")
     eos = manifest["eos_token_ids"]
     session: dict[str, Any] = {"log_id": "still-export", "provider_options": []}
@@ -125,7 +123,7 @@ def genai_config(folder: Path, manifest: dict[str, Any], shapes: dict[str, list[
 
 
 def _padding(folder: Path, generation: dict[str, Any], eos: list[int]) -> int:
-    """The token that genai takes for padding at the end of the prompts of a batch."""
+    """The padding token that genai puts after the prompts of a batch."""
     if (given := generation.get("pad_token_id")) is not None and given >= 0:
         return int(given)
     token = _json(folder / "tokenizer_config.json").get("pad_token")
@@ -141,5 +139,5 @@ def _padding(folder: Path, generation: dict[str, Any], eos: list[int]) -> int:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file's object; empty where there is no such file."""
+    """The JSON object in a file; {} if the file does not exist."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -1,10 +1,10 @@
-"""Compute the lengths from an attention mask, which is what onnxruntime-genai gives.
+"""Compute the lengths from an attention mask, the input that onnxruntime-genai provides.
 
-A row's mask has as many ones as the row has tokens after the call. genai pads on the right and in the first call alone, so of the tokens
-of a call those are new that the mask counts, all of them where it counts more: the others came before.
+A row's mask has a one for each of the row's tokens after the call. genai pads on the right, in the first call only. The new tokens of
+a call are therefore the number of ones, at most all tokens of the call.
 
 requires: inputs `input_ids` [batch, tokens], `new_tokens` and `past_length` [batch].
-ensures: an input `attention_mask` [batch, total_tokens] in their place; no output `present_length`.
+ensures: an input `attention_mask` [batch, total_tokens] instead; no output `present_length`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def take_lengths_from_mask(model: ir.Model) -> int:
 
 
 def lengths_from_mask(model: ir.Model) -> str:
-    """Lengths are not the host's to give."""
+    """Check that the graph has no length inputs."""
     left = [str(v.name) for v in (*model.graph.inputs, *model.graph.outputs) if v.name in (*COUNTS, LENGTH)]
-    return f"inputs or outputs that genai has not, {', '.join(left)}" if left else ""
+    return f"inputs or outputs that genai does not have, {', '.join(left)}" if left else ""

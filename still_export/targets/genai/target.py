@@ -1,4 +1,4 @@
-"""onnxruntime-genai: a package for ONNX Runtime's CPU provider with one more graph over the same weights, as genai feeds it."""
+"""onnxruntime-genai: a package for ONNX Runtime's CPU provider with one more graph, for genai, over the same weights."""
 
 from __future__ import annotations
 

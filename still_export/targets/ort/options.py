@@ -1,4 +1,4 @@
-"""What a package for ONNX Runtime is asked for beyond the model; apart from the export, so that lowering needs no torch."""
+"""Options of a package for ONNX Runtime. In their own file, so that lowering does not import torch."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from still_graphs.ops import FUSED_OPSET, OPSET
 
 @dataclass(frozen=True)
 class OrtOptions:
-    """What a package for ONNX Runtime is asked for beyond the model.
+    """Options of a package for ONNX Runtime.
 
     Args:
-        native: Put the kernels for CPUs into the package: True builds them where they are not there yet, None takes those that are there.
-        opset: Of ai.onnx in the graph: 23, or 27, which has linear attention and its convolution as ops of its own; no other domain's
-            ops are in the graph then but still's, which have bodies.
+        native: Include kernels for CPUs. True: build them if missing; None: include them if they exist.
+        opset: ai.onnx opset of the graph: 23, or 27, which has ops for linear attention and its convolution. With 27 the graph has no other
+            ops but still's, which have bodies.
     """
 
     native: bool | None = option(
         None,
-        "With kernels for CPUs, built (cmake, g++) where there are none yet, or without.",
+        "Include kernels for CPUs, built (cmake, g++) if missing, or leave them out.",
         flag="--native/--no-native",
-        shown="with, where they are there",
+        shown="include, if they exist",
     )
-    cpu: str | None = option(None, "CPUs of the kernels: x86_64 or aarch64.", shown="this machine's", choices=CPUS)
+    cpu: str | None = option(
+        None, "Processors of the kernels: x86_64 or aarch64.", shown="this machine's", choices=CPUS
+    )
     archs: tuple[str, ...] = option((), "GPUs to compile kernels for.", flag="--arch", commas=True, shown="none")
     opset: int = option(
         OPSET,
-        f"Of ai.onnx, {OPSET}, or {FUSED_OPSET} for hosts with its linear attention.",
+        f"ai.onnx opset: {OPSET}, or {FUSED_OPSET} for hosts with its linear attention.",
         choices=(OPSET, FUSED_OPSET),
     )
     prefill_tokens: int | None = option(
@@ -49,17 +51,17 @@ class OrtOptions:
         check_options(self)
         if self.native is False and (self.archs or self.cpu):
             raise ConfigError(
-                "--no-native leaves the kernels out that --arch and --cpu are for; give one or the other."
+                "--no-native leaves out the kernels that --arch and --cpu are for; give one or the other."
             )
         if self.archs and self.cpu:
-            raise ConfigError("--arch compiles kernels for this kind of machine alone: leave out --cpu.")
+            raise ConfigError("--arch compiles kernels for this kind of machine only: leave out --cpu.")
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:
-        """The options that a manifest records, the defaults of an empty one, with `changes`.
+        """The options recorded in a manifest (an empty one: the defaults), with `changes`.
 
         Raises:
-            ConfigError: It records what this version does not know.
+            ConfigError: It has options that this version does not know.
         """
         recorded = manifest.get("config", {})
         check_types(cls, recorded, f"{MANIFEST}: config", ConfigError)
@@ -74,14 +76,14 @@ class OrtOptions:
 
 @dataclass(frozen=True)
 class GenaiOptions(OrtOptions):
-    """Of those what onnxruntime-genai takes, which runs on the CPU and reads one opset."""
+    """Those options that onnxruntime-genai supports; it runs on the CPU and reads one opset."""
 
     archs: tuple[str, ...] = field(default=(), init=False)
     opset: int = field(default=OPSET, init=False)
 
 
 def demand(asked: ExportOptions, options: OrtOptions) -> None:
-    """Raise ConfigError for an export that contradicts `options`, UnsupportedError for GPUs that do not multiply its weights."""
+    """Raise ConfigError if an export contradicts `options`, UnsupportedError for GPUs that cannot multiply its weights."""
     demand_float8(asked.quantize, options.archs)
     if options.opset != OPSET and asked.quantize:
         raise ConfigError(f"--opset {options.opset} is not for --quantize, whose products are ONNX Runtime's own op.")

@@ -1,4 +1,4 @@
-"""Scales of several rows, behind the norms that ONNX Runtime has a kernel for."""
+"""Scales with several rows, moved out of the norms that ONNX Runtime has a kernel for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from still_graphs.later_ir import ir
 
 
 def part_scales(model: ir.Model) -> int:
-    """Let scales of several rows multiply behind their norms: ONNX Runtime's CUDA kernel takes the first row for all of them."""
+    """Multiply scales with several rows after their norms: ONNX Runtime's CUDA kernel uses the first row for all."""
     norms = list(_norms(model))
     for node, scale in norms:
         assert scale.shape is not None and scale.dtype is not None
@@ -27,13 +27,13 @@ def part_scales(model: ir.Model) -> int:
 
 
 def scales_of_one_row(model: ir.Model) -> str:
-    """Norms have scales of one row."""
+    """Check that norms have scales of one row."""
     left = [str(node.name) for node, _ in _norms(model)]
     return f"norms with scales of several rows, {', '.join(left[:3])}" if left else ""
 
 
 def _norms(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Norms whose scale has several rows, and the scale."""
+    """Norms with a scale of several rows, and the scale."""
     for node in model.graph:
         scale = node.inputs[1] if is_standard(node, "RMSNormalization") else None
         if scale is not None and scale.shape is not None and len(scale.shape) > 1:

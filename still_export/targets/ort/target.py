@@ -1,4 +1,4 @@
-"""ONNX Runtime: its own ops where they are faster; on CPUs over the portable package's weights, on GPUs with products merged."""
+"""ONNX Runtime, with its own ops where they are faster. CPU packages share the portable package's weights; GPU packages merge products."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from still_graphs.passes.strip_functions import strip_functions
 from still_graphs.pipelines import CPU, CUDA, Pass, passes_of_ops
 
 PREFILL_TOKENS, GPU_PREFILL_TOKENS, GPU_PREFILL_NUMBERS = 512, (2048, 8192), 1 << 23
-"""Tokens of one prefill call: longer ones take more memory and are not faster on CPUs; shorter ones keep a GPU waiting for its host. There
-a call has so many numbers of a hidden state, within those tokens: 8,192 tokens of a hidden size up to 1,024, 2,048 from 4,096 on
+"""Tokens of one prefill call. On CPUs longer calls need more memory and are not faster. On GPUs shorter calls wait for the host; a call has
+GPU_PREFILL_NUMBERS hidden-state numbers, within these limits: 8,192 tokens up to hidden size 1,024, 2,048 from 4,096 on
 (docs/notebook/onnxruntime.md)."""
 
 LOW_BIT_PREFILL_TOKENS = 128
-"""The same with kernels of ours for low-bit weights, which are as fast for so many: 95 MB less of 400 for SmolLM2-135M, 2.17 s of processor
-time for 1,024 tokens beside 2.15."""
+"""Tokens of one prefill call with our low-bit kernels, which are as fast at this length. SmolLM2-135M needs 95 MB less of 400, and 2.17 s
+of processor time for 1,024 tokens instead of 2.15."""
 
 NATIVE_DTYPES = ("float32", "float16")
-"""What the native kernel computes; the rest of a model in bfloat16 would not run on ONNX Runtime's CPU provider either."""
+"""Types of the native kernels. ONNX Runtime's CPU provider does not run the rest of a bfloat16 model either."""
 
 THREE = 3
-"""Parts of a product that ONNX Runtime's CUDA provider splits well."""
+"""Number of parts of a product that ONNX Runtime's CUDA provider splits well."""
 
 OWN_OPS, NEW_OPS, KERNELS = "ops of ONNX Runtime", f"opset {FUSED_OPSET}", "kernels for CPUs"
-"""Traits: the graph may have ONNX Runtime's own ops; or it has those of the newer opset, for any host; the package has kernels for CPUs."""
+"""Traits: the graph may have ONNX Runtime's own ops; the graph has ops of the newer opset, for any host; the package has CPU kernels."""
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -55,7 +55,7 @@ def traits(options: OrtOptions) -> tuple[str, ...]:
 
 
 def has_kernels(options: OrtOptions) -> bool:
-    """Whether the package gets the library of kernels for CPUs, and may have nodes for it."""
+    """Whether the package contains the library of CPU kernels, and its graph may have nodes for it."""
     return (
         options.native is not False
         and not options.archs
@@ -65,23 +65,23 @@ def has_kernels(options: OrtOptions) -> bool:
 
 
 def merge_three(model: ir.Model) -> int:
-    """Merge the products of query, key and value, and those of a gated feed-forward layer."""
+    """Merge the products of query, key and value, and those of gated feed-forward layers."""
     return merge_linear_layers(model, THREE)
 
 
 def take_new_opset(model: ir.Model) -> int:
-    """Say that the graph is of the newer opset."""
+    """Set the graph's opset to the newer one."""
     model.opset_imports[""] = FUSED_OPSET
     return 1
 
 
 def attach_own_functions(model: ir.Model) -> int:
-    """Give still:: nodes bodies that may have ONNX Runtime's own ops."""
+    """Attach bodies to still:: nodes that may use ONNX Runtime's own ops."""
     return attach_functions(model, onnxruntime=True)
 
 
 SCALES = Pass(
-    part_scales, "its CUDA kernel of norms takes the first row of a scale for all of them", ensures=scales_of_one_row
+    part_scales, "its CUDA kernel of norms uses the first row of a scale for all of them", ensures=scales_of_one_row
 )
 FUSE = Pass(
     fuse_nodes, "a step of a small model costs its nodes", only=(OWN_OPS,), requires=imported, ensures=nodes_fused
@@ -91,7 +91,7 @@ STRIP = Pass(
 )
 GUESS = Pass(
     keep_replay,
-    "tokens that hold are folded into the states",
+    "accepted tokens are folded into the states",
     only=(SPECULATION,),
     requires=no_functions,
     ensures=gives_replay,
@@ -112,7 +112,7 @@ BODIES = (
 
 
 def check(manifest: dict[str, Any], options: OrtOptions) -> None:
-    """Raise for what native kernels do not compute."""
+    """Raise for types that native kernels do not compute."""
     dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
     if options.native and not options.archs and dtype not in NATIVE_DTYPES:
         raise UnsupportedError(
@@ -124,7 +124,7 @@ def check(manifest: dict[str, Any], options: OrtOptions) -> None:
 
 
 def ready(options: OrtOptions, say: Progress) -> None:
-    """Build the kernels that are asked for and not there yet; raise where they cannot be."""
+    """Build kernels that were requested and do not exist; raise if they cannot be built."""
     if options.archs:
         demand_build(options.onnxruntime_include)
     elif options.native or options.cpu:
@@ -150,7 +150,7 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
             lowering.folder, library, options.cpu, options.onnxruntime_include, options.archs
         )
         trust(lowering.folder / manifest["native"]["library"])
-    if has_head(graph):  # over the weights as they were written
+    if has_head(graph):  # over the weights as written
         for name in (HEAD, MODEL):
             ir.save(part_head(ir.load(lowering.folder / MODEL), name == HEAD), lowering.folder / name)
     if manifest.get("speculate") and len((fold := fold_graph(ir.load(lowering.folder / MODEL))).graph):
@@ -159,7 +159,7 @@ def finish(lowering: Lowering, graph: ir.Model) -> None:
 
 
 def _library(options: OrtOptions, manifest: dict[str, Any]) -> Path | None:
-    """The library of kernels for CPUs for the package: built, and for its types; None: none."""
+    """The library of CPU kernels for the package, or None."""
     dtype, cache = manifest["model"]["dtype"], manifest["still"].get("cache")
     if options.native is False or dtype not in NATIVE_DTYPES or (cache == "int8" and dtype != "float32"):
         return None
@@ -249,4 +249,4 @@ ORT_CUDA = Target(
     takes=lambda options: bool(options.archs),
     runtime="ort",
 )
-"""Where a package has kernels for the CUDA provider; the CPU provider runs the bodies of what is fused."""
+"""Packages with kernels for the CUDA provider; the CPU provider runs bodies of fused ops."""

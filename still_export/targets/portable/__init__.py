@@ -1,1 +1,1 @@
-"""The portable package: standard ops and still::* nodes with function bodies."""
+"""The portable package: standard ops, and still::* nodes with function bodies."""

@@ -1,8 +1,8 @@
-"""A portable package in float32 as one in 16 bits: weights rounded one by one, activations retyped, without the model.
+"""Narrow a portable package from float32 to 16 bits: weights are rounded one by one, activations retyped. The model is not needed.
 
-The graph becomes what an export in that type traces, up to the names of values: positions and their sines stay in float32 until they
-meet an activation, ops keep the inputs and states in float32 that they have there in any type, logits come out in float32. What the
-trace would widen in other places cannot be told from the graph in float32; nodes that may be such places are refused by name.
+The graph equals the trace of an export in that type, except for value names. Positions and their sines stay in float32 until they meet
+an activation, ops keep their float32 inputs and states, and logits are float32. A float32 graph does not show other places that the trace
+would widen; nodes that may be such places are refused by name.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SAME_IN_ANY_TYPE = frozenset(
     "Add Concat Div Erf Expand Flatten Gather GatherElements GatherND Gelu Gemm Identity MatMul Mul Neg Pad Relu Reshape RMSNormalization "
     "Sigmoid Slice Split Squeeze Sub Swish Tanh Transpose Unsqueeze Where".split()
 )
-"""Ops that a model computes in its own type: products, movements, and functions that no family takes in float32 beside half precision."""
+"""Ops computed in the model's own type: products, data movement, and functions that no family computes in float32 in half precision."""
 
 
 def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
-    """Raise ConfigError for a package that cannot be narrowed to `dtype`; before anything is read."""
+    """Raise ConfigError, before anything is read, for a package that cannot be narrowed to `dtype`."""
     held, config = manifest["model"]["dtype"], manifest["config"]
     if dtype not in TYPES:
         raise ConfigError(
             f"--dtype {dtype}: a package is lowered to {' or '.join(TYPES)}; export the model for others."
         )
     if held != "float32":
-        raise ConfigError(f"--dtype {dtype}: the package is in {held} already, and float32 alone is narrowed.")
+        raise ConfigError(f"--dtype {dtype}: the package is in {held} already; only float32 can be narrowed.")
     if manifest.get("quantization"):
         raise ConfigError(
             f"--dtype {dtype}: bits of weights are chosen at export; export the model with --dtype {dtype}."
@@ -59,20 +59,20 @@ def demand_narrow(manifest: dict[str, Any], dtype: str) -> None:
         )
     if config.get("still", {}).get("cache"):
         raise ConfigError(
-            f"--dtype {dtype}: the package keeps keys and values in {config['still']['cache']}; export the model with --dtype {dtype}."
+            f"--dtype {dtype}: the package stores keys and values in {config['still']['cache']}; export the model with --dtype {dtype}."
         )
 
 
 def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> Package:
-    """Write what `source`, a portable package in float32, is in 16 bits into the existing, empty `folder`.
+    """Write the portable float32 package `source` in 16 bits into the existing, empty `folder`.
 
     Args:
         source: Its weights are read one at a time.
-        folder: Gets a portable package without a graph for a runtime.
+        folder: Gets a portable package without runtime graph.
 
     Raises:
-        ConfigError: The package cannot be narrowed, or float16 has no number so large as one of its weights.
-        UnsupportedError: Whether the model computes a node in float32 cannot be told.
+        ConfigError: The package cannot be narrowed, or a weight is too large for float16.
+        UnsupportedError: The package does not show whether the model computes a node in float32.
     """
     manifest = source.manifest
     demand_narrow(manifest, dtype)
@@ -98,7 +98,7 @@ def narrow_package(source: Package, folder: Path, dtype: str, say: Progress) -> 
 
 
 class _Narrowing:
-    """The values of a graph on their way to 16 bits."""
+    """A graph being narrowed to 16 bits."""
 
     def __init__(self, graph: ir.Graph, dtype: str) -> None:
         self.graph, self.dtype, self.type = graph, dtype, TYPES[dtype]
@@ -131,7 +131,7 @@ class _Narrowing:
                 value.metadata_props[VIEW] = first
             value.const_value = self._rounded(value.const_value)
         for value, copy in self.copies.items():
-            if value.const_value is not None and not value.uses():  # small weights, which lie in the graph
+            if value.const_value is not None and not value.uses():  # small weights inside the graph
                 del self.graph.initializers[str(value.name)], self.graph.initializers[str(copy.name)]
                 copy.name = value.name
                 self.graph.initializers[str(copy.name)] = copy
@@ -139,15 +139,15 @@ class _Narrowing:
             value.type = ir.TensorType(self.type)
 
     def _kinds(self, node: ir.Node) -> list[bool]:
-        """Whether each input is to be narrow, where it is a number at all."""
+        """Whether each input must be narrow, for numeric inputs."""
         if node.domain == DOMAIN:
             return [t.dtype == "T" for t in OPS[node.op_type].all_inputs()][: len(node.inputs)]
         given = [v for v in node.inputs if v is not None]
         narrow = any(v in self.narrow or (v.is_graph_input() and v.dtype == ir.DataType.FLOAT) for v in given)
         if narrow and (node.domain != "" or node.op_type not in SAME_IN_ANY_TYPE):
             raise UnsupportedError(
-                f"--dtype {self.dtype}: whether the model computes {node.name or node.op_type} ({node.op_type}) in float32 beside "
-                f"activations in {self.dtype} cannot be told from the package. Export the model with --dtype {self.dtype}."
+                f"--dtype {self.dtype}: the package does not show whether the model computes {node.name or node.op_type} ({node.op_type}) "
+                f"in float32 beside activations in {self.dtype}. Export the model with --dtype {self.dtype}."
             )
         return [narrow] * len(node.inputs)
 
@@ -157,13 +157,13 @@ class _Narrowing:
         return [any(kinds)] * len(node.outputs)
 
     def _as(self, node: ir.Node, value: ir.Value, wanted: bool) -> ir.Value:
-        """`value` as an input of `node` takes it."""
+        """`value` in the type that `node` expects."""
         if wanted == (value in self.narrow):
             return value
         if not wanted:
             raise UnsupportedError(
-                f"--dtype {self.dtype}: {node.op_type} {node.name} takes {value.name} in float32, and how the model would make that "
-                f"cannot be told from the package. Export the model with --dtype {self.dtype}."
+                f"--dtype {self.dtype}: {node.op_type} {node.name} reads {value.name} in float32, and the package does not show how "
+                f"the model would compute it. Export the model with --dtype {self.dtype}."
             )
         if value.is_graph_input() and node.domain == DOMAIN:  # a state
             self.narrow.add(value)
@@ -172,7 +172,7 @@ class _Narrowing:
         if before is not None and before.domain == "" and before.op_type in MOVES and before.inputs[0] is not None:
             before.replace_input_with(
                 0, self._as(before, before.inputs[0], True)
-            )  # as the trace: what is moved is narrow
+            )  # as in the trace: moved values are narrow
             self.narrow.add(value)
             return value
         if value not in self.copies:
@@ -186,7 +186,7 @@ class _Narrowing:
         return self.copies[value]
 
     def _widen_logits(self) -> None:
-        """Let logits come out in float32."""
+        """Convert the logits to float32."""
         for index, value in enumerate(self.graph.outputs):
             node = value.producer()
             if value not in self.narrow or node is None or value.name != LOGITS:
@@ -203,7 +203,7 @@ class _Narrowing:
             array: np.ndarray = wide.astype(self.type.numpy())
         if not np.isfinite(array).all() and np.isfinite(wide).all():
             raise ConfigError(
-                f"--dtype {self.dtype}: {name} has {np.abs(wide).max():.3g}, more than {self.dtype} holds; bfloat16 does."
+                f"--dtype {self.dtype}: {name} has {np.abs(wide).max():.3g}, too large for {self.dtype}; bfloat16 has room."
             )
         return array
 

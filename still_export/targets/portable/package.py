@@ -1,4 +1,4 @@
-"""The portable package, from which every target is lowered: standard ops and still::* nodes with bodies, weights, text files, manifest."""
+"""The portable package, the source of all targets: standard ops and still::* nodes with bodies, weights, text files, manifest."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ def write_portable(
     progress: Progress = silent,
     dump: Dump | None = None,
 ) -> Package:
-    """Read and trace a model once, and write what every target is made of into the existing, empty `folder`.
+    """Read and trace a model, and write the portable package into the existing, empty `folder`.
 
     Args:
-        folder: Of the package, which has no graph for a runtime yet.
-        layout: Form of low-bit weights, by the activations' type.
-        check: Raises for what the target cannot have of a model, given its manifest; asked before the model is traced.
-        command: The command line, for the manifest.
-        dump: Gets the graph after each pass.
+        folder: Folder of the package, which gets no runtime graph yet.
+        layout: Form of low-bit weights, by activation type.
+        check: Raises, before tracing, if the target does not support a model with this manifest.
+        command: The command line, recorded in the manifest.
+        dump: Called with the graph after each pass.
 
     Raises:
         StillExportError: The model cannot be read or exported.
     """
-    progress("copying the tokenizer")  # before the weights: its own work memory would come on top of them
+    progress("copying the tokenizer")  # before the weights, so that its working memory is not added to theirs
     text = _write_text_files(options, folder)
     progress("reading the model")
     source = find_source(options)
     head = source.ahead() if source.ahead and options.speculate and not options.adapters else None
     if left_out := source.left_out(ahead=head is None):
-        logging.getLogger(__name__).warning("left out, as no part of the language model: %s", left_out)
+        logging.getLogger(__name__).warning("left out, not part of the language model: %s", left_out)
     model = source.outline()
     manifest = {**_describe(model, options, command), **text}
     if text["chat"] is not None or (folder / "tokenizer.json").is_file():
@@ -81,8 +81,8 @@ def write_portable(
     _check_chunk(options.speculate, manifest)
     if options.quantize == FLOAT8 and ties_of(manifest).each:
         raise UnsupportedError(
-            f"--quantize {FLOAT8}: layers of this model choose tokens by scores, and codes in e4m3 turn more choices than verify takes for "
-            "near ties. Take --quantize int8."
+            f"--quantize {FLOAT8}: layers of this model choose tokens by scores, and codes in e4m3 change more choices than verify accepts "
+            "as near ties. Use --quantize int8."
         )
     if cache == "float16" and dtype != "float32":
         raise ConfigError(f"--cache {cache} is for --dtype float32; keys and values of a {dtype} package have 16 bits.")
@@ -112,7 +112,7 @@ def _write_graph(
     planned: Planned | None,
     dump: Dump | None,
 ) -> dict[str, Any]:
-    """Write graph and weights; what the manifest says of the graph's ops, and of the weights' quantization where there is one."""
+    """Write graph and weights. Returns the manifest's entries for the graph's ops and, if quantized, its weights."""
     from still_export.graph.lower import portable_graph
     from still_export.graph.weights_file import save_streaming
     from still_export.models.read.checkpoint import give_pages_back
@@ -145,7 +145,7 @@ def _write_graph(
         **manifest["ops"],
         **{n: OPS[n].version for n in sorted({node.op_type for node in still_nodes(lowered)})},
     }
-    # Beside the manifest, where an edit would go unnoticed.
+    # In the manifest these are covered by a hash; here an edit would go unnoticed.
     lowered.metadata_props.clear()
     lowered.metadata_props.update(
         {field: recorded_text({**manifest, **said}, name) for field, name in RECORDED.items()}
@@ -166,7 +166,7 @@ def _write_graph(
 
 @dataclass(frozen=True)
 class Planned:
-    """How weights are quantized: their roles and forms by name, what was asked for, and what the manifest says beside."""
+    """The plan of quantization: roles and forms of weights by name, the request, and further manifest entries."""
 
     roles: dict[str, str]
     forms: dict[str, Form]
@@ -175,7 +175,7 @@ class Planned:
 
 
 def _own(head: Source | None) -> dict[str, Weight]:
-    """The weights that a head does not share with its model, by their names beside those."""
+    """Weights that a head does not share with its model, by name."""
     weights = {} if head is None else head.weights
     return {weight_name(name): weight for name, weight in weights.items() if name not in SHARED}
 
@@ -183,7 +183,7 @@ def _own(head: Source | None) -> dict[str, Weight]:
 def _plan_quantization(
     source: Source, head: Source | None, options: ExportOptions, layout: Layout, to: str, progress: Progress
 ) -> Planned | None:
-    """The forms of the weights, calibrated where that is asked for; None: they are not quantized."""
+    """The forms of the weights, calibrated if requested; None: they are not quantized."""
     if (asked := options.quantization(layout, to)) is None:
         return None
     from still_export.models.read.roles import weight_roles
@@ -208,7 +208,7 @@ def _plan_quantization(
 
 
 def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any]:
-    """The manifest's account of `model`."""
+    """The manifest's description of `model`."""
     described = describe_model(model)
     return {
         "target": "onnx",
@@ -226,8 +226,8 @@ def _describe(model: Any, options: ExportOptions, command: str) -> dict[str, Any
 
 
 def _check_chunk(guesses: int, manifest: dict[str, Any]) -> None:
-    """Raise ConfigError where a chunk is shorter than guesses, as what is promoted in their midst would be guessed itself, or longer than
-    the capacity."""
+    """Raise ConfigError if a chunk is shorter than the guesses (tokens promoted among them would be guesses themselves) or longer than the
+    capacity."""
     chunk = min((s["growth"]["per"] for s in manifest["states"] if s["growth"] and s["growth"]["lag"]), default=None)
     if chunk is None:
         return
@@ -242,12 +242,12 @@ def _check_chunk(guesses: int, manifest: dict[str, Any]) -> None:
 
 
 def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
-    """Tokenizer, generation configuration and chat template; the manifest's chat templates."""
+    """Write tokenizer, generation configuration and chat template; returns the manifest's chat templates."""
     from still_export.models.load import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(options.model, options.revision)
-    except ModelNotFoundError as error:  # a model without text
+    except ModelNotFoundError as error:  # the model has no tokenizer
         logging.getLogger(__name__).warning("%s The package accepts token ids only.", error)
         return {"chat": None}
     write_tokenizer(tokenizer, folder, options.model)
@@ -259,5 +259,5 @@ def _write_text_files(options: ExportOptions, folder: Path) -> dict[str, Any]:
         found.render([{"role": "user", "content": "Hello."}])
         start = found.start()
     except RunError as error:
-        logging.getLogger(__name__).warning("of a message alone, %s", error)
+        logging.getLogger(__name__).warning("for a single message, %s", error)
     return {"chat": {**found.to_dict(), "start": start}}

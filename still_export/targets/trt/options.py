@@ -1,4 +1,4 @@
-"""What a TensorRT package is asked for; apart from the export, so that building and running need no torch."""
+"""Options of a TensorRT package. In their own file, so that building and running do not import torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90")
 RTX_ARCHS = ("sm_86", "sm_89", "sm_120")
 RTX = "trt-rtx"
 GPUS = "GPUs to compile kernels for."
-"""As targets of ONNX Runtime say it."""
+"""The help text of ONNX Runtime's targets as well."""
 WORKAROUND = "norm_in_place"
-"""A pass that graphs for TensorRT 8.6 went through, and no others."""
+"""A pass that only graphs for TensorRT 8.6 went through."""
 QUANTIZED_MAJOR = 10
-"""First TensorRT that reads weights in blocks of 4 bits and half precision scales. 8.6 has 8 bits alone, with scales in float32 and weakly
-typed, which no engine here has shown."""
+"""First TensorRT that reads weights in blocks of 4 bits with half-precision scales. 8.6 has only 8 bits, with float32 scales and weakly
+typed, which no engine here has been proven with."""
 
 
 @dataclass(frozen=True)
 class TrtOptions:
-    """What a TensorRT package is asked for beyond the model.
+    """Options of a TensorRT package.
 
     Args:
-        archs: Architectures that kernels (trt) or engines (trt-rtx) are compiled for; empty = the defaults of the target.
+        archs: Architectures to compile kernels (trt) or engines (trt-rtx) for; (): the target's defaults.
         optimization_level: Effort of TensorRT's builder, 0 to 5.
 
-    module: Python module of the builder. engine: File of the engine. builds_here: For the GPU of this machine, by kernels of this project.
+    module: Python module of the builder. engine: File of the engine. builds_here: Built for this machine's GPU with this project's kernels.
     """
 
     module: ClassVar[str] = "tensorrt"
@@ -42,8 +42,8 @@ class TrtOptions:
     archs: tuple[str, ...] = option((), GPUS, flag="--arch", commas=True, shown=",".join(ARCHS))
     prefill_tokens: int = option(PREFILL_TOKENS, "Tokens of one prefill call.", least=2)
     batch: int = option(1, "Most sequences at once; 8.6 builds for one in half the time.", least=1)
-    version_compatible: bool = option(False, "Engines that later versions run too.")
-    strip_weights: bool = option(False, "Engines without weights (TensorRT 10 and later).")
+    version_compatible: bool = option(False, "Build engines that later versions run, too.")
+    strip_weights: bool = option(False, "Build engines without weights (TensorRT 10 and later).")
     workspace_mib: int = option(0, "Limit of TensorRT's workspace, MiB.", flag="--workspace", shown="none", least=0)
     optimization_level: int = field(default=3, metadata={"least": 0, "below": 6})
     tensorrt_include: tuple[str, ...] = option(
@@ -58,10 +58,10 @@ class TrtOptions:
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any], **changes: Any) -> Self:
-        """The options that a manifest of this target records, the defaults of another's, with `changes`.
+        """The options recorded in a manifest of this target (another's: the defaults), with `changes`.
 
         Raises:
-            ConfigError: It records options that this version does not know.
+            ConfigError: It has options that this version does not know.
         """
         of_this = manifest.get("target") == cls.target
         recorded = {k: v for k, v in manifest.get("trt", {}).items() if k != "passes"} if of_this else {}
@@ -75,13 +75,13 @@ class TrtOptions:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Architectures asked for, or the target's defaults."""
+        """The requested architectures, or the target's defaults."""
         return self.archs or self.usual
 
 
 @dataclass(frozen=True)
 class RtxOptions(TrtOptions):
-    """The same of TensorRT-RTX."""
+    """Options of a TensorRT-RTX package."""
 
     module = "tensorrt_rtx_bindings"
     engine = "engine-rtx.plan"

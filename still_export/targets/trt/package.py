@@ -1,4 +1,4 @@
-"""What a package for TensorRT and TensorRT-RTX has beside the graph: kernels, plugin libraries, the runner."""
+"""Files of a package for TensorRT or TensorRT-RTX besides the graph: kernels, plugin libraries, the runner."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ KERNELS = "kernels.bin"
 
 
 def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
-    """Write the runner, and with `plugins` kernels and plugin libraries; engines come from `build`."""
+    """Write the runner, and with `plugins` the kernels and plugin libraries. Engines come from `build`."""
     from still_graphs.ops import OPS
 
     manifest, trt = lowering.manifest, lowering.options
     write_programs(lowering.folder, ["tensorrt"])
     config = asdict(trt)
-    del config["cuda_include"]  # of this machine
+    del config["cuda_include"]  # a path on this machine
     manifest.update(
         target=trt.target,
         config={**manifest["config"], **OrtOptions().config()},
@@ -43,7 +43,7 @@ def finish(lowering: Lowering, graph: Any, *, plugins: bool) -> None:
         state for state in manifest["states"] if not state["name"].startswith(AHEAD)
     ]  # the graph has no head
     for state in manifest["states"]:
-        state["in_place"] = plugins  # the kernels take one buffer for past and present; bodies do not
+        state["in_place"] = plugins  # kernels use one buffer for past and present; bodies do not
     if plugins:
         manifest["plugins"] = _write_plugins(graph, lowering.folder, trt, lowering.say)
 
@@ -56,7 +56,7 @@ def _plugin_nodes(graph: Any) -> dict[str, int]:
 
 
 def _value_types(graph: Any) -> dict[str, str]:
-    """Element type of every floating point value that a node computes; builders without strong typing are held to them."""
+    """Element type of each computed floating-point value; builders without strong typing are forced to use it."""
     import onnx
     import onnx_ir as ir
 
@@ -68,7 +68,7 @@ def _value_types(graph: Any) -> dict[str, str]:
 
 
 def _write_plugins(graph: Any, folder: Path, trt: TrtOptions, say: Progress) -> dict[str, str]:
-    """Compile the kernels and, for each set of headers, a plugin library; library file by major version of TensorRT."""
+    """Compile the kernels, and a plugin library for each set of headers. Returns library files by major version of TensorRT."""
     variants = kernel_variants(graph)
     say(f"compiling kernels for {', '.join(trt.architectures)}")
     archive = compile_archive(variants, trt.architectures, folder / KERNELS)
@@ -92,7 +92,7 @@ def kernel_variants(graph: Any) -> dict[str, list[Any]]:
     """The kernels that a lowered graph needs, by op: one variant for each set of choices.
 
     Raises:
-        UnsupportedError: No kernel covers a node; names it, and what the kernels have.
+        UnsupportedError: No kernel covers a node; the message names the node and the available kernels.
     """
     from still_kernels.registry import variants_of
 
@@ -102,7 +102,7 @@ def kernel_variants(graph: Any) -> dict[str, list[Any]]:
 
 
 def _plugin_calls(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """Plugin nodes with what is known of their calls: dimensions that are numbers, attributes, types, which inputs there are."""
+    """Plugin nodes with the known facts of their calls: constant dimensions, attributes, types, present inputs."""
     from still_graphs.edits import attribute, known_sizes
     from still_graphs.ops import DOMAIN, OPS
     from still_graphs.passes.lower_plugin_nodes import ABSENT_INPUTS, ACTIVATION_TYPE

@@ -1,4 +1,4 @@
-"""The native side of a package: pack an archive of kernels into one file and build the plugin libraries around it."""
+"""Native code of a package: packs kernels into one archive and builds the plugin libraries around it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ INCLUDE_VARIABLE = "STILL_TENSORRT_INCLUDE"
 USUAL_CUDA_INCLUDES = ("/usr/local/cuda/include", "/usr/include")
 CUDA_HEADER, CUDA_PART = "cuda_runtime_api.h", "crt/host_defines.h"
 CUDA_12 = ("cuda_runtime", "cuda_nvcc", "nvidia-cuda-nvcc-cu12")
-"""Folders of NVIDIA's packages of CUDA 12 that hold the two, and the package of the second; later ones have one folder, such as cu13."""
+"""Folders of NVIDIA's CUDA 12 packages with runtime and compiler, and the second's package; later versions have one folder, such as
+cu13."""
 USUAL_INCLUDES = ("/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu", "/usr/local/tensorrt/include")
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = next(
     (p for p in (ROOT / "plugins", ROOT / "still_plugins") if (p / "core/still_core.h").is_file()), ROOT / "plugins"
 )
-"""The C++ sources: `plugins` of a clone, which a wheel installs as `still_plugins`, beside this package."""
+"""The C++ sources: `plugins` in a clone, installed by a wheel as `still_plugins` next to this package."""
 OP_FOLDERS = next((p for p in (ROOT / "kernels/still_kernels", ROOT / "still_kernels") if p.is_dir()), ROOT)
-"""Folders of ops, whose spec.py and cpu/ the sources take in."""
+"""Folders of ops, with the spec.py and cpu/ that the sources include."""
 
 
 class PluginBuildError(StillExportError):
-    """A plugin library cannot be built here: a tool, a header or the sources are missing, or the compiler failed."""
+    """A plugin library cannot be built: a tool, a header or the sources are missing, or the compiler failed."""
 
 
 def pack_archive(folders: list[Path], target: Path) -> Path:
-    """Write the packed form of kernel archives, which the core embeds or reads: the indexes of all folders, then the cubins.
+    """Write the packed archive that the core embeds or reads: the indexes of all folders, then the cubins.
 
     Args:
-        folders: Each holds index.json and the cubins that it names.
+        folders: Each has index.json and the cubins named in it.
         target: File to write.
 
     Raises:
@@ -74,9 +75,9 @@ def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], tar
     """Compile kernels ahead of time and pack them.
 
     Args:
-        variants: What each op's kernels are compiled for.
-        archs: Such as "sm_90".
-        target: File to write; a folder beside it holds the parts meanwhile.
+        variants: Variants to compile, by op.
+        archs: Architectures such as "sm_90".
+        target: File to write; a folder next to it has the parts meanwhile.
     """
     from still_kernels.aot import parse_arch, write_archive
 
@@ -89,10 +90,10 @@ def compile_archive(variants: Mapping[str, list[Any]], archs: Sequence[str], tar
 
 
 def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
-    """Folders of NvInfer.h: those asked for, or those of STILL_TENSORRT_INCLUDE, or the usual places that have it.
+    """Folders of NvInfer.h: `asked`, or STILL_TENSORRT_INCLUDE, or the usual places that have it.
 
     Raises:
-        PluginBuildError: A folder that was asked for has no NvInfer.h.
+        PluginBuildError: A folder in `asked` has no NvInfer.h.
     """
     named = list(asked) or [p for p in os.environ.get(INCLUDE_VARIABLE, "").split(os.pathsep) if p]
     for folder in named:
@@ -102,10 +103,10 @@ def find_tensorrt_headers(asked: tuple[str, ...] = ()) -> list[Path]:
 
 
 def tensorrt_major(include: Path) -> int:
-    """Major version of the TensorRT whose headers lie in `include`.
+    """Major version of the TensorRT headers in `include`.
 
     Raises:
-        PluginBuildError: They do not say.
+        PluginBuildError: They have no version.
     """
     try:
         text = (include / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
@@ -114,7 +115,7 @@ def tensorrt_major(include: Path) -> int:
     found = re.search(r"^#define\s+(?:NV_TENSORRT_MAJOR|TRT_MAJOR_ENTERPRISE)\s+(\d+)", text, re.MULTILINE)
     if found is None:
         raise PluginBuildError(
-            f"{include / 'NvInferVersion.h'} does not say its version. Give the include folder of a TensorRT installation."
+            f"{include / 'NvInferVersion.h'} does not state its version. Give the include folder of a TensorRT installation."
         )
     return int(found[1])
 
@@ -127,17 +128,17 @@ def build_plugins(
     cuda_include: Path | None = None,
     runner: bool = False,
 ) -> Path:
-    """Compile the core, and the TensorRT adapter where its headers are given, with CMake.
+    """Compile the core, and the TensorRT adapter if its headers are given, with CMake.
 
     Args:
-        build: Build folder; kept, so that a second call compiles only what changed.
+        build: Build folder; kept, so that a second call compiles only changes.
         archive: Packed archive to embed, or None for libraries without kernels.
-        tensorrt_include: Folder of NvInfer.h, or None for the core alone.
-        cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None looks for it.
-        runner: Build still_run too.
+        tensorrt_include: Folder of NvInfer.h, or None for the core only.
+        cuda_include: Folder of cuda_runtime_api.h, which NvInfer.h includes; None: search for it.
+        runner: Also build still_run.
 
     Raises:
-        PluginBuildError: CMake, headers or the sources are missing, or the build fails; carries the tool's output.
+        PluginBuildError: CMake, headers or the sources are missing, or the build fails; has the tool's output.
     """
     cuda = cuda_headers(cuda_include) if tensorrt_include else []
     options = {
@@ -149,11 +150,11 @@ def build_plugins(
 
 
 def cuda_headers(asked: Path | None = None) -> list[Path]:
-    """Include folders of CUDA's runtime: that asked for, or none where CMake's usual places have it, or those of NVIDIA's packages, which
-    PyTorch for GPUs brings.
+    """Include folders of CUDA's runtime: `asked`, or [] if CMake's usual places have it, or those of NVIDIA's packages, which come with
+    PyTorch for GPUs.
 
     Raises:
-        PluginBuildError: They are not there, or not whole; says which package lacks.
+        PluginBuildError: They are missing or incomplete; the message names the missing package.
     """
     if asked is not None:
         if not (asked / CUDA_HEADER).is_file():
@@ -188,19 +189,19 @@ def cuda_headers(asked: Path | None = None) -> list[Path]:
 
 
 def json_headers() -> Path | None:
-    """Include folder of the package nlohmann-json, which comes with still-export[onnx]; None: CMake looks in the usual places."""
+    """Include folder of the package nlohmann-json, part of still-export[onnx]; None: CMake searches the usual places."""
     found = importlib.util.find_spec("nlohmann_json")
     return Path(found.origin).parent / "include" if found and found.origin else None
 
 
 def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], target: str = "all") -> Path:
-    """Configure the CMake project in `source` and build `target`; paths among the options become absolute, None becomes empty.
+    """Configure the CMake project in `source` and build `target`. Paths in the options become absolute, None becomes empty.
 
     Raises:
-        PluginBuildError: CMake or the sources are missing, or the build fails; carries the tool's output.
+        PluginBuildError: CMake or the sources are missing, or the build fails; has the tool's output.
     """
     if not (source / "CMakeLists.txt").is_file():
-        raise PluginBuildError(f"{source}: the C++ sources are not there. Install still-export again.")
+        raise PluginBuildError(f"{source}: the C++ sources are missing. Install still-export again.")
     cmake = shutil.which("cmake")
     if cmake is None:
         raise PluginBuildError(
@@ -208,7 +209,7 @@ def run_cmake(source: Path, build: Path, options: dict[str, Path | str | None], 
         )
     cache = build / "CMakeCache.txt"
     if cache.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\n" not in cache.read_text(encoding="utf-8"):
-        shutil.rmtree(build)  # the same sources in another checkout, which CMake refuses
+        shutil.rmtree(build)  # built from another checkout, which CMake refuses
     configure = [cmake, "-S", str(source), "-B", str(build)]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]

@@ -1,9 +1,9 @@
-"""Let products of 16-bit numbers sum in float32: both are cast before the product, and the result back behind it.
+"""Sum products of 16-bit numbers in float32: the inputs are cast before the product, and the result is cast back.
 
-TensorRT makes one kernel of it, which multiplies 16-bit numbers and sums in float32; without the casts it may sum in half precision.
+TensorRT makes one kernel of it, which multiplies 16-bit numbers and sums in float32. Without casts it may sum in half precision.
 
-requires: types of what products read.
-ensures: no product of two values in float16 or bfloat16 is left, but for weights that are dequantized, whose kernels sum in float32.
+requires: known types of the products' inputs.
+ensures: no product of two float16 or bfloat16 values is left, except with dequantized weights, whose kernels sum in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sum_products_in_float32(model: ir.Model) -> int:
 
 
 def products_sum_in_float32(model: ir.Model) -> str:
-    """No product of 16-bit numbers is left to the runtime."""
+    """Check that no product of 16-bit numbers is left."""
     left = [str(node.name) for node in model.graph if _is_narrow(node)]
     return f"products that may sum in half precision, {', '.join(left[:3])}" if left else ""
 

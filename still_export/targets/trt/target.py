@@ -1,4 +1,4 @@
-"""TensorRT 10 and later, strongly typed: plugins over kernels that were compiled ahead of time. 8.6 is this and its workarounds."""
+"""TensorRT 10 and later, strongly typed: plugins over kernels compiled ahead of time. 8.6 adds workarounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 def ready(options: TrtOptions, say: Progress) -> None:
-    """Raise where a folder that was named has no headers, CUDA's are not there, or nothing compiles kernels."""
+    """Raise if a named folder has no headers, CUDA's are missing, or there is no compiler for kernels."""
     demand("triton")
     if find_tensorrt_headers(options.tensorrt_include):
         cuda_headers(options.cuda_include)
@@ -37,7 +37,7 @@ lower_opset, lowered = lowering(21)
 OPENING = (
     Pass(
         leave_head,
-        "the runner asks no head that guesses tokens ahead",
+        "the runner uses no head that guesses tokens ahead",
         only=(SPECULATION,),
         requires=known_ops,
         ensures=no_head,
@@ -65,7 +65,7 @@ GREEDY = Pass(add_greedy_token, "greedy decoding stays on the device", ensures=g
 CLOSING = (
     Pass(
         lower_integers,
-        "plugins take counts in int32, and hosts bind int32 alike everywhere",
+        "plugins read counts in int32, and hosts bind int32 alike everywhere",
         requires=gives_next_token,
         ensures=no_int64_io,
     ),

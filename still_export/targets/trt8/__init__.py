@@ -1,1 +1,1 @@
-"""What TensorRT 8.6 alone needs."""
+"""Workarounds for TensorRT 8.6."""

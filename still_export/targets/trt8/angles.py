@@ -1,10 +1,10 @@
-"""Take whole turns out of angles before their sine and cosine.
+"""Remove whole turns from angles before their sine and cosine.
 
-TensorRT 8.6 computes both by the GPU's fast instructions, whose error grows with the angle: keys that are turned by their position erred by
-4.5e-7 times it, 0.03 behind 65,536 tokens, where an angle of at most half a turn errs by 5e-7.
+TensorRT 8.6 computes both with the GPU's fast instructions, whose error grows with the angle: keys turned by their position were off
+by 4.5e-7 times the angle, 0.03 after 65,536 tokens. Angles up to half a turn are off by 5e-7.
 
-requires: the types of their inputs known.
-ensures: every Sin and Cos of the main graph in float32 reads an angle without whole turns.
+requires: known types of their inputs.
+ensures: each float32 Sin and Cos of the main graph reads an angle without whole turns.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from still_graphs.later_ir import ir
 
 WAVES = ("Sin", "Cos")
 TURN = (6.28125, 253 / 2**17, 2 * math.pi - 6.28125 - 253 / 2**17)
-"""Parts of a turn: the first two have so few bits that their products with up to 65,536 turns are exact in float32."""
+"""Parts of a turn. The first two have so few bits that their products with up to 65,536 turns are exact in float32."""
 LEFT = ".part_of_a_turn"
 
 
 def reduce_angles(model: ir.Model) -> int:
-    """Put the reduction before them, once for each angle, in place."""
+    """Insert the reduction, once per angle, in place."""
     writer, reduced = Writer(model.graph), dict[ir.Value, ir.Value]()
     whole = _whole(model)
     for node in whole:
@@ -35,13 +35,13 @@ def reduce_angles(model: ir.Model) -> int:
 
 
 def angles_reduced(model: ir.Model) -> str:
-    """No sine or cosine reads an angle with whole turns."""
+    """Check that no sine or cosine reads an angle with whole turns."""
     left = [str(node.name) for node in _whole(model)]
     return f"sines and cosines of whole turns, {', '.join(left[:3])}" if left else ""
 
 
 def _whole(model: ir.Model) -> list[ir.Node]:
-    """Nodes whose angle may have whole turns."""
+    """Nodes with an angle that may have whole turns."""
     return [
         node
         for node in model.graph
@@ -53,7 +53,7 @@ def _whole(model: ir.Model) -> list[ir.Node]:
 
 
 def _part_of_a_turn(writer: Writer, angle: ir.Value) -> ir.Value:
-    """The angle less its nearest whole turns, a part of them after the other, so that nothing is lost."""
+    """The angle minus its nearest whole turns, subtracted part by part so that nothing is lost."""
     name = str(angle.name)
 
     def of(op: str, value: ir.Value, other: ir.Value | float | None, hint: str) -> ir.Value:

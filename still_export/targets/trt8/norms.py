@@ -1,8 +1,8 @@
-"""Norms of the first channels alone, as attention to latents has them, without taking the channels apart.
+"""Norms of only the first channels, as in attention to latents, without splitting the channels.
 
-Behind the projection a part of the channels is normalized and set beside the rest, which passes as it is. TensorRT 8.6 compiles that for
-prompts, but for a call of one token of one row ends with "No Myelin Error exists" (docs/notebook/tensorrt.md). Written over all channels,
-with a mask, the same numbers come of elementwise operators alone.
+After a projection some channels are normalized and concatenated with the rest. TensorRT 8.6 compiles that for prompts, but fails for a
+call of one token of one row with "No Myelin Error exists" (docs/notebook/tensorrt.md). Elementwise operators over all channels with a
+mask compute the same numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from still_graphs.later_ir import ir
 
 
 def norm_in_place(model: ir.Model) -> int:
-    """Rewrite each Concat of a normalized first part and the rest of one Split, in place."""
+    """Rewrite each Concat of a normalized first part and the rest of the same Split, in place."""
     found = [(node, *parts) for node in model.graph if (parts := _parts(node)) is not None]
     for node, norm, split in found:
         _rewrite(model.graph, node, norm, split)
@@ -22,13 +22,13 @@ def norm_in_place(model: ir.Model) -> int:
 
 
 def whole_norms(model: ir.Model) -> str:
-    """No norm takes a part of the channels."""
+    """Check that no norm covers only some of the channels."""
     left = [str(parts[0].name) for node in model.graph if (parts := _parts(node)) is not None]
     return f"norms of a part of the channels, {', '.join(left[:3])}" if left else ""
 
 
 def _parts(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """The norm and the Split that a Concat puts together again; None: it is something else."""
+    """The norm and the Split that a Concat joins, or None."""
     if not is_standard(node, "Concat") or len(node.inputs) != 2 or node.inputs[0] is None:
         return None
     norm, rest = node.inputs[0].producer(), node.inputs[1]

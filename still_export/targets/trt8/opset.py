@@ -1,4 +1,4 @@
-"""The graph in opset 17, the newest that TensorRT 8.6 reads, with two operators as it wants them."""
+"""The graph in opset 17, the newest for TensorRT 8.6, with two operators adapted to it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from still_graphs.passes.lower_opset import Lowering, lowering, rms_normalizatio
 
 
 def choose(r: Lowering, result: ir.Value, mean: ir.Value, x: ir.Value) -> ir.Value:
-    """A choice that falls on the normalized part, but for a row with NaN, which stays one.
+    """A Where that always chooses the normalized result, except for rows with NaN.
 
-    8.6 compiles choices together with all that surrounds them, up to the next plugins, into fused kernels. Without one it runs a block of
-    the model as some 30 layers.
+    8.6 compiles a Where and everything around it, up to the next plugins, into fused kernels. Without one it runs a block of the model as
+    some 30 layers.
     """
     hint = str(result.name).removesuffix(".normalized")
     sound = r.node("Greater", [mean, r.constant(-1.0, "float32", f"{hint}.never")], hint=f"{hint}.sound")
@@ -22,7 +22,7 @@ def choose(r: Lowering, result: ir.Value, mean: ir.Value, x: ir.Value) -> ir.Val
 
 
 def _shape(node: ir.Node, r: Lowering) -> int:
-    """A part of a shape, picked from the whole: 8.6 reads opset 17 but ignores Shape's start and end."""
+    """Slice a Shape from the whole one: 8.6 reads opset 17 but ignores Shape's start and end."""
     start, end = attribute(node, "start", 0), attribute(node, "end")
     if start == 0 and end is None:
         return 0

@@ -1,7 +1,7 @@
-"""Shapes before numbers become float32: TensorRT 8.6 loses track of the type of a float32 reshape.
+"""Reshape values before they are cast to float32: TensorRT 8.6 loses track of the type of a float32 reshape.
 
 requires: nodes in order.
-ensures: no Reshape and no Unsqueeze of the main graph reads what was a value of 16 bits, but for a cast and functions of each number.
+ensures: no Reshape or Unsqueeze of the main graph reads a widened 16-bit value, directly or through elementwise functions.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from still_graphs.later_ir import ir
 
 MOVES = ("Reshape", "Unsqueeze")
 POINTWISE = ("Abs", "Exp", "Log", "Neg", "Reciprocal", "Sigmoid", "Softplus", "Sqrt", "Tanh")
-"""Of one number each, which a reshape may come before."""
+"""Elementwise functions, which a reshape may precede."""
 
 
 def shape_before_widening(model: ir.Model) -> int:
-    """Move reshapes before the casts to float32 that they read, in place."""
+    """Move reshapes before the casts to float32 in front of them, in place."""
     found = [(node, chain) for node in model.graph if (chain := _chain(node))]
     for node, chain in found:
         _move(model.graph, node, chain)
@@ -23,13 +23,13 @@ def shape_before_widening(model: ir.Model) -> int:
 
 
 def shaped_before_widening(model: ir.Model) -> str:
-    """No reshape reads what was just made float32."""
+    """Check that no reshape reads a value just cast to float32."""
     left = [str(node.name) for node in model.graph if _chain(node)]
-    return f"reshapes of values that were made float32 just before, {', '.join(left[:3])}" if left else ""
+    return f"reshapes of values just cast to float32, {', '.join(left[:3])}" if left else ""
 
 
 def _chain(node: ir.Node) -> list[ir.Node]:
-    """The nodes from a cast of 16 bits to what `node` reshapes, that one last; none where it is another value."""
+    """The nodes from a cast of 16 bits to the input of `node`, in order; [] if there is no such cast."""
     chain: list[ir.Node] = []
     value = node.inputs[0] if is_standard(node, *MOVES) else None
     while value is not None and (maker := value.producer()) is not None and len(value.uses()) == 1:
@@ -48,11 +48,11 @@ def _chain(node: ir.Node) -> list[ir.Node]:
 
 
 def _move(graph: ir.Graph, node: ir.Node, chain: list[ir.Node]) -> None:
-    """Let `node` reshape what the first of `chain` reads, and the last give its result."""
+    """Make `node` reshape the input of the chain's first node; the chain's last node gives the result."""
     shaped, first, last = node.outputs[0], chain[0], chain[-1]
     narrow = first.inputs[0]
     assert narrow is not None and narrow.dtype is not None
-    # What is between has the new shape; the names of both ends change places.
+    # Values between have the new shape; the names of both ends are exchanged.
     last.outputs[0].name, shaped.name = shaped.name, last.outputs[0].name
     shaped.replace_all_uses_with(last.outputs[0], replace_graph_outputs=True)
     node.replace_input_with(0, narrow)

@@ -1,9 +1,9 @@
-"""Compute every Sigmoid and Softplus in float32 where one of them is.
+"""Compute all Sigmoids and Softplus in float32 if one of them is.
 
-TensorRT 8.6 compiles a sigmoid as 1 / (1 + e^-x) and keeps one number 1 for all sigmoids of a part of the model. Where one of them is
-float32 and another float16, as gates and feed-forward layers are, it "could not infer output types" and finds no kernels for the part.
+TensorRT 8.6 compiles a sigmoid as 1 / (1 + e^-x) and shares the constant 1 among all sigmoids of a part of the model. If one is float32
+and another float16, as in gates and feed-forward layers, it "could not infer output types" and finds no kernels for the part.
 
-requires: the types of their inputs known.
+requires: known types of their inputs.
 ensures: nodes of these operators in the main graph are all float32, or none is.
 """
 
@@ -17,7 +17,7 @@ BENT = ("Sigmoid", "Softplus")
 
 
 def widen_sigmoids(model: ir.Model) -> int:
-    """Put casts around them, in place."""
+    """Insert casts around them, in place."""
     float32, writer = ir.DataType.FLOAT, Writer(model.graph)
     bent = [(n, x.dtype) for n in model.graph if is_standard(n, *BENT) and (x := n.inputs[0]) is not None and x.dtype]
     narrow = [(node, dtype) for node, dtype in bent if dtype != float32]
@@ -31,7 +31,7 @@ def widen_sigmoids(model: ir.Model) -> int:
 
 
 def sigmoids_of_one_type(model: ir.Model) -> str:
-    """Sigmoids are of one type."""
+    """Check that sigmoids have one type."""
     types = {n.inputs[0].dtype for n in model.graph if is_standard(n, *BENT) and n.inputs[0] is not None}
     types.discard(None)
     return (

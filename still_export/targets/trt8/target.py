@@ -1,4 +1,4 @@
-"""TensorRT 8.6: what TensorRT takes, and a named workaround for each thing that 8.6 does not do, or does otherwise."""
+"""TensorRT 8.6: TensorRT's target with a named workaround for each difference."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def traits(options: TrtOptions) -> tuple[str, ...]:
 
 
 def takes(options: TrtOptions) -> bool:
-    """Whether a library is compiled for a TensorRT that reads no low-bit weights."""
+    """Whether a library is compiled for a TensorRT without low-bit weights."""
     return any(tensorrt_major(include) < QUANTIZED_MAJOR for include in find_tensorrt_headers(options.tensorrt_include))
 
 
 def demand(asked: ExportOptions, options: TrtOptions) -> None:
-    """Raise UnsupportedError for activations that the plugin does not multiply, and for GPUs that do not multiply the weights."""
+    """Raise UnsupportedError for activations that the plugin cannot multiply, and GPUs that cannot multiply the weights."""
     demand_float8(asked.quantize, options.architectures)
     if asked.quantize and asked.dtype != "float16":
         raise UnsupportedError(
             f"--quantize {asked.quantize} beside --dtype {asked.dtype}: {LAYOUT.form} multiplies with float16. "
-            "Export with --dtype float16, or name the headers of TensorRT 10 or later alone with --tensorrt-include."
+            "Export with --dtype float16, or name only headers of TensorRT 10 or later with --tensorrt-include."
         )
 
 
 ONE_ROW = "one row"
-"""Trait: the model is to run one row (sequence) at a time."""
+"""Trait: the engine runs one row (sequence) at a time."""
 LAYOUT = Layout("the plugin for TensorRT 8.6", (32, 64, 128), PLUGIN, True, True, float8=True)
 
 TRT8 = replace(

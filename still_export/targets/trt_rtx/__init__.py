@@ -1,1 +1,1 @@
-"""TensorRT-RTX: no plugins, so that function bodies are inlined."""
+"""TensorRT-RTX has no plugins, so function bodies are inlined."""

@@ -1,7 +1,7 @@
-"""Replace NonZero, whose output size depends on data, by an enumeration of fixed size. TensorRT-RTX has no such operator.
+"""Replace NonZero, whose output size depends on data, by an enumeration of fixed size. TensorRT-RTX does not have the operator.
 
-Every place where the mask is false stands for the last place where it is true, so that scattering writes the same row twice.
-Where the mask is false everywhere the scatters write what is there already.
+Places where the mask is false repeat the last true place, so that scattering writes the same row twice.
+If the mask is false everywhere, the scatters write the existing rows.
 
 requires: the indices of NonZero, transposed, lead only into GatherND and, through their indices, into ScatterND; masks have two axes.
 ensures: no NonZero is left; results are the same.
@@ -17,10 +17,10 @@ from still_graphs.later_ir import ir
 
 
 def replace_nonzero(model: ir.Model) -> int:
-    """Rewrite every NonZero of the model, in place.
+    """Rewrite each NonZero of the model, in place.
 
     Raises:
-        UnsupportedError: The indices are used otherwise than required.
+        UnsupportedError: The indices have other uses than required.
     """
     fresh = fresh_names(model.graph)
     return sum(_rewrite_graph(graph, fresh) for graph in graphs_of(model))
@@ -28,9 +28,7 @@ def replace_nonzero(model: ir.Model) -> int:
 
 def _rewrite_graph(graph: ir.Graph, fresh: Callable[[str], str]) -> int:
     writer, count = Writer(graph, fresh), 0
-    anywhere: dict[
-        ir.Value | None, ir.Value
-    ] = {}  # value -> whether any place is true of the NonZero that it depends on through indices
+    anywhere: dict[ir.Value | None, ir.Value] = {}  # value -> whether its NonZero has any true place
     for node in list(graph):
         source = next((anywhere[value] for value in node.inputs if value in anywhere), None)
         writer.place = node
@@ -54,7 +52,7 @@ def _rewrite_graph(graph: ir.Graph, fresh: Callable[[str], str]) -> int:
 
 
 def _enumerate(r: Writer, node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """The places [2, M] in the stead of `node`'s output, and a bool [1]: any place is true."""
+    """The places [2, M] that replace `node`'s output, and a bool [1]: whether any place is true."""
     mask, hint = node.inputs[0], node.outputs[0].name
     ints = r.node("Cast", [mask], hint=f"{hint}.mask", to=ir.DataType.INT64)
     columns = r.node("Shape", [mask], hint=f"{hint}.columns", start=1, end=2)
@@ -73,7 +71,7 @@ def _enumerate(r: Writer, node: ir.Node) -> tuple[ir.Value, ir.Value]:
 
 
 def _guard(r: Writer, node: ir.Node, any_true: ir.Value) -> None:
-    """Let a scatter write the rows that are there unless some place is true; indices are kept from below 0."""
+    """Make a scatter write the existing rows unless some place is true; indices are clamped to 0."""
     (data, index, updates), name = node.inputs, node.outputs[0].name
     safe = r.node("Max", [index, r.constant(0, "int64")], hint=f"{name}.index")
     there = r.node("GatherND", [data, safe], hint=f"{name}.there")

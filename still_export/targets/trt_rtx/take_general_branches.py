@@ -1,10 +1,9 @@
-"""Replace every If of the inlined bodies by its else branch, the general one.
+"""Replace each If of the inlined bodies by its else branch, the general one.
 
-A body's then branch is a shortcut for plain decode steps; the else branch computes the same for every call. TensorRT-RTX 1.7 checks
-the shapes of both branches for every call, so the shortcut's shapes would rule prefill out, and with a free batch its builder
-fails outright.
+The then branch of a body is a shortcut for plain decode steps; the else branch computes the same for every call. TensorRT-RTX 1.7 checks
+the shapes of both branches for every call, so the shortcut's shapes would exclude prefill, and with a free batch its builder fails.
 
-requires: bodies are inlined; the else branch of every If holds for the cases of its then branch too.
+requires: bodies are inlined; the else branch of each If covers the cases of its then branch.
 ensures: no If is left; results are the same.
 """
 
@@ -15,7 +14,7 @@ from still_graphs.later_ir import ir
 
 
 def take_general_branches(model: ir.Model) -> int:
-    """Splice the else branches into the main graph, in place."""
+    """Move the nodes of the else branches into the main graph, in place."""
     graph, changed = model.graph, 0
     while node := next((n for n in graph if is_standard(n, "If")), None):
         branch = node.attributes["else_branch"].as_graph()

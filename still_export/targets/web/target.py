@@ -1,4 +1,4 @@
-"""onnxruntime-web: standard and its own ops alone, low-bit weights dequantized once, in files that a browser can hold."""
+"""onnxruntime-web: only standard and its own ops, low-bit weights dequantized once, in files small enough for browsers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from still_graphs.passes.dequantize_at_load import dequantize_at_load, float32_p
 from still_graphs.pipelines import Pass
 
 PREFILL_TOKENS = 256
-"""Tokens of one prefill call: a page answers between two of them, and a call's memory is never given back."""
+"""Tokens of one prefill call. The page responds between calls, and the memory of a call is never released."""
 
 SHARD_BYTES = 256 << 20
-"""Of a file of weights: browsers hold a buffer of 2 GB at most, and a load that breaks off begins again at its shard."""
+"""Size of a file of weights. Browser buffers have at most 2 GB, and an interrupted download restarts at its shard."""
 
 CONTRIB_OPS = (
     "CausalConvWithState",
@@ -35,12 +35,12 @@ CONTRIB_OPS = (
     "MatMulNBits",
     "SkipSimplifiedLayerNormalization",
 )
-"""com.microsoft's that onnxruntime-web 1.30 has in wasm; of ai.onnx it has all of opset 23."""
+"""Ops of com.microsoft in wasm of onnxruntime-web 1.30, which also has all of ai.onnx opset 23."""
 
 
 @dataclass(frozen=True)
 class WebOptions(GenaiOptions):
-    """Of ONNX Runtime's what its WebAssembly takes, which has no kernels of this project."""
+    """Options of ONNX Runtime's WebAssembly, which has no kernels of this project."""
 
     native: bool | None = field(default=False, init=False)
     cpu: str | None = field(default=None, init=False)
@@ -48,20 +48,20 @@ class WebOptions(GenaiOptions):
 
 
 def demand(asked: ExportOptions, options: WebOptions) -> None:
-    """Raise ConfigError for what a package for browsers cannot have."""
+    """Raise ConfigError for options that a package for browsers does not support."""
     if asked.adapters:
-        raise ConfigError("--adapters: a browser's runner takes none; add one with --overlay, or export --to onnx.")
+        raise ConfigError("--adapters: a browser's runner supports none; add one with --overlay, or export --to onnx.")
     if asked.all_logits:
         raise ConfigError("--all-logits: a browser's runner reads the last token's logits; export --to onnx for all.")
 
 
 def finish(lowering: Lowering, graph: Any) -> None:
-    """Cut the weights into shards, complete the manifest and the tokenizer's configuration."""
+    """Cut the weights into shards, and complete the manifest and the tokenizer's configuration."""
     lowering.manifest.update(
         target="web",
         prefill_tokens=lowering.options.prefill_tokens or PREFILL_TOKENS,
     )
-    if quantization := lowering.manifest.get("quantization"):  # no product rounds what it reads
+    if quantization := lowering.manifest.get("quantization"):  # products do not round their inputs
         lowering.manifest["quantization"] = {**quantization, "nodes": DEQUANTIZED}
         fields = graph.metadata_props
         fields |= {key: recorded_text(lowering.manifest, name) for key, name in RECORDED.items() if key in fields}
@@ -73,7 +73,7 @@ def finish(lowering: Lowering, graph: Any) -> None:
 
 
 def add_chat_template(lowering: Lowering) -> None:
-    """Put the chat template where transformers.js 4 reads it, into the tokenizer's configuration."""
+    """Copy the chat template into the tokenizer's configuration, where transformers.js 4 reads it."""
     template, config = (lowering.folder / name for name in ("chat_template.jinja", "tokenizer_config.json"))
     if template.is_file() and config.is_file():
         said = json.loads(config.read_text(encoding="utf-8"))
@@ -83,12 +83,12 @@ def add_chat_template(lowering: Lowering) -> None:
 
 
 def shard_weights(lowering: Lowering, graph: ir.Model, limit_bytes: int) -> int:
-    """Cut the file of weights into `model.onnx.1.data`, ... of at most `limit_bytes`, where it is larger, and write the graph again.
+    """Cut a file of weights larger than `limit_bytes` into `model.onnx.1.data`, ..., and write the graph again.
 
     Tensors that share bytes stay together.
 
     Raises:
-        UnsupportedError: One tensor is larger.
+        UnsupportedError: A single tensor is larger.
     """
     source = lowering.folder / DATA
     if source.stat().st_size <= limit_bytes:

@@ -234,7 +234,7 @@ def test_attach_untrained_is_asked_for(plain: Path, tmp_path: Path, capsys: Capt
         (("verify", "{exists}", "--reference-device", "gpu"), "known: cpu, cuda"),
         (("build", "{exists}"), "has no engines"),
         (("prove", "{empty}"), "no exported package"),
-        (("serve", "{text}"), "is a file, and no exported package"),
+        (("serve", "{text}"), "is a file, not an exported package"),
         (("inspect", "{empty}"), "no exported package"),
         (("export", "--config", "{empty}/none.json", "-o", "{out}"), "none.json: there is no such file"),
     ],

@@ -203,13 +203,13 @@ def test_packages_are_evaluated_side_by_side(package: Path, tmp_path: Path, caps
     assert set(found["costs"]["other"]) == {"size, MB", "peak, MB", "prefill 600, s", "decode 600, ms"}
     # In a process of its own, which has not what this one has: PyTorch.
     assert found["costs"]["other"]["peak, MB"] < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - 50
-    assert "What a package takes" in report.read_text() and "Quality over cost" not in report.read_text(), (
+    assert "Size, memory and speed" in report.read_text() and "Quality over cost" not in report.read_text(), (
         "two are no plot"
     )
     assert call("evaluate", package, SMALL, *asked) == 2
-    assert "several at once are packages" in capsys.readouterr().err.replace("\n", " ")
+    assert "several at once must be packages" in capsys.readouterr().err.replace("\n", " ")
     assert call("evaluate", package, "--lengths", 1000000) == 2
-    assert "tokens; 1000000 were asked for" in capsys.readouterr().err.replace("\n", " ")
+    assert "tokens; 1000000 are needed" in capsys.readouterr().err.replace("\n", " ")
     assert call("evaluate", package, "--tasks", "") == 2
     assert "nothing to measure" in capsys.readouterr().err
 

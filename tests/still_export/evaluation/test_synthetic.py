@@ -154,7 +154,7 @@ def test_a_prompt_that_is_not_whole_does_not_count(monkeypatch: pytest.MonkeyPat
     assert "most frequent words are" in words.fault(synthetic._plain(f"{listed} other other{words.question}"))
     monkeypatch.setitem(MAKERS, "niah_single", lambda *_: replace(item, answers=("text",)))
     with pytest.raises(
-        ConfigError, match=r"none of 8 prompts of niah_single at 900 tokens came out whole: its text has 'text'"
+        ConfigError, match=r"none of 8 prompts of niah_single at 900 tokens is valid: its text has 'text'"
     ):
         writer("niah_single", " text" * 900).prompt(900, 0.5, 0, rng)
 
@@ -183,7 +183,7 @@ def test_too_little_text_or_length_is_said() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ConfigError, match=r"different words do not fill \d+ tokens\. Give more --text"):
         writer("common_words", DEFAULT_HAYSTACK).prompt(LENGTH, 0.5, 0, rng)
-    with pytest.raises(ConfigError, match=r"its common words take more than \d+ tokens\. Use greater --lengths"):
+    with pytest.raises(ConfigError, match=r"its common words need more than \d+ tokens\. Use greater --lengths"):
         writer("common_words").prompt(1000, 0.5, 0, rng)
     with pytest.raises(ConfigError, match="does not fit"):
         writer("variable_tracking").prompt(100, 0.5, 0, rng)

@@ -56,7 +56,7 @@ def test_a_model_of_text_and_images(tmp_path: Path) -> None:
     assert describe_folder(folder) == {
         "model": "qwen3_5_text, 2 layers (1 linear, 1 full), 0.0 M parameters",
         "weights": "embedding in float16; layers in float16",
-        "tokenizer": "none, so that a package takes token ids",
+        "tokenizer": "none, so a package accepts token ids only",
         "template": f"{len(template)} characters, with tools, enable_thinking, <think>",
         "adapter": "none",
         "ignored": "1 tensors of images (--vision exports them), 1 tensors of layers that guess tokens ahead (--speculate exports them), "
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         describe_folder(folder)
     write(folder, {"model_type": "lfm2", "layer_types": 5}, TENSORS)
-    with pytest.raises(CheckpointError, match="of other types than models have"):
+    with pytest.raises(CheckpointError, match="of unexpected types"):
         describe_folder(folder)
 
 
@@ -149,7 +149,7 @@ def test_what_others_linearized_is_refused(tmp_path: Path) -> None:
     for read in (describe_folder, load.open_source, check_model):
         with pytest.raises(UnsupportedModelError, match=r"hybrid_config\.json, beside a gemma2 model; covered: llama"):
             read(folder)
-    with pytest.raises(UnsupportedModelError, match="is a zebra_llama model, and linearize takes softmax models"):
+    with pytest.raises(UnsupportedModelError, match="is a zebra_llama model, and linearize needs a softmax model"):
         demand_model(str(folder), "linearize")
 
 

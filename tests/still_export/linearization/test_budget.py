@@ -75,9 +75,9 @@ def test_other_text_is_refused_in_a_sentence(text: str) -> None:
         ("loss 2", "loss is a percentage, with its sign"),
         ("time 15%", "time is minutes, without a sign"),
         ("loss 2%, loss 3%", "names loss twice"),
-        ("loss 2%,", "'' is no key with a number"),
-        ("loss two%", "'loss two%' is no key with a number"),
-        ("", "'' is no key with a number"),
+        ("loss 2%,", "'' is not a key with a number"),
+        ("loss two%", "'loss two%' is not a key with a number"),
+        ("", "'' is not a key with a number"),
     ],
 )
 def test_bad_budgets(text: str, says: str) -> None:
@@ -129,7 +129,7 @@ def test_layers_are_kept_until_the_budget_is_met(
     assert result.plan is not None and result.plan["met"] and result.plan["loss"] == 0
     layers = len(result.plan["softmax_layers"])
     assert layers == 5 and result.plan["state"] == 1
-    assert any(line.startswith("that is beyond the budget (loss 0%, found 0%, time 15), so") for line in said)
+    assert any(line.startswith("that exceeds the budget (loss 0%, found 0%, time 15), so") for line in said)
     assert len([line for line in said if line.startswith("reached with")]) > 1
     assert load_model(tmp_path / "model").config.still.layer_types == (FULL,) * 5
 
@@ -149,7 +149,7 @@ def test_what_is_not_reached_is_said(stories: Path, tmp_path: Path, three_steps:
     assert result.plan["said"].startswith("bits per byte +") and "loss NOT met, state met" in result.plan["said"]
     assert result.plan["state"] <= 0.9
     with pytest.raises(
-        ConfigError, match=r"a state of 1% cannot be had; with no softmax layer .* it is \d\d% of the base"
+        ConfigError, match=r"a state of 1% is impossible; with no softmax layer .* it is \d\d% of the base"
     ):
         linearize(replace(recipe, budget="state 1%"), tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -265,8 +265,8 @@ def test_a_slow_machine_measures_by_less(
 
     with pytest.raises(Stop):
         linearize(recipe, tmp_path / "model", progress=stop, log=said.append)
-    (line,) = [line for line in said if line.startswith("measuring by ")]
-    assert line.endswith("so it is by 256: text to 256 tokens, 0 questions")
+    (line,) = [line for line in said if "are measured: text" in line]
+    assert line.endswith("so 256 are measured: text to 256 tokens, 0 questions")
     monkeypatch.setattr(module, "MEASURING", 1.0)
     result = linearize(recipe, tmp_path / "model", resume=True)
     assert result.plan is not None and result.plan["base"]["asked"] == result.plan["reached"]["asked"] == 0

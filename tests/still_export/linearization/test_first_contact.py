@@ -48,7 +48,7 @@ def test_rows_fit_the_model() -> None:
     assert Recipe().fitted(512).row_tokens == 512
     assert Recipe(sequence_length=512).fitted(512).row_tokens == 512
     for rows in ({"sequence_length": 1024}, {"row_lengths": (1024, 512)}):
-        with pytest.raises(ConfigError, match="1024, and the model holds 512 tokens"):
+        with pytest.raises(ConfigError, match="1024, and the model has room for 512 tokens"):
             Recipe(**rows).fitted(512)
     with pytest.raises(ConfigError, match="two chunks"):
         Recipe().fitted(128)
@@ -84,7 +84,7 @@ def test_without_documentation_a_text_is_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_left_of_a_run_that_did_not_begin(base: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
-    with pytest.raises(ConfigError, match="holds 192 tokens"):
+    with pytest.raises(ConfigError, match="has room for 192 tokens"):
         linearize(small_recipe(base, text, sequence_length=256), output)
     assert not output.exists()
     short = make_text(tmp_path / "short.txt", words=60)

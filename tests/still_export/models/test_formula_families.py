@@ -79,7 +79,7 @@ def test_what_is_said_of_a_folder(form: str, one: bool, start: str, tmp_path: Pa
     assert describe_folder(tmp_path)["model"].startswith(start)
     kind = demand_model(str(tmp_path), "export").model_type
     assert kind.startswith(start.partition("_")[0].partition(",")[0])
-    with pytest.raises(UnsupportedModelError, match=rf"is an? {kind} model, and linearize takes softmax models"):
+    with pytest.raises(UnsupportedModelError, match=rf"is an? {kind} model, and linearize needs a softmax model"):
         demand_model(str(tmp_path), "linearize")
 
 

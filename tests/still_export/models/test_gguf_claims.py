@@ -40,6 +40,6 @@ def test_a_claim_is_one_sentence(what: str, claim: int, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + content + bytes(4096))
     with pytest.raises(
-        CheckpointError, match=r"model.gguf \([\d,]+ bytes\) is no intact GGUF file: .*fetch it again\.$"
+        CheckpointError, match=r"model.gguf \([\d,]+ bytes\) is not an intact GGUF file: .*fetch it again\.$"
     ):
         open_gguf(path)

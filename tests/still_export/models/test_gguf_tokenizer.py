@@ -156,7 +156,7 @@ def test_ends_of_turns_are_tokens_whatever_kind_they_have(tmp_path: Path) -> Non
     (dict(model="t5"), UnsupportedModelError, "'t5'"),
     (dict(model="none"), ModelNotFoundError, "none"),
     (dict(merges=["\u0120 q", "qq"]), CheckpointError, "no pair"),
-    (dict(merges=["nota pair"]), CheckpointError, "cannot be made"),
+    (dict(merges=["nota pair"]), CheckpointError, "cannot be built"),
     (dict(merges=None), CheckpointError, r"tokenizer\.ggml\.merges"),
     (dict(model="llama", merges=None), CheckpointError, r"tokenizer\.ggml\.scores"),
     (dict(rows=300), CheckpointError, "outside"),

@@ -148,8 +148,8 @@ def test_the_verb(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
         ([faulty["unknown"], "--model", model], 2, "has inputs that are neither"),
         ([faulty["type"], "--model", model], 2, "of a type that NumPy has not"),
         ([good, "--model", other], 2, "gives logits of 29 tokens, the model 30"),
-        ([good], 2, "name the model that it was made from with --model"),
-        ([tmp_path / "nowhere", "--model", model], 2, "nowhere does not exist. verify takes a package."),
+        ([good], 2, "name its model with --model"),
+        ([tmp_path / "nowhere", "--model", model], 2, "nowhere does not exist. verify needs a package."),
         ([good, "--model", model, "--decode-steps", "3"], 2, "--decode-steps: not with a decoder of another exporter"),
     ):
         with pytest.raises(SystemExit) as left:

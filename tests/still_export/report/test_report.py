@@ -281,10 +281,10 @@ def test_what_full_attention_would_hold_is_drawn_where_it_matters() -> None:
             for part in report.parts
             if isinstance(part, Plots)
             for p in part.plots
-            if "full attention would hold" in p.series
+            if "full attention's cache" in p.series
         ]
         (drawn,) = (line for line in lines if isinstance(line, Lines))
-        assert drawn.series["full attention would hold"][-1] == (4096, pytest.approx(16.777216)) and "MB" in drawn.y
+        assert drawn.series["full attention's cache"][-1] == (4096, pytest.approx(16.777216)) and "MB" in drawn.y
 
 
 def test_no_page_shows_raw_keys_or_two_units() -> None:
@@ -311,10 +311,10 @@ def test_two_points_are_no_plot() -> None:
 def test_verbs_write_it(export_tiny: Any, tmp_path: Path) -> None:
     package, report = export_tiny().path, tmp_path / "report.html"
     for words, title in (
-        (("inspect", package), "What this machine can run it on"),
+        (("inspect", package), "Runtimes on this machine"),
         (
             ("verify", package, "--lengths", "1,9", "--decode-steps", "2", "-o", tmp_path / "v"),
-            "Error by layer, in parts of its bound",
+            "Error by layer, as a multiple of its bound",
         ),
         (("bench", package, "--lengths", "16", "--steps", "2", "-o", tmp_path / "b"), "One more token"),
     ):

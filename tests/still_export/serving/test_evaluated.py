@@ -56,7 +56,7 @@ def test_a_server_is_evaluated(
     for changed, said in (
         (command, ""),
         ([*command[:2], *command[4:]], "name the folder of its tokenizer"),
-        ([*command, "--text", __file__], "a server shows no logits"),
+        ([*command, "--text", __file__], "a server does not return logits"),
         ([*command[:8], *command[10:]], "no folder for the tables. Name one with -o"),
         (["evaluate", address.replace("v1", "v2"), *command[2:]], "does not answer as OpenAI's interface does"),
     ):

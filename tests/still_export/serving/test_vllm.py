@@ -129,7 +129,7 @@ def test_requests_are_bounded_by_the_pages_that_fit(model: Any, platform: Any, c
 
     assert bounded(3) == 3 and "at most 3 requests at the same time, not 8" in caplog.text
     assert bounded(30) == 8
-    with pytest.raises(ConfigError, match="from its first token on, for which the GPU has no room"):
+    with pytest.raises(ConfigError, match="from its first token on, which do not fit into the GPU"):
         bounded(0.5)
 
 
@@ -287,7 +287,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_speculative_decoding_is_refused(model: Any, platform: Any) -> None:
-    with pytest.raises(ConfigError, match="speculative decoding needs states that forget"):
+    with pytest.raises(ConfigError, match="speculative decoding needs states that can drop"):
         ServedConfig.verify_and_update_config(vllm_config(model, speculative_config=object()))
 
 

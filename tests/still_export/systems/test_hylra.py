@@ -206,7 +206,7 @@ def test_files_are_read_as_written(tmp_path: Path) -> None:
     again.check("reuse.json", "digest")
     with pytest.raises(ConfigError, match="was measured on other weights"):
         again.check("reuse.json", "another")
-    with pytest.raises(ConfigError, match="is of a model with 3 layers; this one has 4"):
+    with pytest.raises(ConfigError, match="belongs to a model with 3 layers; this one has 4"):
         Reuse.read(tmp_path / "reuse.json", 4)
     (tmp_path / "none.json").write_text(json.dumps({"layers": []}))
     with pytest.raises(ConfigError, match=r"none.json: 'lost'. Give the reuse.json"):

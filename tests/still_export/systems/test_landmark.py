@@ -114,9 +114,9 @@ def test_a_kept_state_goes_on(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--to", "genai"), "--to genai: this llama_with_landmark model wants a token of its own behind every 12"),
-        (("--to", "web"), "--to web: this llama_with_landmark model wants a token of its own"),
-        (("--speculate", "3"), "--speculate: this llama_with_landmark model wants a token of its own"),
+        (("--to", "genai"), "--to genai: this llama_with_landmark model needs an extra token after every 12"),
+        (("--to", "web"), "--to web: this llama_with_landmark model needs an extra token"),
+        (("--speculate", "3"), "--speculate: this llama_with_landmark model needs an extra token"),
     ],
 )
 def test_who_puts_none_there_refuses(

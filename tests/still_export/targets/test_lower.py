@@ -103,7 +103,7 @@ def test_bits_are_chosen_at_export() -> None:
     quantization = {"scheme": "int4", "nodes": "com.microsoft"}
     manifest = {"model": {"dtype": "float16"}, "ops": {}, "quantization": quantization}
     target_of("genai").check_model({**manifest, "still": {}}, OrtOptions())
-    with pytest.raises(ConfigError, match=r"int4 weights as com\.microsoft, trt-rtx as dequantized"):
+    with pytest.raises(ConfigError, match=r"int4 weights as com\.microsoft, trt-rtx needs dequantized"):
         target_of("trt-rtx").check_model(manifest, RtxOptions())
     for kernels, to in (("plugin", "genai"), ("plugin", "web")):
         manifest = {"model": {"dtype": "float32"}, "ops": {}, "quantization": {**quantization, "nodes": kernels}}
@@ -187,7 +187,7 @@ def test_what_cannot_be_narrowed_is_named(
         lower(half.path, "onnx", tmp_path / "x", dtype="float16")
     for change, said in (
         ({"quantization": {"scheme": "int4"}}, "bits of weights are chosen at export"),
-        ({"config": {"still": {"cache": "int8"}}}, "keeps keys and values in int8"),
+        ({"config": {"still": {"cache": "int8"}}}, "stores keys and values in int8"),
     ):
         with pytest.raises(ConfigError, match=said):
             demand_narrow({**portable.manifest, **change}, "float16")
@@ -204,7 +204,7 @@ def test_a_weight_that_float16_does_not_hold_is_named(tmp_path: Path) -> None:
         model.model.norm.weight[3] = 70000.0
     model.save_pretrained(tmp_path / "model")
     wide = export(ExportOptions(str(tmp_path / "model")), tmp_path / "wide", options=OrtOptions(native=False))
-    with pytest.raises(ConfigError, match=r"has 7e\+04, more than float16 holds; bfloat16 does"):
+    with pytest.raises(ConfigError, match=r"has 7e\+04, too large for float16; bfloat16 has room"):
         lower(wide.path, "onnx", tmp_path / "x", dtype="float16")
     lower(wide.path, "onnx", tmp_path / "brain", dtype="bfloat16", options=OrtOptions(native=False))
 

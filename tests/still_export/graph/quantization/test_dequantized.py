@@ -64,7 +64,7 @@ def test_version_of_headers(tmp_path: Path) -> None:
     old = headers(tmp_path / "8", "#define NV_TENSORRT_MAJOR 8 //!< TensorRT major version.\n")
     new = headers(tmp_path / "11", "#define TRT_MAJOR_ENTERPRISE 11\n#define NV_TENSORRT_MAJOR TRT_MAJOR_ENTERPRISE\n")
     assert (tensorrt_major(old), tensorrt_major(new)) == (8, 11)
-    with pytest.raises(PluginBuildError, match=r"NvInferVersion\.h does not say its version"):
+    with pytest.raises(PluginBuildError, match=r"NvInferVersion\.h does not state its version"):
         tensorrt_major(headers(tmp_path / "none", ""))
 
 

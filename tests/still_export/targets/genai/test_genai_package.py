@@ -37,7 +37,7 @@ REFUSED = {
     **dict.fromkeys(("rwkv5", "rwkv6", "rwkv7"), "one size"),
     "neural_attention_search_linear_attn_gdn": "one size",
     "routing_transformer": "one key and one value",
-    "llama_with_landmark": "a token of its own",
+    "llama_with_landmark": "an extra token",
     "flux_qwen3": "a prompt in one call",
 }
 """Families that genai cannot hold, and what the export says of them."""
@@ -168,7 +168,7 @@ def test_softmax_layers_in_8_bits_are_refused_before_a_weight_is_read(tmp_path: 
     model = still_model("llama", torch.float32, layer_types=MIXED, sizes={"head_dim": 12})
     model.save_pretrained(tmp_path / "model")
     asked = ExportOptions(str(tmp_path / "model"), still={"cache": "int8"})
-    with pytest.raises(UnsupportedError, match="--cache int8: genai keeps no scales beside the keys"):
+    with pytest.raises(UnsupportedError, match="--cache int8: genai stores no scales beside the keys"):
         export(asked, tmp_path / "package", to="genai")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 

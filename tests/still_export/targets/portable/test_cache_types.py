@@ -119,7 +119,7 @@ def test_any_split_stores_the_same(kind: str, export_tiny: Exporter) -> None:
 def test_refusals_of_float16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--cache float16 is for --to onnx and genai, not for --to trt; states"):
         plan_job("trt", {"model": "m", "cache": "float16"})
-    with pytest.raises(ConfigError, match="is for ort-cpu: ort-cuda keeps states as --dtype says"):
+    with pytest.raises(ConfigError, match="is for ort-cpu: ort-cuda stores states in --dtype"):
         plan_job("onnx", {"model": "m", "native": True, "archs": ("sm_90",), "cache": "float16"})
     still_model("llama", torch.float32).save_pretrained(tmp_path / "model")
     options = ExportOptions(str(tmp_path / "model"), dtype="float16", still={"cache": "float16"})

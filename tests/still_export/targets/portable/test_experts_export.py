@@ -141,5 +141,5 @@ def test_targets_without_experts_refuse_by_name(target: str) -> None:
     """Before anything is traced."""
     record = target_of(target)
     manifest = {"ops": {"Experts": 1}, "model": {"family": "qwen3_next", "dtype": record.dtypes[0]}}
-    with pytest.raises(UnsupportedError, match="holds no Experts yet, which layers of this qwen3_next model are"):
+    with pytest.raises(UnsupportedError, match="has no Experts yet, which layers of this qwen3_next model need"):
         record.check_model(manifest, None)
