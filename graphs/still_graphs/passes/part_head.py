@@ -16,7 +16,7 @@ def has_head(model: ir.Model) -> bool:
 
 def part_head(model: ir.Model, head: bool) -> ir.Model:
     """`model` without the head, or only the head; in place."""
-    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass  # not at import: onnx_ir may be missing
+    from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
     for values in (model.graph.inputs, model.graph.outputs):
         values[:] = [value for value in values if _of_head(str(value.name)) == head]
