@@ -1,4 +1,4 @@
-"""still::LocalLinearAttention: softmax attention whose values are corrected by keys."""
+"""still::LocalLinearAttention: softmax attention with values corrected by keys."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ LOCAL_LINEAR_ATTENTION = OpSpec(
 )
 
 LARGEST = 60.0
-"""Where the exponent of what is added to C ends: beyond, the correction is 0 in float32 whatever it is."""
+"""Bound of the exponent of the term added to C; beyond it the correction is 0 in float32."""
 
 
 NEAR, MOST = 1e-20, 4096
-"""Square of the residual, of what it was, where a solution is near enough: the output errs 1e-8 at a condition of 1e4. Steps to it."""
+"""Squared residual, relative to the first, of a converged solution: the output errs 1e-8 at a condition of 1e4. Most steps."""
 
 
 def fault_of(given: Collection[str]) -> str | None:
-    """What is wrong with a node of the inputs `given`; None where nothing is."""
+    """The fault of a node with the inputs `given`; None: no fault."""
     both = [name for name in ("correction", "ridge") if name in given]
     if len(both) != 1:
         return f"it has {' and '.join(both) or 'neither correction nor ridge'}; it takes one of correction and ridge"

@@ -1,4 +1,4 @@
-"""still::TestTimeMemory: a SwiGLU network for each head, whose weights are trained on the tokens that pass, a chunk at a time (LaCT)."""
+"""still::TestTimeMemory: a SwiGLU network for each head, trained at run time on the tokens, a chunk at a time (LaCT)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEST_TIME_MEMORY = OpSpec(
         TensorSpec("initial", ("H", 3, "M", "D"), "float32", "weight"),
         *COUNTS,
     ),
-    # In place: what is written of a state comes after all reads of every state.
+    # In place: writes to a state come after all reads of every state.
     states=(
         StateSpec("memory_step", _WEIGHTS, "float32"),
         StateSpec("memory_momentum", _WEIGHTS, "float32"),
@@ -39,7 +39,7 @@ TEST_TIME_MEMORY = OpSpec(
 )
 
 ROW_EPSILON, MATRIX_EPSILON = 1e-5, 1e-7
-"""Added to the norms that rows, and matrices to be orthogonalized, are divided by."""
+"""Added to the norms by which rows, and matrices to be orthogonalized, are divided."""
 ORTHOGONALIZE = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -47,4 +47,4 @@ ORTHOGONALIZE = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-"""Newton-Schulz steps X := a X + (b X X^T + c (X X^T)^2) X of LaCT's code, after which singular values of 2e-3 and more are near 1."""
+"""Newton-Schulz steps X := a X + (b X X^T + c (X X^T)^2) X of LaCT's code, after which singular values of at least 2e-3 are near 1."""
