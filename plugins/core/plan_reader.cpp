@@ -1,4 +1,4 @@
-// Plans from JSON. What an archive says is checked here, so that running a plan can only fail by its numbers.
+// Reads plans from JSON. All checks of an archive's content are here; running a plan can only fail by its numbers.
 #include "error.h"
 #include "json.h"
 #include "plan.h"
@@ -9,7 +9,7 @@ namespace
 {
 
 constexpr int kMaxNesting = 8;
-constexpr size_t kMaxSteps = 4096;   // as written
+constexpr size_t kMaxSteps = 4096;   // in the source, loops not unrolled
 constexpr size_t kMaxEntries = 1024; // of one list
 constexpr size_t kMaxArguments = 64; // of one launch
 
@@ -112,7 +112,7 @@ std::vector<Plan::Step> Plan::Reader::steps(Json const& data, int depth)
     if (depth > kMaxNesting)
         mScope.refuse("steps are nested deeper than the library takes");
     std::vector<Step> result;
-    std::vector<std::string> names; // that this body gives
+    std::vector<std::string> names; // defined by this body
     for (Json const& item : limited(items_of(data)))
     {
         if (++mSteps > kMaxSteps)

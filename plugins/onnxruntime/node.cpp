@@ -9,7 +9,7 @@ namespace still_ort
 namespace
 {
 
-// ONNX Runtime knows no "absent": every failure to read an attribute means it.
+// ONNX Runtime has no status for an absent attribute: any failure to read one means that.
 bool found(OrtStatus* status)
 {
     if (status)
@@ -41,7 +41,7 @@ bool read(OrtKernelInfo const* info, still::AttributeSpec const& spec, still::At
     return true;
 }
 
-// Whether the node has the input; an optional one that is left out has an empty name.
+// Whether the node has the input; an omitted optional one has an empty name.
 bool has_input(OrtKernelInfo const* info, size_t place)
 {
     size_t count = 0;
@@ -79,7 +79,7 @@ still::Tensor tensor_of(OrtValue const* value, std::string const& name)
     check(g_api->GetDimensionsCount(info, &rank));
     if (rank <= still::kMaxRank)
         check(g_api->GetDimensions(info, dims, rank));
-    return still::make_tensor(to_type(type), dims, static_cast<int64_t>(rank), name); // refuses more
+    return still::make_tensor(to_type(type), dims, static_cast<int64_t>(rank), name); // throws for more dimensions
 }
 
 } // namespace
