@@ -1,4 +1,4 @@
-// The node of experts: from a call's shapes to the layer that the kernels know.
+// The node of experts: converts a call's shapes to the kernels' layer.
 #pragma once
 
 #include "core/error.h"
@@ -23,7 +23,7 @@ public:
 private:
     static constexpr int64_t kMostSize = 1 << 24;
 
-    // Inputs of a matrix, and what its blocks are.
+    // Inputs of a matrix, and the form of its blocks.
     low_bit::Layer read_matrix(still::Call const& call, std::string const& matrix, std::string const& inputs) const
     {
         constexpr int64_t word = 32;
