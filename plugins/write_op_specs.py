@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the OpSpecs of all ops as a C++ source, which CMake calls: C++ and Python have one source of names and shapes.
+"""Writes the OpSpecs of all ops as a C++ source; CMake runs it. C++ and Python thus share one source of names and shapes.
 
     python write_op_specs.py OUTPUT [FOLDER ...]
 
-FOLDER: of an op of another tree, whose spec.py has an OpSpec with `home`. Needs Python 3.11 alone.
+FOLDER: folder of another project's op, whose spec.py has an OpSpec with `home`. Needs only Python 3.11.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ uint64_t current_context()
     CuContext context = nullptr;
     driver.check(driver.ctxGetCurrent(&context), "cuCtxGetCurrent");
     if (!context)
-        fail("CUDA driver: no context is current on this thread; kernels load and run on threads that have made the GPU theirs.");
+        fail("CUDA driver: no context is current on this thread; make one current before kernels load or run.");
     unsigned long long id = 0;
     if (driver.ctxGetId && driver.ctxGetId(context, &id) == 0)
         return id;

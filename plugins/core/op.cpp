@@ -35,7 +35,7 @@ void demand_alike(Call const& call)
 {
     if (call.kept != Type::kNone && call.kept != call.activation)
         call.refuse(std::string("states are ") + type_name(call.kept) + ", activations " + type_name(call.activation)
-                    + "; kernels of the GPU have them alike. Export without --cache.");
+                    + "; GPU kernels need equal types. Export without --cache.");
 }
 
 // The op's plan; throws if the archive has none.

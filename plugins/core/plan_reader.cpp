@@ -158,7 +158,7 @@ void Plan::Reader::launch(Json const& data, Step& step)
     for (Json const& size : items_of(data.at("grid")))
         step.values.push_back(integer(size));
     if (step.values.size() != 3)
-        mScope.refuse("the grid of " + step.name + " has no three dimensions");
+        mScope.refuse("the grid of " + step.name + " needs three dimensions");
     for (auto const& [name, value] : members_of(data.at("arguments")))
         step.arguments.emplace_back(name, integer(value));
     if (step.arguments.size() > kMaxArguments)

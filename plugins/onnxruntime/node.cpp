@@ -88,7 +88,7 @@ JoinedStates read_joined(still::OpSpec const& spec, OrtKernelInfo const* info)
 {
     still::AttributeValue value{still::AttributeKind::kString, 0, 0.0, {}};
     if (!read(info, {"states", still::AttributeKind::kString, 0, 0.0, "", {}}, value))
-        still::fail(spec.name, ": joined states, and no attribute states that says what they are.");
+        still::fail(spec.name, ": joined states need the attribute states, which is missing.");
     return {spec, value.text};
 }
 
@@ -119,7 +119,7 @@ Inputs::Inputs(still::Op const& op, OrtKernelContext const* context, JoinedState
     {
         check(g_api->KernelContext_GetInput(context, joined->first + i, &both[i]));
         if (!both[i])
-            still::fail(op.spec().name, ": the joined states are not there.");
+            still::fail(op.spec().name, ": the joined states are missing.");
         still::Tensor const tensor = tensor_of(both[i], "joined states");
         int64_t size = 1;
         for (int axis = 1; axis < tensor.rank; ++axis)

@@ -246,7 +246,7 @@ void Engine::bind(Profile profile, int64_t tokens)
             && context.setTensorAddress(("present_" + name).c_str(), address);
     }
     if (!good)
-        fail("the engine does not take a call of ", tokens, " tokens; TensorRT's reason stands above.");
+        fail("the engine rejected a call of ", tokens, " tokens; TensorRT's reason stands above.");
     mBound[profile] = tokens;
 }
 

@@ -77,7 +77,7 @@ nvinfer1::DimsExprs NodeOp::output_shape(int32_t index, nvinfer1::DimsExprs cons
         auto const place = locate(spec.shape[axis], ranks);
         auto const stated = mOp.attributes().find(spec.shape[axis]);
         if (!place && stated == mOp.attributes().end())
-            fail(mOp.spec().name, ": no input tells the dimension ", spec.shape[axis], " of ", spec.name, ".");
+            fail(mOp.spec().name, ": no input has the dimension ", spec.shape[axis], " of ", spec.name, ".");
         shape.d[axis] = place ? inputs[place->first].d[place->second] : builder.constant(static_cast<int32_t>(stated->second.integer));
     }
     return shape;

@@ -51,7 +51,7 @@ class CudaFunction:
         constants: Macros from a tile or a variant.
         types: Macros derived from the element type of a pointer: name of the pointer, and the macro's value for each type.
         shared_bytes: Computes a block's shared memory from the constants.
-        cluster: The constant with the number of blocks in a cluster; empty: no clusters.
+        cluster: The constant with the number of blocks in a cluster; empty: none.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 @gluon.constexpr_function
 def _powers(first, stop, place):
-    """Bases first, 2 * first, ... below stop, each placed into a list of coordinates by `place`."""
+    """Bases first, 2 * first, ... below stop, each as `place` puts it into a list of coordinates."""
     bases = []
     while first < stop:
         bases.append(place(first))
@@ -28,7 +28,7 @@ def _powers(first, stop, place):
 
 @gluon.constexpr_function
 def words_layout(SPLITS, BN, UNITS):
-    """Layout of words [SPLITS, BN, 4 * UNITS chunks, 4]."""
+    """Of words [SPLITS, BN, 4 * UNITS chunks, 4]."""
     registers = [*_powers(1, 4, lambda i: [0, 0, 0, i]), [0, 8, 0, 0]]
     registers += _powers(4, 4 * UNITS, lambda i: [0, 0, i, 0]) + _powers(16, BN, lambda i: [0, i, 0, 0])
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
@@ -38,7 +38,7 @@ def words_layout(SPLITS, BN, UNITS):
 
 @gluon.constexpr_function
 def inputs_layout(SPLITS, UNITS, CHUNK):
-    """Layout of activations [SPLITS, 8, 4 * UNITS * CHUNK]."""
+    """Of activations [SPLITS, 8, 4 * UNITS * CHUNK]."""
     registers = _powers(1, CHUNK, lambda i: [0, 0, i]) + _powers(4 * CHUNK, 4 * UNITS * CHUNK, lambda i: [0, 0, i])
     lanes = [[0, 0, CHUNK], [0, 0, 2 * CHUNK], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = _powers(1, SPLITS, lambda i: [i, 0, 0])
@@ -47,13 +47,13 @@ def inputs_layout(SPLITS, UNITS, CHUNK):
 
 @gluon.constexpr_function
 def sums_layout(SPLITS):
-    """Layout of sums [SPLITS, outputs, 8]."""
+    """Of sums [SPLITS, outputs, 8]."""
     return gl.NVMMADistributedLayout([2, 0], [SPLITS, 1, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
 def groups_layout(SPLITS, BN, UNITS, GROUP):
-    """Layout of chunks [SPLITS, BN, 4 * UNITS / GROUP, GROUP]; a group shares a word of zero points."""
+    """Of chunks [SPLITS, BN, 4 * UNITS / GROUP, GROUP], those of a group share a word of zero points."""
     split = lambda i: [0, 0, i // GROUP, i % GROUP]  # noqa: E731
     registers = [[0, 8, 0, 0], *_powers(4, 4 * UNITS, split), *_powers(16, BN, lambda i: [0, i, 0, 0])]
     lanes = [split(1), split(2), [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
@@ -130,7 +130,7 @@ _EIGHT_BRAINS = """
 
 @gluon.constexpr_function
 def unpacking(BITS, BRAIN, OFFSETS):
-    """Assembly from words, zeros and scales to scale * (code - zero), optionally plus an offset."""
+    """Assembly: of words, zeros and scales, numbers scale * (code - zero), or with an offset behind."""
     count = 32 // BITS
     pairs = count // 2
     text = {4: (_FOUR_HALVES, _FOUR_BRAINS), 8: (_EIGHT_HALVES, _EIGHT_BRAINS)}[BITS][BRAIN]
@@ -145,26 +145,26 @@ def unpacking(BITS, BRAIN, OFFSETS):
 
 @gluon.constexpr_function
 def registers(BITS, OFFSETS):
-    """Register constraints of `unpacking`."""
+    """Constraints of that."""
     return "=h," * (32 // BITS) + ("r,r,r,r" if OFFSETS else "r,r,r")
 
 
 @gluon.constexpr_function
 def times(kind, count):
-    """A tuple type of `count` equal results."""
+    """A type for each of several results."""
     return (kind,) * count
 
 
 @gluon.constexpr_function
 def middle(BITS, BRAIN):
-    """Result of `zeros_of` without zero points."""
+    """What `zeros_of` gives where there are no zero points."""
     word = {4: (0xE408E408, 0xC308C308), 8: (0xE480E480, 0xC508C300)}[BITS][BRAIN]
     return word - (1 << 32)
 
 
 @gluon.constexpr_function
 def zeroing(BITS, BRAIN):
-    """Assembly from words and shifts to the number that is added to a code."""
+    """Assembly: of words and shifts, what is added to a code."""
     texts = {4: ("0x0000000F, 0x0000E400", "0x0000000F, 0x0000C300"), 8: ("0x000000FF, 0x0000E400", "")}
     text = "{ .reg .b32 x, y; shr.u32 x, $1, $2; "
     if BITS == 8 and BRAIN:  # both halves of a code

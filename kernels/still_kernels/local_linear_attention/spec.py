@@ -9,12 +9,12 @@ from still_kernels.attention.spec import COUNTS, HEADS, KEY_AND_VALUE, OUTPUT
 
 LOCAL_LINEAR_ATTENTION = OpSpec(
     # With p the weights of softmax attention, k_mean = sum of p k, C = sum of p (k - k_mean) (k - k_mean)^T and l the
-    # logarithm of the sum of the exponentials that p are shares of:
-    #   output = sum of p (1 - r (k - k_mean)) v,  r = `correction`, or where that is absent (C + ridge exp(-l) I)^-1 (k_mean - query).
-    # The latter is the value at the query of the line through keys and values that has the least squared error, weighted by the
-    # exponentials, with `ridge` times its squared slope added. It is solved by conjugate gradients, preconditioned by the diagonal, in
-    # float64 until the residual is NEAR of what it was; float32 loses 1e-3 of the output at a condition of 1e4. A system that is not solved
-    # after MOST steps gives NaN. The rest is in float32 beside a correction, in float64 beside a ridge.
+    # logarithm of the sum of the exponentials before normalization:
+    #   output = sum of p (1 - r (k - k_mean)) v,  r = `correction`, or without it (C + ridge exp(-l) I)^-1 (k_mean - query).
+    # The latter is a ridge regression of values on keys, weighted by the exponentials, evaluated at the query; `ridge` times the squared
+    # slope is added to its squared error. Conjugate gradients with a diagonal preconditioner solve it in float64, until the residual is
+    # NEAR of the first one; float32 loses 1e-3 of the output at a condition of 1e4. A system that is not solved after MOST steps gives
+    # NaN. The rest is in float32 with a correction, in float64 with a ridge.
     name="LocalLinearAttention",
     torch_name="local_linear_attention",
     inputs=(

@@ -37,8 +37,8 @@ private:
         layer.zero = 1 << (bits_ - 1), layer.half = half_, layer.half_scales = half_;
         int64_t const words = call.size(inputs + "W"), columns = layer.blocks();
         if (layer.inputs < 1 || layer.inputs > kMostSize || words * word != layer.inputs * bits_)
-            still::fail(op_.spec().name, ": ", matrix, " has ", words, " words and ", columns, " scales a row; of ", bits_,
-                " bits in blocks of ", block_, " they do not go together.");
+            still::fail(op_.spec().name, ": ", matrix, " has ", words, " words and ", columns, " scales a row; with ", bits_,
+                " bits in blocks of ", block_, " these do not match.");
         if (call.has(matrix + "_zero_points"))
         {
             int64_t const zeros = call.size(inputs + "Z");

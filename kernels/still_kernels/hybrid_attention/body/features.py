@@ -15,8 +15,7 @@ def features(b: Scope, layer: Layer, x: str, weight: str, lead: tuple[str | int,
         x: [..., D] float32.
         weight: [..., D, P], broadcast against x.
         lead: Dimensions of the result before F, for the final reshape of the two-sided maps.
-
-        rows: 1 where x has one row (dimension -2), else 0.
+        rows: 1 if x has one row (dimension -2), else 0.
 
     Returns:
         [*lead, F].

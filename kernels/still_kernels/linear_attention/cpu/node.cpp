@@ -120,7 +120,7 @@ private:
         linear::Tensors const x{call.input("query"), call.input("key"), call.input("value"), call.input<float>("decay"),
             call.input<float>("beta"), output, call.state<float>("past_recurrent_state"), sizes.tokens};
         if (!x.decay != !sizes.layer.decay || !x.beta != !sizes.layer.betas)
-            still::fail("LinearAttention: the rule needs decay or beta and does not have it, or has one that it does not take.");
+            still::fail("LinearAttention: the rule lacks decay or beta, or has one that it does not use.");
         linear::attention(sizes.layer, x, sizes.batch, brought, call);
     }
 
