@@ -56,7 +56,7 @@ def operation(spec: OpSpec) -> list[str]:
 
 
 def source(specs: list[OpSpec]) -> str:
-    """A source that defines `still::op_specs`."""
+    """C++ source that defines `still::op_specs`."""
     lines = [line for spec in specs for line in operation(spec)]
     head = [
         '#include "core/op_spec.h"',
@@ -68,7 +68,7 @@ def source(specs: list[OpSpec]) -> str:
 
 
 def spec_of(folder: Path) -> OpSpec:
-    """The op of a folder of another tree."""
+    """The op in a folder of another project."""
     found = importlib.util.spec_from_file_location(folder.name, folder / "spec.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)

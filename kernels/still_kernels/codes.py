@@ -21,9 +21,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantized(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [..., D] of words and scales."""
-    if (
-        words.stride(-1) != 1
-    ):  # of a part of a state, or where a row is one word; a view of bytes wants them side by side
+    if words.stride(-1) != 1:  # a view of bytes needs contiguous words
         words = words.clone(memory_format=torch.contiguous_format)
     return (words.view(torch.int8) * scale[..., None].float()).to(dtype)
 

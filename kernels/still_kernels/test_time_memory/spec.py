@@ -10,10 +10,10 @@ _KEYS, _WEIGHTS = ("B", "T", "H", "D"), ("B", "H", 3, "M", "D")
 TEST_TIME_MEMORY = OpSpec(
     # H memories, each read by G queries, with M hidden channels. Its weights gate, up and down [M, D] are `initial` + `memory_step`:
     #   f(x) = (silu(gate x) * up x)^T down.
-    # The output is f(query) with the weights before the token's chunk of `chunk_size` tokens. At the chunk's last token, g being the sum
-    # over its tokens of `rate` times the gradient of value . f(key) at these weights, for each matrix:
-    #   m := g + mean(momentum) m,  weights := weights + (m, or where `memory_update` is "muon" m orthogonalized),
-    # and then each output row of a matrix (of gate, of up, a column of `down`) gets the norm that it has in `initial`.
+    # The output is f(query) with the weights before the token's chunk of `chunk_size` tokens. The weights change at the chunk's last token.
+    # For each matrix let g be the sum over the chunk's tokens of `rate` times the gradient of value . f(key) at these weights:
+    #   m := g + mean(momentum) m,  weights := weights + (m, orthogonalized if `memory_update` is "muon").
+    # Each output row of a matrix (a row of gate or up, a column of down) is then scaled to its norm in `initial`.
     # The sums of an open chunk are states, so a call may end anywhere. All in float32.
     # Source: Test-Time Training Done Right, arXiv:2505.23884, and its authors' code, a1600012888/LaCT.
     name="TestTimeMemory",
