@@ -178,7 +178,7 @@ bool has_driver()
 }
 
 // Whether a session has only the CPU provider: by the host's option, or because there is no driver. ONNX Runtime runs a node's function
-// body if no provider has an op of that name. It does not load a node whose op exists for the CUDA provider only if the session lacks it.
+// body if no provider has an op of that name. A node whose op is registered only for the CUDA provider does not load without that provider.
 bool for_cpu(OrtSessionOptions const* options)
 {
     constexpr char kProvider[] = "still.provider";

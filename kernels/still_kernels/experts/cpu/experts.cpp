@@ -32,7 +32,7 @@ int64_t rows_of_task(Layer const& layer, low_bit::Layer const& matrix)
 // Layout of a call's scratch memory.
 struct Parts
 {
-    int64_t *starts, *experts, *places, *tokens; // of experts' pairs, chosen ones; of pairs; of places
+    int64_t *starts, *experts, *places, *tokens; // first pair of each expert; chosen experts; place of each pair; token of each place
     float *wide, *inner, *middle;
     Rooms sums, rooms;
     float* block_sums; // of pairs: sums of the rounded ones by block

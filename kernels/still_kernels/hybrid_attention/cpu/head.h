@@ -95,7 +95,7 @@ struct Head
             for (int i = 0; i < count; ++i)
                 if (except[i])
                     std::memset(phi + static_cast<int64_t>(i) * l.features, 0, sizeof(float) * static_cast<unsigned>(l.features));
-        for (int f = 0; f < l.features; ++f) // sums equal additions first: otherwise each errs by the last place of the total
+        for (int f = 0; f < l.features; ++f) // sum the additions first: otherwise each rounds at the total's last place
         {
             float sum = 0;
             for (int i = 0; i < count; ++i)
