@@ -38,9 +38,11 @@ Pairs = list[tuple[Arrays, Arrays]]
 class Choices:
     """Counts of a runtime's choices by comparison.
 
-    compared, different without a tie, different on a near tie: see the names. `widest`: largest lead among differing choices, in units
-    of the lead that is a tie. `expected`: number of choices that rounding changes in a correct runtime, for reports only, because the
-    processor decides which ones. `untold`: tokens with a near tie that the runtime does not report.
+    compared: All choices.
+    near_ties, wrong: Choices that differ on a near tie, and without one.
+    widest: Largest lead among differing choices, in units of the lead that is a tie.
+    expected: Number of choices that rounding changes in a correct runtime, for reports only, because the processor decides which ones.
+    untold: Tokens with a near tie that the runtime does not report.
     """
 
     compared: int = 0
